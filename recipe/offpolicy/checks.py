@@ -1,0 +1,230 @@
+"""Start-up checks: whatever would leave a configured correction dead, wrong or applied twice stops the run.
+
+One set for the launch, ``--check`` and whoever else wants to know. Each check looks at the resolved configuration
+and yields problems that name the key, its value and the fix.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from .correction import CorrectionSpec, SpecError
+
+TESTED_VERL = "0.9.1"
+UNTESTED_OPT_IN = "OFFPOLICY_ALLOW_UNTESTED_VERL"
+TRAINER_MODES = ("sync", "colocate_async")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+
+# What verl ships under algorithm.rollout_correction; anything else was set by the user.
+_VERL_CORRECTION_DEFAULTS = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+    "rollout_is_batch_normalize": False,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key, the value it has, what is wrong with it, and the override that mends it."""
+
+    key: str
+    value: Any
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.reason} {self.fix}"
+
+
+class CheckError(RuntimeError):
+    """The configuration would train something else than it says."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+def spec_of(config: DictConfig) -> CorrectionSpec:
+    """The validated correction of a composed configuration."""
+    node = config.get("correction")
+    return CorrectionSpec.from_mapping(None if node is None else OmegaConf.to_container(node, resolve=True))
+
+
+def run_checks(config: DictConfig) -> CorrectionSpec:
+    """Run every check.
+
+    Returns:
+        The correction to train with.
+
+    Raises:
+        SpecError: the correction itself is malformed.
+        CheckError: something around it makes it dead, wrong or double; all problems at once.
+    """
+    spec = spec_of(config)
+    problems = [problem for check in CHECKS for problem in check(config, spec)]
+    if problems:
+        raise CheckError(problems)
+    return spec
+
+
+def _release(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    version = importlib.metadata.version("verl")
+    if version != TESTED_VERL and os.environ.get(UNTESTED_OPT_IN) != "1":
+        yield Problem(
+            "verl",
+            version,
+            f"the adapters are tested against {TESTED_VERL}.",
+            f"Install verl=={TESTED_VERL}, or set {UNTESTED_OPT_IN}=1 in the environment.",
+        )
+
+
+def _trainer(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if not config.trainer.use_v1:
+        yield Problem("trainer.use_v1", False, "the correction is threaded through the V1 trainer.", "Set it to true.")
+    mode = config.trainer.v1.trainer_mode
+    if mode not in TRAINER_MODES:
+        yield Problem(
+            "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(TRAINER_MODES)}."
+        )
+
+
+def _unknown_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    for key in config.get("offpolicy", {}):
+        if key != "allow_identical_log_probs":
+            yield Problem(f"offpolicy.{key}", config.offpolicy[key], "unknown key.", f"Remove offpolicy.{key}.")
+    value = OmegaConf.select(config, "offpolicy.allow_identical_log_probs")
+    if not isinstance(value, bool):
+        yield Problem("offpolicy.allow_identical_log_probs", value, "not a truth value.", "Set true or false.")
+
+
+def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.is_none:
+        return
+    if not OmegaConf.select(config, f"{_ROLLOUT}.calculate_log_probs"):
+        yield Problem(
+            f"{_ROLLOUT}.calculate_log_probs",
+            OmegaConf.select(config, f"{_ROLLOUT}.calculate_log_probs"),
+            "without the engine's log-probs there is no mu to correct with.",
+            "Set it to true.",
+        )
+    for key in (f"{_ROLLOUT}.logprobs_mode", f"{_ENGINE}.logprobs_mode"):
+        mode = OmegaConf.select(config, key, default="processed_logprobs")
+        if mode != "processed_logprobs":
+            yield Problem(
+                key,
+                mode,
+                "raw log-probs leave temperature out, so mu is not the distribution that was sampled from.",
+                "Set processed_logprobs.",
+            )
+
+
+def _truncated_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.is_none:
+        return
+    if not OmegaConf.select(config, f"{_ROLLOUT}.do_sample", default=True) or not config.actor_rollout_ref.rollout[
+        "temperature"
+    ]:
+        yield Problem(
+            f"{_ROLLOUT}.temperature",
+            config.actor_rollout_ref.rollout.temperature,
+            "greedy decoding samples from no distribution that a ratio could correct.",
+            f"Set {_ROLLOUT}.do_sample=true and a temperature > 0.",
+        )
+    if spec.allow_truncated_sampling:
+        return
+    neutral = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+    for name, values in neutral.items():
+        for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
+            value = OmegaConf.select(config, key, default=None)
+            if value is not None and value not in values:
+                yield Problem(
+                    key,
+                    value,
+                    "mu is renormalised over the tokens that are left, and pi_old is not: the ratio is off by the "
+                    "mass that was cut.",
+                    f"Set {key}={values[0]}, or say that it is meant: correction.allow_truncated_sampling=true.",
+                )
+
+
+def verl_correction_changes(config: DictConfig) -> dict[str, Any]:
+    """Keys of verl's own ``algorithm.rollout_correction`` that differ from what verl ships."""
+    own = OmegaConf.select(config, "algorithm.rollout_correction")
+    if own is None:
+        return {}
+    values = OmegaConf.to_container(own, resolve=True)
+    assert isinstance(values, dict)
+    return {
+        str(key): value
+        for key, value in values.items()
+        if key not in _VERL_CORRECTION_DEFAULTS or value != _VERL_CORRECTION_DEFAULTS[str(key)]
+    }
+
+
+def _verl_correction(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.is_none:
+        return
+    for key, value in verl_correction_changes(config).items():
+        yield Problem(
+            f"algorithm.rollout_correction.{key}",
+            value,
+            "verl's own correction beside ours would correct twice.",
+            f"Remove this override, or set correction=none. verl's default is {_VERL_CORRECTION_DEFAULTS.get(key)}.",
+        )
+
+
+def _distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if OmegaConf.select(config, "distillation.enabled", default=False):
+        yield Problem(
+            "distillation.enabled",
+            True,
+            "verl's distillation loss and the corrected loss take the same place in the worker.",
+            "Set distillation.enabled=false.",
+        )
+
+
+def _base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.is_none:
+        return
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from .base_loss_probe import probe
+
+    actor = config.actor_rollout_ref.actor
+    if wrong := probe(omega_conf_to_dataclass(actor)):
+        fix = (
+            "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
+            if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
+            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo."
+        )
+        yield Problem(
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            f"{actor.policy_loss.loss_mode} (actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode})",
+            f"{wrong}.",
+            fix,
+        )
+
+
+Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
+CHECKS: tuple[Check, ...] = (
+    _release,
+    _trainer,
+    _unknown_keys,
+    _rollout_log_probs,
+    _truncated_sampling,
+    _verl_correction,
+    _distillation,
+    _base_loss,
+)
+
+__all__ = ["CHECKS", "CheckError", "Problem", "SpecError", "run_checks", "spec_of", "verl_correction_changes"]

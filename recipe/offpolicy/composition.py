@@ -1,0 +1,73 @@
+"""What Hydra's composition hides: a correction group that is deleted, and two options that set one key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from .correction import SpecError
+
+GROUP = "correction"
+_NULL = "correction=null: nothing says what is meant. Set correction=none to train uncorrected."
+
+
+def refuse_null(arguments: Sequence[str]) -> None:
+    """Stop on ``correction=null`` in command-line arguments, on which Hydra fails without naming the key."""
+    if any(argument.replace(" ", "").lower() in {"correction=null", "correction="} for argument in arguments):
+        raise SpecError(_NULL)
+
+
+def chosen_options() -> list[str]:
+    """The options of the group ``correction`` in the running Hydra application, e.g. ["tis_token", "opsm"].
+
+    Raises:
+        SpecError: the group was deleted.
+    """
+    config = HydraConfig.get()
+    loader: Any = GlobalHydra.instance().config_loader()
+    defaults: list[ResultDefault] = loader.compute_defaults_list(
+        config_name=config.job.config_name,
+        overrides=[*config.overrides.hydra, *config.overrides.task],
+        run_mode=RunMode.RUN,
+    ).defaults
+    paths = [default.config_path or "" for default in defaults]
+    options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
+    if not options:
+        raise SpecError(_NULL)
+    return options
+
+
+def check_stack(options: Sequence[str]) -> None:
+    """Two options that set one key: Hydra lets the last one win, here it is an error.
+
+    Raises:
+        SpecError: names the key and both options.
+    """
+    loader: Any = GlobalHydra.instance().config_loader()
+    owner: dict[str, str] = {}
+    for option in options:
+        leaves = list(_leaves(loader.repository.load_config(f"{GROUP}/{option}").config))
+        for key in leaves:
+            for seen, first in owner.items():
+                if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
+                    raise SpecError(
+                        f"correction=[{','.join(options)}]: {first} and {option} both set {GROUP}.{key}. "
+                        f"Choose one of them."
+                    )
+        owner.update(dict.fromkeys(leaves, option))
+
+
+def _leaves(config: DictConfig, path: str = "") -> Iterator[str]:
+    for key in config:
+        name = f"{path}.{key}" if path else str(key)
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            yield from _leaves(node, name)
+        else:
+            yield name

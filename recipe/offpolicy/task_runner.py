@@ -1,0 +1,23 @@
+"""verl's V1 task runner with the corrected trainers under verl's own mode names."""
+
+from __future__ import annotations
+
+import ray
+from omegaconf import DictConfig
+from verl.trainer.main_ppo import TaskRunnerV1
+
+from .trainer_v1 import install_trainers
+
+# Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
+_TaskRunner = TaskRunnerV1.__ray_metadata__.modified_class
+
+
+class OffPolicyTaskRunner(_TaskRunner):
+    """Runs in its own Ray process, which is where verl looks the trainer up."""
+
+    def run(self, config: DictConfig) -> None:
+        install_trainers()
+        super().run(config)
+
+
+RemoteOffPolicyTaskRunner = ray.remote(OffPolicyTaskRunner)

@@ -1,0 +1,129 @@
+"""verl's V1 trainer with a correction: hands the loss to the workers and stops the run unless it is proved live.
+
+Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
+``on_init_end(self)``, ``_compute_old_log_prob(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, and
+``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``RayWorkerGroup.update_actor(batch)`` of the actor's worker group.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from .correction import CorrectionSpec
+from .correction.statistics import merge_all
+from .liveness import LivenessError, verify, verify_fingerprint
+from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
+from .worker_loss import METRIC_KEY, OffPolicyLoss, Packet
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+MODES = ("sync", "colocate_async")
+"""Trainer modes of verl that are covered."""
+
+
+class OffPolicyTrainer:
+    """Mixed into one of verl's V1 trainers by ``with_correction``."""
+
+    config: DictConfig
+    actor_rollout_wg: Any
+
+    def on_init_end(self) -> None:
+        self.correction = CorrectionSpec.from_mapping(OmegaConf.to_container(self.config.correction, resolve=True))
+        self._proving = True
+        self._sampled_rows: list[int] = []
+        self._live: dict[str, float] = {}
+        self._statistics: dict[str, float] = {}
+        self._hand_over_loss()
+        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        super().on_init_end()  # type: ignore[misc]
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
+        if self._proving and not self.correction.is_none:
+            fields = ["responses", "response_mask", ROLLOUT_LOG_PROBS]
+            rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            self._sampled_rows = row_checksums(rows)
+        return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._statistics = {}
+        batch = super()._update_actor(batch, metrics)  # type: ignore[misc]
+        if not self._statistics:
+            raise LivenessError("the update went past the correction: nothing was collected from the workers.")
+        metrics.update({f"offpolicy/{name}": value for name, value in self._statistics.items()})
+        return batch
+
+    def _hand_over_loss(self) -> None:
+        actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(OffPolicyLoss(self.correction, actor_config, prove=self._proving))
+
+    def _update_and_collect(self, update: Any, batch: Any) -> Any:
+        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        output = update(batch)
+        packets = take_packets(output["metrics"])
+        if self._proving:
+            self._live = verify(
+                packets,
+                self.correction,
+                sampled_rows=self._sampled_rows,
+                epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
+                allow_identical=self.config.offpolicy.allow_identical_log_probs,
+            )
+            if self._live["proved"]:
+                self._proving = False
+                self._hand_over_loss()
+                print(f"offpolicy: {_sentence(self.correction, self._live)}", flush=True)
+        else:
+            verify_fingerprint(packets, self.correction)
+        merged = merge_all(packet.statistics for packet in packets)
+        self._statistics = {name: statistic.value() for name, statistic in merged.items()}
+        self._statistics |= {f"live/{name}": value for name, value in self._live.items()}
+        return output
+
+
+def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
+    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
+
+
+def install_trainers() -> None:
+    """Put the corrected trainers under verl's own mode names, in this process; idempotent.
+
+    verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of
+    our own would change the training.
+    """
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
+
+    for mode in MODES:
+        trainer = get_trainer_cls(mode)
+        if not issubclass(trainer, OffPolicyTrainer):
+            TRAINER_REGISTRY[mode] = with_correction(trainer)
+
+
+def take_packets(metrics: dict[str, Any]) -> list[Packet]:
+    """Remove and return the packets of one update, from every rank, mini-batch and micro-batch."""
+    return list(_flatten(metrics.pop(METRIC_KEY, [])))
+
+
+def _flatten(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
+    if spec.is_none:
+        return "no correction is configured; statistics only."
+    names = ", ".join([*(["weight"] if spec.weight else []), *(f"masks.{name}" for name, _ in spec.masks)])
+    return (
+        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
+        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
+    )

@@ -1,0 +1,110 @@
+"""The loss that runs in the worker: weight x keep into verl's own policy loss, statistics and proof out.
+
+The seam is verl 0.9.1's ``TrainingWorker.set_loss_fn(self, loss_fn)``, whose function the engine calls at each
+micro-batch. It is handed over by value, so the spec never travels through a config that workers copied earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.workers.utils.losses import ppo_loss
+
+from . import micro_batch as mb
+from .correction import CorrectionSpec, Statistic, StepStage
+from .correction.statistics import to_host
+from .liveness import Proof, prove
+
+METRIC_KEY = "offpolicy"
+"""Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+
+BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass
+class Packet:
+    """What one micro-batch reports: plain Python, no tensors.
+
+    Attributes:
+        fingerprint: of the spec that the worker holds.
+        statistics: name -> typed statistic, in floats.
+        proof: filled in by the engine's own backward when a proof was asked for.
+    """
+
+    fingerprint: int
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    proof: Proof | None = None
+
+
+class OffPolicyLoss:
+    """verl's ``ppo_loss`` with a correction in its policy term.
+
+    Args:
+        spec: the correction; with nothing configured the loss and its gradient are verl's own, to the bit.
+        actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
+        prove: report the proof of life at every micro-batch.
+        base_loss: takes (config, model_output, data, dp_group).
+    """
+
+    def __init__(
+        self, spec: CorrectionSpec, actor_config: Any, *, prove: bool = False, base_loss: BaseLoss = ppo_loss
+    ) -> None:
+        self.spec = spec
+        self.prove = prove
+        self.base_loss = partial(base_loss, actor_config)
+
+    def __call__(
+        self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
+
+        Raises:
+            FloatingPointError: a log-prob of the current policy is not finite; raised before the backward pass.
+        """
+        packet = Packet(self.spec.fingerprint())
+        if self.spec.is_none:
+            loss, metrics = self.base_loss(model_output, data, dp_group)
+            if mb.ROLLOUT_LOG_PROBS in data.keys():
+                packet.statistics = to_host(mb.decide(self.spec, mb.read(model_output, data)).statistics)
+        else:
+            batch = mb.read(model_output, data)
+            loss, metrics, packet.statistics = self.corrected(self.spec, batch, model_output, data, dp_group)
+            if self.prove and torch.is_grad_enabled():
+                packet.proof = prove(self, batch, model_output, data, loss)
+        return loss, {**metrics, METRIC_KEY: packet}
+
+    def corrected(
+        self,
+        spec: CorrectionSpec,
+        batch: mb.MicroBatch,
+        model_output: Mapping[str, Any],
+        data: TensorDict,
+        dp_group: Any = None,
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
+        """verl's loss with ``spec`` in it: (loss, verl's metrics, statistics in floats)."""
+        if mb.WEIGHTS in data.keys():
+            raise ValueError(
+                f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
+                f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
+            )
+        step = mb.decide(spec, batch)
+        statistics = to_host(step.statistics)
+        if bad := statistics["nonfinite/log_prob"].value():
+            raise FloatingPointError(
+                f"{bad:.0f} log-probs of the current policy are not finite: the weights or the forward pass have "
+                f"diverged, and no mask can keep that out of the gradient. The optimizer has not stepped."
+            )
+        loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
+        return loss, metrics, statistics
+
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
+        """The micro-batch that verl's loss sees: weight x keep, and a finite stand-in where pi_old is not finite."""
+        stand_in = batch.log_prob.detach().to(batch.old_log_prob.dtype)
+        old_log_prob = torch.where(torch.isfinite(batch.old_log_prob), batch.old_log_prob, stand_in)
+        return mb.with_tensors(data, **{mb.WEIGHTS: step.weight * step.keep, "old_log_probs": old_log_prob})

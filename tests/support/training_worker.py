@@ -1,0 +1,225 @@
+"""A real verl TrainingWorker in this process: FSDP2 on gloo, a tiny Qwen2, and micro-batches as the V1 trainer ships.
+
+The worker, its engine, its loss call and its backward pass are verl's own; only the data is made here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+VOCABULARY = 32
+
+
+def tiny_model(folder: Path) -> Path:
+    """A two-layer float32 Qwen2 with random weights, saved with a tokenizer of its own."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t2").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -> None:
+    """What Ray sets for a worker, set by hand."""
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def actor_config(**changes: Any) -> Any:
+    """verl's ActorConfig with a fixed global batch; ``changes`` are its fields."""
+    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
+
+    values: dict[str, Any] = dict(
+        strategy="fsdp2",
+        ppo_mini_batch_size=8,
+        ppo_micro_batch_size_per_gpu=8,
+        rollout_n=1,
+        use_torch_compile=False,
+        optim=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        fsdp_config=FSDPEngineConfig(
+            strategy="fsdp2", dtype="float32", model_dtype="float32", use_torch_compile=False,
+            mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
+        ),
+    )
+    return FSDPActorConfig(**(values | changes))
+
+
+def start_worker(model: Path) -> Any:
+    """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it."""
+    from verl.workers.config import HFModelConfig
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+
+    actor = actor_config()
+    engine = actor.fsdp_config
+    engine.use_dynamic_bsz = False
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=HFModelConfig(
+                path=str(model),
+                use_remove_padding=False,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=engine,
+            optimizer_config=actor.optim,
+            checkpoint_config=actor.checkpoint,
+        )
+    )
+    worker.reset()
+    return worker
+
+
+@dataclass
+class Rollout:
+    """Rows as the rollout left them: lists of (length,) tensors, one per row."""
+
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    response_mask: list[torch.Tensor]
+    advantages: list[torch.Tensor]
+    rollout_log_probs: list[torch.Tensor] = field(default_factory=list)
+    old_log_probs: list[torch.Tensor] = field(default_factory=list)
+
+    def to_tensordict(self) -> TensorDict:
+        """The nested layout of the V1 trainer."""
+
+        def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+        whole = [torch.cat(pair) for pair in zip(self.prompts, self.responses, strict=True)]
+        columns = {
+            "prompts": nested(self.prompts),
+            "responses": nested(self.responses),
+            "response_mask": nested(self.response_mask),
+            "loss_mask": nested(self.response_mask),
+            "input_ids": nested(whole),
+            "position_ids": nested([torch.arange(len(row)) for row in whole]),
+            "advantages": nested(self.advantages),
+        }
+        if self.old_log_probs:
+            columns["old_log_probs"] = nested(self.old_log_probs)
+        if self.rollout_log_probs:
+            columns["rollout_log_probs"] = nested(self.rollout_log_probs)
+        return TensorDict(columns, batch_size=len(whole))
+
+
+def make_rollout(rows: int = 8, seed: int = 0, *, tool_tokens: bool = True) -> Rollout:
+    """Rows of different lengths with advantages of both signs; every third has two tool tokens inside."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    prompts = [integers(3, VOCABULARY, int(integers(2, 6, 1))) for _ in range(rows)]
+    responses = [integers(3, VOCABULARY, int(integers(3, 9, 1))) for _ in range(rows)]
+    masks = [torch.ones(len(response), dtype=torch.int64) for response in responses]
+    if tool_tokens:
+        for mask in masks[::3]:
+            mask[1:3] = 0
+    signs = [1.0 if row % 2 else -1.0 for row in range(rows)]
+    advantages = [s * (0.5 + torch.rand(1, generator=generator)).expand(len(r)).clone() for s, r in zip(signs, responses)]
+    return Rollout(prompts, responses, masks, advantages)
+
+
+def trainer_log_probs(worker: Any, rollout: Rollout) -> list[torch.Tensor]:
+    """pi_old by the engine's own forward pass, a row each."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    data = rollout.to_tensordict()
+    worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
+    log_probs = worker.infer_batch(data)["log_probs"]
+    return list(response_from_nested(log_probs, data["response_mask"]).unbind())
+
+
+def add_log_probs(worker: Any, rollout: Rollout, *, mismatch: float, seed: int = 1) -> Rollout:
+    """pi_old from the engine, and mu = pi_old plus normal noise of ``mismatch`` nats a token."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout.old_log_probs = trainer_log_probs(worker, rollout)
+    rollout.rollout_log_probs = [
+        row + mismatch * torch.randn(row.shape, generator=generator) for row in rollout.old_log_probs
+    ]
+    return rollout
+
+
+def update(
+    worker: Any, loss: Any, data: TensorDict, *, micro_batch_size: int | None = None, mini_batches: int = 1
+) -> dict[str, Any]:
+    """``train_mini_batch`` as the trainer calls it; returns the worker's metrics."""
+    from verl.utils import tensordict_utils as tu
+
+    worker.set_loss_fn(loss)
+    worker.engine_config.micro_batch_size_per_gpu = micro_batch_size or len(data) // mini_batches
+    data = data.clone(recurse=False)
+    world_size = int(os.environ["WORLD_SIZE"])
+    size = len(data) * world_size // mini_batches
+    tu.assign_non_tensor(
+        data,
+        calculate_entropy=False,
+        global_batch_size=size,
+        mini_batch_size=size,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+        temperature=1.0,
+    )
+    return worker.train_mini_batch(data)["metrics"]
+
+
+def parameters(worker: Any) -> dict[str, torch.Tensor]:
+    """Full copies of the parameters."""
+    return {name: _full(p).detach().clone() for name, p in worker.engine.module.named_parameters()}
+
+
+def gradients(worker: Any, loss: Any, data: TensorDict, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Metrics and gradients of one update whose optimizer step is held back, so that the weights stay."""
+    engine, caught = worker.engine, {}
+
+    def hold() -> float:
+        caught.update({n: _full(p.grad).detach().clone() for n, p in engine.module.named_parameters() if p.grad is not None})
+        return 0.0
+
+    step, engine.optimizer_step = engine.optimizer_step, hold
+    try:
+        metrics = update(worker, loss, data, **kwargs)
+    finally:
+        engine.optimizer_step = step
+        engine.optimizer.zero_grad()
+    return metrics, caught
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
