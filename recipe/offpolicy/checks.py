@@ -18,7 +18,7 @@ from .correction import CorrectionSpec, SpecError
 
 TESTED_VERL = "0.9.1"
 UNTESTED_OPT_IN = "OFFPOLICY_ALLOW_UNTESTED_VERL"
-TRAINER_MODES = ("sync", "colocate_async")
+TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 

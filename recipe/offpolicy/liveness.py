@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
 
+_BEYOND = 0.01
+"""Nats beyond a mask's bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
+
 
 class LivenessError(RuntimeError):
     """A correction is configured and was not seen to act; the message says which and what was seen instead."""
@@ -55,6 +58,7 @@ class Proof:
         tokens: response tokens.
         identical_tokens: of these, tokens whose mu equals pi_old to the bit.
         tolerance: for every error here, by the dtype of the log-probs.
+        log_prob_bits: bits of the coarsest of mu, pi_old and pi.
         shifts: correction name -> what the shifted micro-batch showed.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run.
         gradient_tokens: tokens at which the predicted gradient is not zero; None until the backward has run.
@@ -64,6 +68,7 @@ class Proof:
     tokens: int
     identical_tokens: int
     tolerance: float
+    log_prob_bits: int
     shifts: dict[str, Shift] = field(default_factory=dict)
     gradient_error: float | None = None
     gradient_tokens: int | None = None
@@ -84,7 +89,8 @@ def prove(
         rows=mb.row_checksums(data),
         tokens=int(mask.sum()),
         identical_tokens=int((mask & (batch.rollout_log_prob == batch.old_log_prob)).sum()),
-        tolerance=TOLERANCE.get(model_output["log_probs"].dtype, TOLERANCE[torch.float32]),
+        tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
+        log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
     )
     if not proof.tokens:
         return proof
@@ -158,8 +164,8 @@ def verify(
             raise LivenessError(f"{name} was not tried on every micro-batch.")
         if all(shift.vacuous for shift, _ in shifts if shift):
             raise LivenessError(
-                f"{name} could not be seen to act: the uncorrected gradient is zero wherever it would. "
-                f"The base loss clips all of it, or no row has two response tokens."
+                f"{name} cannot be seen to act: just beyond its bound verl's loss has no gradient left to remove. "
+                f"Either its own clip is narrower, and the correction changes nothing, or no row has two tokens."
             )
         for shift, tolerance in shifts:
             if shift and not shift.error <= tolerance:
@@ -176,6 +182,7 @@ def verify(
         "gradient_tokens": float(moved),
         "shift_error": worst,
         "rows": float(used.total()),
+        "log_prob_bits": float(min(p.log_prob_bits for p in live)),
         "identical_share": identical / tokens if tokens else math.nan,
     }
 
@@ -327,7 +334,7 @@ def _mask_shifts(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBat
     lower, upper = spec.log_bounds
     sign = 1.0 if spec.when == "positive" else -1.0
     trials = []
-    for value in [lower - 1.0] * math.isfinite(lower) + [upper + 1.0] * math.isfinite(upper):
+    for value in [lower - _BEYOND] * math.isfinite(lower) + [upper + _BEYOND] * math.isfinite(upper):
         trials.append((_mask_shift(spec, batch, value, sign), 0.0))
         if spec.when != "any":
             trials.append((_mask_shift(spec, batch, value, -sign), 1.0))

@@ -7,6 +7,7 @@ Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOT
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
+from .checks import TRAINER_MODES
 from .correction import CorrectionSpec
 from .correction.statistics import merge_all
 from .liveness import LivenessError, verify, verify_fingerprint
@@ -23,8 +25,12 @@ from .worker_loss import METRIC_KEY, OffPolicyLoss, Packet
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
 
-MODES = ("sync", "colocate_async")
-"""Trainer modes of verl that are covered."""
+logger = logging.getLogger(__name__)
+
+_COARSE = (
+    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
+    "reject by it. Let the trainer compute log-probs in float32."
+)
 
 
 class OffPolicyTrainer:
@@ -78,7 +84,10 @@ class OffPolicyTrainer:
             if self._live["proved"]:
                 self._proving = False
                 self._hand_over_loss()
-                print(f"offpolicy: {_sentence(self.correction, self._live)}", flush=True)
+                # At the level that every logging set-up shows: users look for this line.
+                logger.warning(_sentence(self.correction, self._live))
+                if self._live.get("log_prob_bits", 32) < 32:
+                    logger.warning(_COARSE)
         else:
             verify_fingerprint(packets, self.correction)
         merged = merge_all(packet.statistics for packet in packets)
@@ -100,7 +109,7 @@ def install_trainers() -> None:
     """
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 
-    for mode in MODES:
+    for mode in TRAINER_MODES:
         trainer = get_trainer_cls(mode)
         if not issubclass(trainer, OffPolicyTrainer):
             TRAINER_REGISTRY[mode] = with_correction(trainer)

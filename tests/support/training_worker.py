@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,9 @@ class Rollout:
     advantages: list[torch.Tensor]
     rollout_log_probs: list[torch.Tensor] = field(default_factory=list)
     old_log_probs: list[torch.Tensor] = field(default_factory=list)
+
+    def rows(self, chosen: slice) -> Rollout:
+        return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
 
     def to_tensordict(self) -> TensorDict:
         """The nested layout of the V1 trainer."""

@@ -1,0 +1,229 @@
+"""A real verl TrainingWorker in this process: equality with verl, with a plain reference, and over every split."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from specs import GSM, STACK, STALENESS
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.statistics import merge_all
+
+
+@pytest.fixture(scope="module")
+def worker(engine: Any) -> Any:
+    return engine
+
+
+def spec_of(mapping: dict[str, Any]) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping(mapping)
+
+
+def rollout(worker: Any, mismatch: float = 0.2) -> tw.Rollout:
+    return tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
+
+
+def our_loss(mapping: dict[str, Any], config: Any, **kwargs: Any) -> Any:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    return OffPolicyLoss(spec_of(mapping), config, **kwargs)
+
+
+def statistics(metrics: dict[str, Any]) -> dict[str, float]:
+    from recipe.offpolicy.trainer_v1 import take_packets
+
+    return {n: s.value() for n, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], relative: float) -> None:
+    assert a.keys() == b.keys()
+    scale = max(float(g.abs().max()) for g in b.values())
+    assert scale > 0
+    for name in a:
+        assert float((a[name] - b[name]).abs().max()) <= relative * scale, name
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_nothing_configured_is_verl_to_the_bit(worker: Any, loss_mode: str) -> None:
+    from verl.workers.config import PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    config = tw.actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    data = rollout(worker).to_tensordict()
+    verl_metrics, verl_gradient = tw.gradients(worker, partial(ppo_loss, config=config), data, micro_batch_size=4)
+    metrics, gradient = tw.gradients(worker, our_loss({}, config), data, micro_batch_size=4)
+    assert metrics["loss"] == verl_metrics["loss"]
+    assert all(torch.equal(gradient[name], verl_gradient[name]) for name in verl_gradient)
+
+
+def test_equal_policies_are_a_no_op_to_the_bit(worker: Any) -> None:
+    from verl.workers.utils.losses import ppo_loss
+
+    config = tw.actor_config()
+    rows = rollout(worker)
+    rows.rollout_log_probs = rows.old_log_probs  # R4
+    verl_metrics, verl_gradient = tw.gradients(worker, partial(ppo_loss, config=config), rows.to_tensordict())
+    metrics, gradient = tw.gradients(worker, our_loss(STACK, config), rows.to_tensordict())
+    assert metrics["loss"] == verl_metrics["loss"]
+    assert all(torch.equal(gradient[name], verl_gradient[name]) for name in verl_gradient)
+
+
+def reference_gradient(
+    worker: Any, rows: tw.Rollout, weight: list[torch.Tensor], clip: float = 0.2
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Token-mean PPO with given weights, by a plain Hugging Face model in float64, one row at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(worker.model_config.path, dtype=torch.float64)
+    model.load_state_dict({n.removeprefix("module."): p.double() for n, p in tw.parameters(worker).items()}, strict=False)
+    tokens = sum(int(mask.sum()) for mask in rows.response_mask)
+    total = torch.zeros((), dtype=torch.float64)
+    for prompt, response, mask, advantage, old, w in zip(
+        rows.prompts, rows.responses, rows.response_mask, rows.advantages, rows.old_log_probs, weight, strict=True
+    ):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        log_prob = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        r = (log_prob - old.double()).exp()
+        a = advantage.double()
+        objective = torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)
+        total = total - (w * objective * mask).sum() / tokens
+    total.backward()
+    return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def hand_made_weights(rows: tw.Rollout) -> list[torch.Tensor]:
+    """STACK written out row by row: min(rho, 1.2) x [0.9 <= geometric mean <= 1.1] x OPSM at pi = pi_old."""
+    weights = []
+    for old, mu, mask, advantage in zip(
+        rows.old_log_probs, rows.rollout_log_probs, rows.response_mask, rows.advantages, strict=True
+    ):
+        log_rho = (old - mu).double()
+        geometric = float((log_rho * mask).sum() / mask.sum())
+        kept = -0.10536051565782628 <= geometric <= 0.0953101798043249  # log 0.9, log 1.1
+        kept = kept and not (float(advantage[0]) < 0 and -geometric > 0.05)
+        weights.append(log_rho.exp().clamp(max=1.2) * mask * float(kept))
+    return weights
+
+
+def test_engine_equals_a_plain_reference(worker: Any) -> None:
+    rows = rollout(worker)
+    weights = hand_made_weights(rows)
+    kept = [bool(w.any()) for w in weights]
+    assert any(kept)
+    assert not all(kept)
+    loss, gradient = reference_gradient(worker, rows, weights)
+    metrics, ours = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert_same({n: g.double() for n, g in ours.items()}, gradient, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss_agg_mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
+)
+def test_split_into_micro_batches_changes_nothing(worker: Any, loss_agg_mode: str) -> None:
+    data = rollout(worker).to_tensordict()
+    loss = our_loss(STACK, tw.actor_config(loss_agg_mode=loss_agg_mode))
+    whole, gradient = tw.gradients(worker, loss, data)
+    whole_statistics = statistics(whole)
+    for size in (1, 2):
+        split, split_gradient = tw.gradients(worker, loss, data, micro_batch_size=size)
+        assert split["loss"][0] == pytest.approx(whole["loss"][0], rel=1e-5)
+        assert_same(split_gradient, gradient, 1e-5)
+        assert statistics(split) == pytest.approx(whole_statistics, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
+    rows = rollout(worker)
+    metrics, gradient = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    script = Path(tw.__file__).with_name("two_ranks.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(worker.model_config.path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    ranks = torch.load(tmp_path / "ranks.pt", weights_only=True)
+    assert ranks["loss"] == pytest.approx(metrics["loss"][0], rel=1e-5)
+    assert_same(ranks["gradient"], gradient, 1e-5)
+    assert ranks["statistics"] == pytest.approx(statistics(metrics), rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def test_fully_masked_micro_batches_contribute_exactly_zero(worker: Any) -> None:
+    rows = rollout(worker)
+    # Every second row leaves the band: its micro-batch of one row must add nothing, not NaN.
+    rows.rollout_log_probs = [mu - float(i % 2) for i, mu in enumerate(rows.old_log_probs)]
+    config = tw.actor_config()
+    metrics, gradient = tw.gradients(worker, our_loss({"masks": {"gsm": GSM}}, config), rows.to_tensordict(), micro_batch_size=1)
+    assert statistics(metrics)["keep/sequence_share"] == 0.5
+    loss, reference = reference_gradient(worker, rows, [mask * float(i % 2 == 0) for i, mask in enumerate(rows.response_mask)])
+    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert_same({n: g.double() for n, g in gradient.items()}, reference, 1e-5)
+
+
+def test_masks_touch_neither_kl_nor_entropy(worker: Any) -> None:
+    """All rows rejected: what is left is the gradient of KL alone."""
+    rows = rollout(worker)
+    data = rows.to_tensordict()
+    data["ref_log_prob"] = torch.nested.as_nested_tensor([old + 0.3 for old in rows.old_log_probs], layout=torch.jagged)
+    config = tw.actor_config(use_kl_loss=True, kl_loss_coef=0.5)
+    nothing_kept = {"masks": {"gsm": GSM | {"lower": 50.0, "upper": 60.0}}}
+    metrics, gradient = tw.gradients(worker, our_loss(nothing_kept, config), data)
+    assert statistics(metrics)["keep/token_share"] == 0.0
+    data["advantages"] = data["advantages"] * 0.0
+    _, kl_only = tw.gradients(worker, our_loss({}, config), data)
+    assert_same(gradient, kl_only, 1e-6)
+
+
+def test_current_policy_decides_at_every_gradient_step(engine_factory: Any) -> None:
+    """Two mini-batches: the first optimizer step moves pi, and the staleness mask sees it in the second."""
+    worker = engine_factory()
+    rows = rollout(worker, mismatch=0.0)
+    from recipe.offpolicy.trainer_v1 import take_packets
+
+    loss = our_loss({"masks": {"opsm_staleness": STALENESS | {"delta": 1e-4}}}, tw.actor_config())
+    first, second = take_packets(tw.update(worker, loss, rows.to_tensordict(), mini_batches=2))
+    share = "mask/opsm_staleness/masked_sequence_share"
+    assert first.statistics["ppo_ratio/std"].value() == pytest.approx(0.0, abs=1e-5)
+    assert second.statistics["ppo_ratio/std"].value() > 1e-3
+    assert second.statistics[share].value() > first.statistics[share].value() == 0.0
+
+
+def test_non_finite_mu_takes_the_token_out(worker: Any) -> None:
+    rows = rollout(worker, mismatch=0.0)
+    rows.rollout_log_probs = [mu.clone() for mu in rows.old_log_probs]
+    rows.rollout_log_probs[1][0] = float("nan")
+    rows.old_log_probs = [old.clone() for old in rows.old_log_probs]
+    rows.old_log_probs[3][0] = float("-inf")
+    metrics, gradient = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    counted = statistics(metrics)
+    assert counted["nonfinite/rollout_log_prob"] == 1.0
+    assert counted["nonfinite/old_log_prob"] == 1.0
+    weights = [mask.double() for mask in rows.response_mask]
+    weights[1][0] = weights[3][0] = 0.0
+    rows.old_log_probs[3][0] = 0.0  # any finite value: its weight is 0
+    loss, reference = reference_gradient(worker, rows, weights)
+    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert_same({n: g.double() for n, g in gradient.items()}, reference, 1e-5)
+
+
+def test_non_finite_current_policy_stops_before_the_optimizer_step(engine_factory: Any) -> None:
+    worker = engine_factory()
+    rows = rollout(worker)
+    name, weight = next(iter(worker.engine.module.named_parameters()))
+    with torch.no_grad():
+        weight.to_local().fill_(float("nan"))
+    before = tw.parameters(worker)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        tw.update(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    after = tw.parameters(worker)
+    assert all(torch.equal(before[n], after[n]) for n in before if n != name)

@@ -1,0 +1,205 @@
+"""Whatever disconnects a correction stops the run at the first update; on a real verl TrainingWorker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from specs import GSM, OPSM, STALENESS, TIS_TOKEN
+
+from recipe.offpolicy.correction import CorrectionSpec, StepStage
+
+SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}
+MISMATCH = 0.2
+
+
+def first_update(
+    worker: Any,
+    *,
+    loss: Any = None,
+    mismatch: float = MISMATCH,
+    tamper: Callable[[tw.Rollout], None] = lambda rows: None,
+    tamper_source: Callable[[tw.Rollout], None] = lambda rows: None,
+    allow_identical: bool = False,
+    micro_batch_size: int | None = 4,
+) -> dict[str, float]:
+    """One update and its verdict; ``tamper`` acts between rollout and worker, ``tamper_source`` in the rollout."""
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import row_checksums
+    from recipe.offpolicy.trainer_v1 import take_packets
+
+    spec = CorrectionSpec.from_mapping(SPEC)
+    rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
+    tamper_source(rows)
+    sampled = row_checksums(rows.to_tensordict())
+    tamper(rows)
+    loss = loss or adapter()
+    metrics, _ = tw.gradients(worker, loss, rows.to_tensordict(), micro_batch_size=micro_batch_size)
+    return verify(take_packets(metrics), spec, sampled_rows=sampled, allow_identical=allow_identical)
+
+
+def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
+    """The loss as installed, or with its hand-over replaced."""
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    class Sabotaged(OffPolicyLoss):
+        def hand_over(self, batch: Any, step: StepStage, data: Any) -> Any:
+            data = super().hand_over(batch, step, data)
+            if hand_over is not None:
+                data["rollout_is_weights"] = hand_over(batch, step)
+            return data
+
+    return Sabotaged(CorrectionSpec.from_mapping(spec), tw.actor_config(**config), prove=True)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, None])
+@pytest.mark.parametrize("mismatch", [MISMATCH, 1e-6])
+def test_untouched_it_is_live(engine: Any, mismatch: float, micro_batch_size: int | None) -> None:
+    live = first_update(engine, mismatch=mismatch, micro_batch_size=micro_batch_size)
+    assert live["proved"] == 1.0
+    assert live["rows"] == 8.0
+    assert live["gradient_tokens"] > 0
+    assert live["gradient_error"] < 1e-5
+    assert live["shift_error"] < 1e-5
+
+
+@pytest.mark.parametrize("loss_mode", ["gspo", "cispo", "gpg", "dppo_tv", "sapo"])
+def test_live_with_other_base_losses(engine: Any, loss_mode: str) -> None:
+    from verl.workers.config import PolicyLossConfig
+
+    assert first_update(engine, loss=adapter(policy_loss=PolicyLossConfig(loss_mode=loss_mode)))["proved"] == 1.0
+
+
+def test_live_beside_kl(engine: Any) -> None:
+    # KL adds a gradient that no weight touches; the prediction has to know it.
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import row_checksums
+    from recipe.offpolicy.trainer_v1 import take_packets
+
+    rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
+    data = rows.to_tensordict()
+    data["ref_log_prob"] = torch.nested.as_nested_tensor([o + 0.3 for o in rows.old_log_probs], layout=torch.jagged)
+    metrics, _ = tw.gradients(engine, adapter(use_kl_loss=True, kl_loss_coef=0.5), data)
+    live = verify(take_packets(metrics), CorrectionSpec.from_mapping(SPEC), sampled_rows=row_checksums(data))
+    assert live["proved"] == 1.0
+
+
+def test_no_gradient_is_not_a_proof(engine: Any) -> None:
+    def no_advantage(rows: tw.Rollout) -> None:
+        rows.advantages = [torch.zeros_like(a) for a in rows.advantages]
+
+    live = first_update(engine, tamper=no_advantage)
+    assert live["proved"] == 0.0
+    assert live["gradient_tokens"] == 0.0
+
+
+def stops(match: str, engine: Any, **kwargs: Any) -> None:
+    from recipe.offpolicy.liveness import LivenessError
+
+    with pytest.raises(LivenessError, match=match):
+        first_update(engine, **kwargs)
+
+
+def test_adapter_switched_off(engine: Any) -> None:
+    from verl.workers.utils.losses import ppo_loss
+
+    stops("not ours", engine, loss=partial(ppo_loss, config=tw.actor_config()))
+
+
+def test_proof_switched_off(engine: Any) -> None:
+    loss = adapter()
+    loss.prove = False
+    stops("without a proof", engine, loss=loss)
+
+
+@pytest.mark.parametrize("change", [{"weight": None}, {"masks": {}}, {"weight": SPEC["weight"] | {"upper": 1.3}}])
+def test_spec_altered_on_the_worker(engine: Any, change: dict[str, Any]) -> None:
+    stops("another spec", engine, loss=adapter(spec=SPEC | change))
+
+
+def test_mu_replaced_by_pi_old_on_the_way(engine: Any) -> None:
+    def replace(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs = rows.old_log_probs
+
+    stops("not the mu that the rollout sampled", engine, tamper=replace)
+
+
+def test_mu_replaced_by_pi_old_at_the_source(engine: Any) -> None:
+    def replace(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs = rows.old_log_probs
+
+    stops("allow_identical_log_probs=true", engine, tamper_source=replace)
+    assert first_update(engine, tamper_source=replace, allow_identical=True)["proved"] == 1.0
+
+
+def test_mu_shifted_by_one_token(engine: Any) -> None:
+    def shift(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs = [mu.roll(1) for mu in rows.rollout_log_probs]
+
+    stops("not the mu that the rollout sampled", engine, tamper=shift)
+
+
+def test_mu_of_rows_permuted(engine: Any) -> None:
+    def permute(rows: tw.Rollout) -> None:
+        lengths = [len(mu) for mu in rows.rollout_log_probs]
+        first, second = next((i, j) for i in range(8) for j in range(i) if lengths[i] == lengths[j])
+        mu = rows.rollout_log_probs
+        mu[first], mu[second] = mu[second], mu[first]
+
+    stops("2 of 8 rows", engine, tamper=permute)
+
+
+def test_mu_cast_on_the_way(engine: Any) -> None:
+    def cast(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs = [mu.bfloat16() for mu in rows.rollout_log_probs]
+
+    stops("not the mu that the rollout sampled", engine, tamper=cast)
+
+
+def undetached(batch: Any, step: StepStage) -> torch.Tensor:
+    # Equal in value, but the ratio's own gradient comes along.
+    return step.weight * step.keep * torch.exp(batch.log_prob - batch.log_prob.detach())
+
+
+@pytest.mark.parametrize(
+    ("hand_over", "mismatch"),
+    [
+        pytest.param(lambda batch, step: step.weight, MISMATCH, id="keep not applied"),
+        pytest.param(lambda batch, step: step.weight, 1e-6, id="keep not applied, seen by the shift alone"),
+        pytest.param(lambda batch, step: step.weight**2 * step.keep, MISMATCH, id="weight applied twice"),
+        pytest.param(lambda batch, step: step.weight**2 * step.keep, 1e-6, id="weight twice, seen by the shift alone"),
+        pytest.param(lambda batch, step: step.keep.float(), 1e-6, id="weight not applied, seen by the shift alone"),
+        pytest.param(lambda batch, step: torch.ones_like(step.weight), 1e-6, id="neither, seen by the shift alone"),
+        pytest.param(undetached, MISMATCH, id="weight not detached"),
+        pytest.param(lambda batch, step: (step.weight * step.keep).roll(1, 0), MISMATCH, id="weights of other rows"),
+    ],
+)
+def test_weights_handed_over_wrongly(engine: Any, hand_over: Any, mismatch: float) -> None:
+    stops("gradient", engine, loss=adapter(hand_over), mismatch=mismatch)
+
+
+def test_verl_drops_the_weights(engine: Any) -> None:
+    """What verl's whitelist would do to a key it does not know."""
+    from verl.workers.utils.losses import ppo_loss
+
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    def dropping(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)
+
+    loss = OffPolicyLoss(CorrectionSpec.from_mapping(SPEC), tw.actor_config(), prove=True, base_loss=dropping)
+    stops("cannot be seen to act|gradient", engine, loss=loss)
+
+
+def test_verls_own_weights_are_already_there(engine: Any) -> None:
+    rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
+    data = rows.to_tensordict()
+    data["rollout_is_weights"] = torch.nested.as_nested_tensor(
+        [torch.ones_like(mu) for mu in rows.rollout_log_probs], layout=torch.jagged
+    )
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction"):
+        tw.update(engine, adapter(), data)

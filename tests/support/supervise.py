@@ -1,0 +1,82 @@
+"""Runs a program under a hard time limit, ends all that it started and reports what it left behind.
+
+    python supervise.py LIMIT_SECONDS REPORT.json COMMAND...
+
+A process of its own, because it adopts the orphans of the run (Ray's daemons leave their parents and their
+process group), and because it cleans up also when the test that started it is interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from os import environ
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "quickstart"))
+from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
+
+TICK = 0.5
+PATIENCE = 15.0
+"""Seconds that an interrupted program has to clean up, and that its daemons have to notice its end."""
+
+
+class Stop(BaseException):
+    """The supervisor itself was asked to end."""
+
+
+def main(limit: float, report: Path, command: list[str]) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    become_subreaper()
+    watch, run_id, start, timed_out = SharedMemoryWatch(), uuid.uuid4().hex, time.monotonic(), False
+    program = subprocess.Popen(
+        command, env={**environ, MARKER: run_id}, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def until_it_ends(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while program.poll() is None and time.monotonic() < deadline:
+            watch.observe(lambda: processes_of_run(run_id))
+            time.sleep(TICK)
+        return program.poll() is not None
+
+    lingering: list[str] = []
+    try:
+        if not until_it_ends(limit):
+            timed_out = True
+            program.send_signal(signal.SIGINT)  # as a user would; the program must clean up behind itself
+            until_it_ends(PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while (alive := processes_of_run(run_id)) and time.monotonic() < deadline:
+            time.sleep(TICK)
+        lingering = [f"{process.pid} {process.name()}" for process in alive]
+    except Stop:
+        timed_out = True
+    finally:
+        seconds = time.monotonic() - start
+        watch.observe(lambda: processes_of_run(run_id))
+        # Zombies are collected by end_processes too, the program's status must be taken before.
+        returncode = program.poll()
+        survivors = end_processes(run_id)
+        leaked = watch.remove_leaked()
+        result = {
+            "returncode": -signal.SIGKILL if returncode is None else returncode,
+            "seconds": seconds,
+            "timed_out": timed_out,
+            "lingering": [*lingering, *map(str, survivors)],
+            "leaked": leaked,
+        }
+        report.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

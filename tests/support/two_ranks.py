@@ -1,0 +1,44 @@
+"""Two data-parallel ranks of a real TrainingWorker on the rollout that the tests make: two_ranks.py MODEL OUT."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+
+def main(rank: int, model: str, out: str, port: int) -> None:
+    import torch
+    import training_worker as tw
+
+    tw.join_process_group(rank, 2, port)
+    from specs import STACK
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.correction.statistics import merge_all
+    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    worker = tw.start_worker(Path(model))
+    mine = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2).rows(slice(rank, None, 2)).to_tensordict()
+    loss = OffPolicyLoss(CorrectionSpec.from_mapping(STACK), tw.actor_config())
+    metrics, gradient = tw.gradients(worker, loss, mine, micro_batch_size=2)
+    if rank == 0:
+        merged = merge_all(packet.statistics for packet in take_packets(metrics))
+        result = {
+            "loss": float(metrics["loss"][0]),
+            "gradient": gradient,
+            "statistics": {name: statistic.value() for name, statistic in merged.items()},
+        }
+        torch.save(result, Path(out) / "ranks.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
+    mp.spawn(main, args=(sys.argv[1], sys.argv[2], free_port), nprocs=2)
