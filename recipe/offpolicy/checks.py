@@ -7,17 +7,17 @@ and yields problems that name the key, its value and the fix.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches import engine_loss
+from verl_patches.contract import PatchError
+
 from .correction import CorrectionSpec, SpecError
 
-TESTED_VERL = "0.9.1"
-UNTESTED_OPT_IN = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -44,7 +44,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason} {self.fix}"
+        return f"{self.key}={self.value}: {self.reason} {self.fix}".rstrip()
 
 
 class CheckError(RuntimeError):
@@ -58,7 +58,8 @@ class CheckError(RuntimeError):
 def spec_of(config: DictConfig) -> CorrectionSpec:
     """The validated correction of a composed configuration."""
     node = config.get("correction")
-    return CorrectionSpec.from_mapping(None if node is None else OmegaConf.to_container(node, resolve=True))
+    mapping: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
+    return CorrectionSpec.from_mapping(mapping)
 
 
 def run_checks(config: DictConfig) -> CorrectionSpec:
@@ -78,15 +79,11 @@ def run_checks(config: DictConfig) -> CorrectionSpec:
     return spec
 
 
-def _release(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    version = importlib.metadata.version("verl")
-    if version != TESTED_VERL and os.environ.get(UNTESTED_OPT_IN) != "1":
-        yield Problem(
-            "verl",
-            version,
-            f"the adapters are tested against {TESTED_VERL}.",
-            f"Install verl=={TESTED_VERL}, or set {UNTESTED_OPT_IN}=1 in the environment.",
-        )
+def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    try:
+        engine_loss.check()
+    except PatchError as error:
+        yield Problem("verl", importlib.metadata.version("verl"), str(error), "")
 
 
 def _trainer(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -132,9 +129,10 @@ def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 def _truncated_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if spec.is_none:
         return
-    if not OmegaConf.select(config, f"{_ROLLOUT}.do_sample", default=True) or not config.actor_rollout_ref.rollout[
-        "temperature"
-    ]:
+    if (
+        not OmegaConf.select(config, f"{_ROLLOUT}.do_sample", default=True)
+        or not config.actor_rollout_ref.rollout["temperature"]
+    ):
         yield Problem(
             f"{_ROLLOUT}.temperature",
             config.actor_rollout_ref.rollout.temperature,
@@ -217,7 +215,7 @@ def _base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 CHECKS: tuple[Check, ...] = (
-    _release,
+    _seams,
     _trainer,
     _unknown_keys,
     _rollout_log_probs,

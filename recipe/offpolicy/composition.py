@@ -65,7 +65,7 @@ def check_stack(options: Sequence[str]) -> None:
 
 def _leaves(config: DictConfig, path: str = "") -> Iterator[str]:
     for key in config:
-        name = f"{path}.{key}" if path else str(key)
+        name = f"{path}.{key!s}" if path else str(key)
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none():
             yield from _leaves(node, name)

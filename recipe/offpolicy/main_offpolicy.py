@@ -42,9 +42,7 @@ def train(config: DictConfig) -> None:
     from .task_runner import RemoteOffPolicyTaskRunner
 
     auto_set_device(config)
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=RemoteOffPolicyTaskRunner)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
@@ -9,7 +11,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 from .trainer_v1 import install_trainers
 
 # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
-_TaskRunner = TaskRunnerV1.__ray_metadata__.modified_class
+_TaskRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class
 
 
 class OffPolicyTaskRunner(_TaskRunner):

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
 
-from .checks import TRAINER_MODES
+from .checks import TRAINER_MODES, spec_of
 from .correction import CorrectionSpec
 from .correction.statistics import merge_all
 from .liveness import LivenessError, verify, verify_fingerprint
@@ -40,7 +40,7 @@ class OffPolicyTrainer:
     actor_rollout_wg: Any
 
     def on_init_end(self) -> None:
-        self.correction = CorrectionSpec.from_mapping(OmegaConf.to_container(self.config.correction, resolve=True))
+        self.correction = spec_of(self.config)
         self._proving = True
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}

@@ -83,7 +83,9 @@ def reference_gradient(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(worker.model_config.path, dtype=torch.float64)
-    model.load_state_dict({n.removeprefix("module."): p.double() for n, p in tw.parameters(worker).items()}, strict=False)
+    model.load_state_dict(
+        {n.removeprefix("module."): p.double() for n, p in tw.parameters(worker).items()}, strict=False
+    )
     tokens = sum(int(mask.sum()) for mask in rows.response_mask)
     total = torch.zeros((), dtype=torch.float64)
     for prompt, response, mask, advantage, old, w in zip(
@@ -125,9 +127,7 @@ def test_engine_equals_a_plain_reference(worker: Any) -> None:
     assert_same({n: g.double() for n, g in ours.items()}, gradient, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "loss_agg_mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
-)
+@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_split_into_micro_batches_changes_nothing(worker: Any, loss_agg_mode: str) -> None:
     data = rollout(worker).to_tensordict()
     loss = our_loss(STACK, tw.actor_config(loss_agg_mode=loss_agg_mode))
@@ -163,9 +163,13 @@ def test_fully_masked_micro_batches_contribute_exactly_zero(worker: Any) -> None
     # Every second row leaves the band: its micro-batch of one row must add nothing, not NaN.
     rows.rollout_log_probs = [mu - float(i % 2) for i, mu in enumerate(rows.old_log_probs)]
     config = tw.actor_config()
-    metrics, gradient = tw.gradients(worker, our_loss({"masks": {"gsm": GSM}}, config), rows.to_tensordict(), micro_batch_size=1)
+    metrics, gradient = tw.gradients(
+        worker, our_loss({"masks": {"gsm": GSM}}, config), rows.to_tensordict(), micro_batch_size=1
+    )
     assert statistics(metrics)["keep/sequence_share"] == 0.5
-    loss, reference = reference_gradient(worker, rows, [mask * float(i % 2 == 0) for i, mask in enumerate(rows.response_mask)])
+    loss, reference = reference_gradient(
+        worker, rows, [mask * float(i % 2 == 0) for i, mask in enumerate(rows.response_mask)]
+    )
     assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
     assert_same({n: g.double() for n, g in gradient.items()}, reference, 1e-5)
 

@@ -68,7 +68,10 @@ def actor_config(**changes: Any) -> Any:
         use_torch_compile=False,
         optim=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         fsdp_config=FSDPEngineConfig(
-            strategy="fsdp2", dtype="float32", model_dtype="float32", use_torch_compile=False,
+            strategy="fsdp2",
+            dtype="float32",
+            model_dtype="float32",
+            use_torch_compile=False,
             mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
         ),
     )
@@ -152,7 +155,8 @@ def make_rollout(rows: int = 8, seed: int = 0, *, tool_tokens: bool = True) -> R
         for mask in masks[::3]:
             mask[1:3] = 0
     signs = [1.0 if row % 2 else -1.0 for row in range(rows)]
-    advantages = [s * (0.5 + torch.rand(1, generator=generator)).expand(len(r)).clone() for s, r in zip(signs, responses)]
+    sizes = [sign * (0.5 + torch.rand(1, generator=generator)) for sign in signs]
+    advantages = [size.expand(len(row)).clone() for size, row in zip(sizes, responses, strict=True)]
     return Rollout(prompts, responses, masks, advantages)
 
 
@@ -207,12 +211,16 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
     return {name: _full(p).detach().clone() for name, p in worker.engine.module.named_parameters()}
 
 
-def gradients(worker: Any, loss: Any, data: TensorDict, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def gradients(
+    worker: Any, loss: Any, data: TensorDict, **kwargs: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Metrics and gradients of one update whose optimizer step is held back, so that the weights stay."""
     engine, caught = worker.engine, {}
 
     def hold() -> float:
-        caught.update({n: _full(p.grad).detach().clone() for n, p in engine.module.named_parameters() if p.grad is not None})
+        caught.update(
+            {n: _full(p.grad).detach().clone() for n, p in engine.module.named_parameters() if p.grad is not None}
+        )
         return 0.0
 
     step, engine.optimizer_step = engine.optimizer_step, hold

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from .ratios import EXP_CLAMP
+
 Ratio = Literal["rollout", "full", "ppo"]
 Level = Literal["token", "sequence"]
 Aggregate = Literal["geometric", "product"]
@@ -50,6 +52,13 @@ class WeightSpec:
         _require_keys(mapping, {"level", "kind", "lower", "upper"}, key)
         kind = _choice(mapping, "kind", Kind, key)
         lower, upper = _bounds(mapping, key)
+        for side, bound in (("lower", lower), ("upper", upper)):
+            if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
+                raise SpecError(
+                    f"{key}.{side}={bound}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never "
+                    f"leaves [{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}]. Set a bound inside, or "
+                    f"null to leave that side open."
+                )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
                 f"{key}.lower={lower} with {key}.upper={upper}: kind 'truncate' binds one side. "
@@ -91,6 +100,8 @@ class MaskSpec:
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
         """Build from plain values; ``key`` is the Hydra path that error messages show."""
         common = {"ratio", "level", "aggregate", "when"}
+        lower: float | None
+        upper: float | None
         if "delta" in mapping:
             if clash := sorted({"lower", "upper"} & set(mapping)):
                 raise SpecError(
@@ -247,9 +258,13 @@ def _number(value: Any, key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SpecError(f"{key}={value!r}: expected a number or null, not {type(value).__name__}.")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    if not math.isfinite(number):
         raise SpecError(f"{key}={value}: expected a finite number. Write null for an open side.")
-    return float(value)
+    return number + 0.0  # -0.0 is 0.0, also in the fingerprint
 
 
 def _bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:

@@ -98,9 +98,7 @@ def rollout_stage(
     tokens, log_rho_sum = row_sum(valid), row_sum(log_rho)
 
     weight = importance_weight(spec.weight, log_rho, log_rho_sum, valid)
-    drops = {
-        name: rejected(m, aggregate(m, log_rho_sum, tokens)) for name, m in spec.masks if not m.needs_step
-    }
+    drops = {name: rejected(m, aggregate(m, log_rho_sum, tokens)) for name, m in spec.masks if not m.needs_step}
     keep = valid
     for drop in drops.values():
         keep = keep & ~drop[:, None]

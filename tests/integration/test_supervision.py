@@ -1,0 +1,66 @@
+"""The supervision of the integration tests itself: it sees and ends what hides, and leaves others alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Runner = Callable[..., Any]
+pytestmark = pytest.mark.timeout(100)
+
+# A grandchild in a session of its own whose parent ends at once: what a Ray daemon looks like.
+HIDE = (
+    "import subprocess, sys\n"
+    "code = \"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    ' start_new_session=True); print(p.pid, flush=True)"\n'
+    "subprocess.run([sys.executable, '-c', code], check=True)\n"
+)
+LEAK = (
+    "import time\n"
+    "from multiprocessing import resource_tracker, shared_memory\n"
+    "segment = shared_memory.SharedMemory(create=True, size=64)\n"
+    "resource_tracker.unregister(segment._name, 'shared_memory')\n"
+    "print(segment.name, flush=True)\n"
+    "time.sleep(3)\n"
+)
+
+
+def test_a_clean_program(run_program: Runner) -> None:
+    done = run_program([sys.executable, "-c", "print('hello'); raise SystemExit(3)"], limit=20)
+    assert (done.returncode, done.timed_out, done.output) == (3, False, "hello\n")
+
+
+def test_a_hidden_process_is_found_and_ended(run_program: Runner) -> None:
+    done = run_program([sys.executable, "-c", HIDE], limit=20, may_leave=True)
+    hidden = int(done.output)
+    assert [entry.split()[0] for entry in done.lingering] == [str(hidden)]
+    assert not Path(f"/proc/{hidden}").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_leaked_shared_memory_is_found_and_removed(run_program: Runner) -> None:
+    done = run_program([sys.executable, "-c", LEAK], limit=20, may_leave=True)
+    assert done.leaked == [done.output.strip()]
+    assert not Path("/dev/shm", done.leaked[0]).exists()
+
+
+def test_the_limit_strikes_and_leaves_other_processes_alone(run_program: Runner) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        start = time.monotonic()
+        done = run_program([sys.executable, "-c", "import time; time.sleep(60)"], limit=2)
+        assert done.timed_out
+        assert done.returncode in (1, -signal.SIGINT)  # KeyboardInterrupt
+        assert time.monotonic() - start < 30
+        assert bystander.poll() is None
+    finally:
+        os.kill(bystander.pid, signal.SIGKILL)
+        bystander.wait()

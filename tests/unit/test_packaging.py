@@ -1,0 +1,140 @@
+"""What an installation brings: our packages with their configuration, and no name that others own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")
+CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> str:
+    """The standard output of a command that must succeed."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def build(what: str, source: Path, target: Path) -> Path:
+    """Builds a wheel or an sdist from a folder with the installed setuptools and returns its path."""
+    target.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; build_meta.build_{what}({str(target)!r})"
+    run([sys.executable, "-c", code], source)
+    (built,) = target.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is shipped, so that a build leaves nothing in the working tree."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in SHIPPED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_config_folder_is_a_relative_link() -> None:
+    """One source of truth: the package's config is the top-level folder, also in a moved checkout."""
+    link = ROOT / "recipe" / "offpolicy" / "config"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../../configs"
+
+
+def test_cpu_requirements_are_pinned_and_free_of_cuda() -> None:
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()]
+    pins = [line for line in lines if line]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+( *;.*)?", pin) for pin in pins)
+    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
+    assert len(names) == len(set(names))
+    assert not [name for name in names if name.startswith(("nvidia-", "cuda"))]
+    assert re.search(r"^torch==[0-9.]+\+cpu$", "\n".join(pins), re.M)
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        licence = [name for name in names if name.endswith("LICENSE")]
+        for config in CONFIGS:
+            content = archive.read(f"recipe/offpolicy/config/{config}").decode()
+            assert content == (ROOT / "configs" / config).read_text()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"recipe", "verl_patches"}
+    assert "recipe/__init__.py" not in names
+    assert "verl_patches/cpu/platform.py" in names
+    assert not [name for name in names if "__pycache__" in name]
+    assert len(licence) == 1
+
+
+@pytest.mark.slow
+def test_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    sdist = build("sdist", checkout, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    again = build("wheel", source, tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as theirs:
+        assert sorted(theirs.namelist()) == sorted(ours.namelist())
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that sees the packages of this one after its own, but not our checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    inner = next(folder.glob("lib/python3*/site-packages"))
+    theirs = [path for path in sys.path if path.endswith("site-packages")]
+    # An .egg-link or .pth of an editable install is only read in site folders, not in added paths.
+    (inner / "others.pth").write_text("\n".join(theirs) + "\n")
+    return folder
+
+
+def ways(kind: str, environment: Path, checkout: Path, wheel: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Working directory and environment variables of each way to have the package."""
+    pip = [sys.executable, "-m", "pip", "--python", str(environment), "--disable-pip-version-check"]
+    if kind == "checkout":
+        yield checkout, {}
+        return
+    what = [str(wheel)] if kind == "wheel" else ["--no-build-isolation", "-e", str(checkout)]
+    run([*pip, "install", "--no-deps", "--no-index", *what], environment)
+    yield environment, {}
+    run([*pip, "uninstall", "-y", "verl-offpolicy"], environment)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["checkout", "wheel", "editable"])
+def test_main_composes_its_configuration(kind: str, empty_environment: Path, checkout: Path, wheel: Path) -> None:
+    """From a foreign directory, beside the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""
+    pytest.importorskip("verl")
+    python = str(empty_environment / "bin" / "python")
+    for cwd, variables in ways(kind, empty_environment, checkout, wheel):
+        where = run([python, "-c", "import recipe.offpolicy as r; print(r.__file__)"], cwd, **variables)
+        expected = checkout if kind != "wheel" else empty_environment
+        assert Path(where.strip()).is_relative_to(expected.resolve())
+        out = run([python, "-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"], cwd, **variables)
+        assert re.search(r"^correction:", out, re.M)
+        assert re.search(r"^actor_rollout_ref:", out, re.M), "verl's own configuration is inherited"

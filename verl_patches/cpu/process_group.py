@@ -1,0 +1,42 @@
+"""Lets verl open its process group when the accelerator is the CPU.
+
+verl asks for f"cpu:gloo,{device}:{backend}", which is "cpu:gloo,cpu:gloo" here, and PyTorch refuses a device
+that is named twice (verl-project/verl#6237).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..contract import Contract, is_wrapped, resolve, wrap
+
+CONTRACT = Contract(
+    name="process_group",
+    target="torch.distributed:init_process_group",
+    signature=(
+        "(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None, "
+        "group_name='', pg_options=None, device_id=None, _ranks=None)"
+    ),
+    distribution="torch",
+    releases=">=2.13,<2.14",
+)
+
+
+def once_per_device(backend: str | None) -> str | None:
+    """The backend string with repeated "device:backend" parts removed; anything else as it is."""
+    if backend is None:
+        return None
+    return ",".join(dict.fromkeys(backend.split(",")))
+
+
+def _init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    original(once_per_device(backend), *args, **kwargs)
+
+
+def install() -> None:
+    wrap(CONTRACT, _init_process_group)
+
+
+def in_force() -> bool:
+    return is_wrapped(resolve(CONTRACT.target), CONTRACT.name)

