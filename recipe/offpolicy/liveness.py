@@ -1,106 +1,24 @@
-"""The proof that a correction reached the gradient, and that the mu it used is the mu that was sampled.
+"""The trainer's half of the proof of life: judges what the workers' first update showed, and stops the run.
 
-In the worker, ``prove`` runs at every micro-batch of the first update. It compares the gradient that arrives at the
-log-probs in the engine's own backward with a prediction made apart from the adapter, and repeats the micro-batch
-with log-probs shifted so far that each configured correction must act, because where mu and pi_old agree a dead
-correction looks alive. In the trainer, ``verify`` judges what came back and stops the run on anything missing.
+Nothing may be missing: every micro-batch reports, holds the trainer's spec, used the mu that was sampled, and showed
+each configured correction acting in the gradient.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from tensordict import TensorDict
-from torch import Tensor
-
-from . import micro_batch as mb
-from .correction import CorrectionSpec, MaskSpec, WeightSpec
-from .correction.ratios import row_sum
+from .correction import CorrectionSpec
+from .proof import Proof, each_alone
 
 if TYPE_CHECKING:
-    from .worker_loss import OffPolicyLoss, Packet
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Greatest relative error of a gradient in the dtype of the log-probs."""
-
-_BEYOND = 0.01
-"""Nats beyond a mask's bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
+    from .worker_loss import Packet
 
 
 class LivenessError(RuntimeError):
     """A correction is configured and was not seen to act; the message says which and what was seen instead."""
-
-
-@dataclass
-class Shift:
-    """One correction made to act by shifted log-probs.
-
-    Attributes:
-        error: greatest difference between the gradient seen and the one demanded, relative to the uncorrected one.
-        vacuous: the uncorrected gradient is zero, so that nothing could be seen.
-    """
-
-    error: float
-    vacuous: bool
-
-
-@dataclass
-class Proof:
-    """What one micro-batch proved; plain Python.
-
-    Attributes:
-        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
-        tokens: response tokens.
-        identical_tokens: of these, tokens whose mu equals pi_old to the bit.
-        tolerance: for every error here, by the dtype of the log-probs.
-        log_prob_bits: bits of the coarsest of mu, pi_old and pi.
-        shifts: correction name -> what the shifted micro-batch showed.
-        gradient_error: relative error of the gradient in the engine's own backward; None until that has run.
-        gradient_tokens: tokens at which the predicted gradient is not zero; None until the backward has run.
-    """
-
-    rows: list[int]
-    tokens: int
-    identical_tokens: int
-    tolerance: float
-    log_prob_bits: int
-    shifts: dict[str, Shift] = field(default_factory=dict)
-    gradient_error: float | None = None
-    gradient_tokens: int | None = None
-
-
-def prove(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
-) -> Proof:
-    """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
-
-    Args:
-        adapter: the loss that is installed; shifted micro-batches go through the same code.
-        batch: the padded tensors of the micro-batch.
-        loss: what the engine is about to differentiate, maybe after scaling it.
-    """
-    mask = batch.response_mask
-    proof = Proof(
-        rows=mb.row_checksums(data),
-        tokens=int(mask.sum()),
-        identical_tokens=int((mask & (batch.rollout_log_prob == batch.old_log_prob)).sum()),
-        tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
-        log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
-    )
-    if not proof.tokens:
-        return proof
-    step = mb.decide(adapter.spec, batch)
-    factor = step.weight * step.keep
-    predicted, scale = _demanded(adapter, _finite(batch), model_output, data, factor)
-    _watch(proof, model_output["log_probs"], loss, predicted, scale)
-    for name, spec in _alone(adapter.spec):
-        proof.shifts[name] = _shifted(adapter, name, spec, batch, model_output, data)
-    return proof
 
 
 def verify(
@@ -121,69 +39,38 @@ def verify(
         allow_identical: mu bit-identical to pi_old is meant.
 
     Returns:
-        Metrics for ``offpolicy/live/``; ``proved`` is 0.0 when the update had no gradient to judge by.
+        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
+        advantages are zero; then the next one has to be judged.
 
     Raises:
         LivenessError: anything is missing or wrong.
     """
     verify_fingerprint(packets, spec)
+    fingerprint = float(spec.fingerprint())
     if spec.is_none:
-        return {"proved": 1.0, "fingerprint": float(spec.fingerprint())}
+        return {"proved": 1.0, "fingerprint": fingerprint}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
-    used, sampled = Counter(row for p in proofs for row in p.rows), Counter(list(sampled_rows) * epochs)
-    if used != sampled:
-        raise LivenessError(
-            f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
-            f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit. Something "
-            f"between rollout and loss replaces, shifts, casts or permutes rollout_log_probs."
-        )
-    tokens, identical = sum(p.tokens for p in proofs), sum(p.identical_tokens for p in proofs)
-    if tokens and identical == tokens and not allow_identical:
-        raise LivenessError(
-            f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
-            f"rollout ratio is 1 and nothing is corrected. If that is meant, set "
-            f"offpolicy.allow_identical_log_probs=true."
-        )
-    live = [p for p in proofs if p.tokens]
-    if not live:
-        return {"proved": 0.0, "fingerprint": float(spec.fingerprint())}
-    for proof in live:
-        if proof.gradient_error is None:
-            raise LivenessError("no gradient reached the log-probs in the engine's backward.")
-        if not proof.gradient_error <= proof.tolerance:
-            raise LivenessError(
-                f"the gradient at the log-probs is not weight x keep x verl's own: relative error "
-                f"{proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
-            )
-    worst = 0.0
-    for name, _ in _alone(spec):
-        shifts = [(p.shifts.get(name), p.tolerance) for p in live]
-        if any(shift is None for shift, _ in shifts):
-            raise LivenessError(f"{name} was not tried on every micro-batch.")
-        if all(shift.vacuous for shift, _ in shifts if shift):
-            raise LivenessError(
-                f"{name} cannot be seen to act: just beyond its bound verl's loss has no gradient left to remove. "
-                f"Either its own clip is narrower, and the correction changes nothing, or no row has two tokens."
-            )
-        for shift, tolerance in shifts:
-            if shift and not shift.error <= tolerance:
-                raise LivenessError(
-                    f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by "
-                    f"{shift.error:.3g} of the uncorrected one, tolerance {tolerance:.3g}."
-                )
-            worst = max(worst, shift.error if shift else 0.0)
-    moved = sum(p.gradient_tokens or 0 for p in live)
+    _verify_rows(proofs, Counter(list(sampled_rows) * epochs))
+    proofs = [proof for proof in proofs if proof.tokens]
+    if not proofs:
+        return {"proved": 0.0, "fingerprint": fingerprint}
+    if not allow_identical:
+        _verify_two_policies(proofs)
+    gradient_error = _verify_gradient(proofs)
+    shift_error = max(_verify_shift(proofs, name) for name, _ in each_alone(spec))
+    moved = sum(proof.gradient_tokens or 0 for proof in proofs)
+    tokens = sum(proof.tokens for proof in proofs)
     return {
         "proved": float(moved > 0),
-        "fingerprint": float(spec.fingerprint()),
-        "gradient_error": max((p.gradient_error or 0.0 for p in live), default=math.nan),
+        "fingerprint": fingerprint,
+        "rows": float(sum(len(proof.rows) for proof in proofs)),
         "gradient_tokens": float(moved),
-        "shift_error": worst,
-        "rows": float(used.total()),
-        "log_prob_bits": float(min(p.log_prob_bits for p in live)),
-        "identical_share": identical / tokens if tokens else math.nan,
+        "gradient_error": gradient_error,
+        "shift_error": shift_error,
+        "identical_share": sum(proof.identical_tokens for proof in proofs) / tokens,
+        "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
     }
 
 
@@ -198,160 +85,61 @@ def verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec) -> None:
         raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
 
 
-def _finite(batch: mb.MicroBatch) -> mb.MicroBatch:
-    stand_in = batch.log_prob.detach().to(batch.old_log_prob.dtype)
-    return replace(batch, old_log_prob=torch.where(torch.isfinite(batch.old_log_prob), batch.old_log_prob, stand_in))
+def _verify_rows(proofs: Sequence[Proof], sampled: Counter[int]) -> None:
+    used = Counter(row for proof in proofs for row in proof.rows)
+    if used != sampled:
+        raise LivenessError(
+            f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
+            f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
+            f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
+            f"casts or permutes rollout_log_probs."
+        )
 
 
-def _alone(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
-    """Each configured correction by itself, as (Hydra path below ``correction``, spec)."""
-    parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
-    if spec.weight is not None:
-        parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
-    return parts
+def _verify_two_policies(proofs: Sequence[Proof]) -> None:
+    tokens = sum(proof.tokens for proof in proofs)
+    if tokens == sum(proof.identical_tokens for proof in proofs):
+        raise LivenessError(
+            f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
+            f"rollout ratio is 1 and nothing is corrected. If that is meant, set "
+            f"offpolicy.allow_identical_log_probs=true."
+        )
 
 
-def _base_gradient(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
-) -> Tensor:
-    """Gradient of verl's own loss at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
-    output, leaf = mb.as_leaf(model_output)
-    changed = mb.with_tensors(
-        data, old_log_probs=batch.old_log_prob, advantages=batch.advantages, **{mb.WEIGHTS: factor}
-    )
-    loss, _ = adapter.base_loss(output, changed)
-    return torch.autograd.grad(loss, leaf)[0]
+def _verify_gradient(proofs: Sequence[Proof]) -> float:
+    """The greatest relative error of the gradient in the engine's own backward."""
+    errors = []
+    for proof in proofs:
+        if proof.gradient_error is None:
+            raise LivenessError("no gradient reached the log-probs in the engine's backward.")
+        # Written so that NaN fails.
+        if not proof.gradient_error <= proof.tolerance:
+            raise LivenessError(
+                f"the gradient at the log-probs is not weight x keep x verl's own: relative error "
+                f"{proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
+            )
+        errors.append(proof.gradient_error)
+    return max(errors)
 
 
-def _demanded(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient that a correction demands, and the size of the uncorrected one.
-
-    The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
-    verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
-    """
-    rest = _base_gradient(adapter, batch, model_output, data, torch.zeros_like(factor))
-    policy = _base_gradient(adapter, batch, model_output, data, torch.ones_like(factor)) - rest
-    spread = _spread(factor, model_output, data)
-    return spread * policy + rest, policy.abs().max()
-
-
-def _spread(factor: Tensor, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-    """(B, T) factors at the positions of the flat log-probs that they belong to: (total tokens,)."""
-    output, leaf = mb.as_leaf(model_output)
-    padded = mb.padded(output, data)
-    # The gather from flat to padded is linear, so its transpose puts each factor back where its log-prob came from.
-    return torch.autograd.grad(padded, leaf, factor.to(padded.dtype))[0]
-
-
-def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, scale: Tensor) -> None:
-    upstream: list[Tensor] = []
-
-    def at_loss(gradient: Tensor) -> None:
-        upstream.append(gradient.detach())
-
-    def at_log_probs(gradient: Tensor) -> None:
-        expected = predicted * upstream[-1]
-        error = (mb.flat(gradient.detach()) - expected).abs().max()
-        proof.gradient_error = _relative(error, scale * upstream[-1].abs())
-        proof.gradient_tokens = int((expected != 0).sum())
-
-    loss.register_hook(at_loss)
-    log_probs.register_hook(at_log_probs)
-
-
-def _relative(error: Tensor, scale: Tensor) -> float:
-    return float(error / scale) if float(scale) else float(error)
-
-
-def _shifted(
-    adapter: OffPolicyLoss,
-    name: str,
-    spec: CorrectionSpec,
-    batch: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
-) -> Shift:
-    """Run the adapter on log-probs at which the one correction in ``spec`` must act, and compare the gradients."""
-    batch = replace(_finite(batch), log_prob=batch.log_prob.detach())
-    if spec.weight is not None:
-        trials = [(_weight_shift(spec.weight, batch, bound), bound) for bound in _weight_targets(spec.weight)]
-    else:
-        trials = _mask_shifts(spec.masks[0][1], batch)
-    errors, scales = [], []
-    for moved, value in trials:
-        factor = torch.full_like(batch.log_prob, value) * batch.response_mask
-        demanded, scale = _demanded(adapter, moved, model_output, data, factor)
-        seen = _adapter_gradient(adapter, spec, moved, model_output, data)
-        errors.append(_relative((seen - demanded).abs().max(), scale))
-        scales.append(float(scale))
-    return Shift(error=max(errors), vacuous=not all(scales))
-
-
-def _adapter_gradient(
-    adapter: OffPolicyLoss,
-    spec: CorrectionSpec,
-    moved: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
-) -> Tensor:
-    output, leaf = mb.as_leaf(model_output)
-    changed = mb.with_tensors(
-        data,
-        old_log_probs=moved.old_log_prob,
-        advantages=moved.advantages,
-        **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
-    )
-    loss, _, _ = adapter.corrected(spec, mb.read(output, changed), output, changed)
-    return torch.autograd.grad(loss, leaf)[0]
-
-
-def _weight_targets(spec: WeightSpec) -> list[float]:
-    return [bound for bound in (spec.lower, spec.upper) if bound is not None] or [2.0]
-
-
-def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, bound: float) -> mb.MicroBatch:
-    """mu moved so that the raw ratio is twice beyond ``bound``, or 2 where the weight has no bound."""
-    if bound in (spec.lower, spec.upper):
-        log_rho = math.log(bound) + (math.log(2.0) if bound == spec.upper else -math.log(2.0))
-    else:
-        log_rho = math.log(2.0)
-    shift = torch.full_like(batch.log_prob, log_rho)
-    if spec.level == "sequence":
-        shift = shift / row_sum(batch.response_mask).clamp(min=1).to(shift.dtype)[:, None]
-    # pi_old is pi here, so that the base loss does not clip and every token has a gradient to weigh.
-    return replace(
-        batch,
-        old_log_prob=batch.log_prob.to(torch.float32),
-        rollout_log_prob=batch.log_prob.float() - shift.float(),
-        advantages=torch.ones_like(batch.advantages),
-    )
-
-
-def _mask_shifts(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
-    """Log-probs beyond each bound with the factor demanded there: 0 for rows the mask looks at, 1 for the others."""
-    lower, upper = spec.log_bounds
-    sign = 1.0 if spec.when == "positive" else -1.0
-    trials = []
-    for value in [lower - _BEYOND] * math.isfinite(lower) + [upper + _BEYOND] * math.isfinite(upper):
-        trials.append((_mask_shift(spec, batch, value, sign), 0.0))
-        if spec.when != "any":
-            trials.append((_mask_shift(spec, batch, value, -sign), 1.0))
-    return trials
-
-
-def _mask_shift(spec: MaskSpec, batch: mb.MicroBatch, value: float, sign: float) -> mb.MicroBatch:
-    """The whole log-ratio of a row on its first token, so that PPO's clip leaves the others their gradient."""
-    mask = batch.response_mask
-    first = mask & (mask.cumsum(-1) == 1)
-    size = row_sum(mask) if spec.aggregate == "geometric" else torch.ones_like(row_sum(mask))
-    shift = torch.where(first, (value * size)[:, None], torch.zeros((), dtype=torch.float64, device=mask.device))
-    log_prob = batch.log_prob.float()
-    away = log_prob - shift.float()
-    return replace(
-        batch,
-        old_log_prob=away if spec.ratio == "ppo" else log_prob,
-        rollout_log_prob=away,
-        advantages=torch.full_like(batch.advantages, sign),
-    )
+def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
+    """The greatest relative error of one correction on shifted log-probs."""
+    errors = []
+    seen = False
+    for proof in proofs:
+        shift = proof.shifts.get(name)
+        if shift is None:
+            raise LivenessError(f"{name} was not tried on every micro-batch.")
+        if not shift.error <= proof.tolerance:
+            raise LivenessError(
+                f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by "
+                f"{shift.error:.3g} of the uncorrected one, tolerance {proof.tolerance:.3g}."
+            )
+        errors.append(shift.error)
+        seen = seen or not shift.vacuous
+    if not seen:
+        raise LivenessError(
+            f"{name} cannot be seen to act: just beyond its bound verl's loss has no gradient left to remove. "
+            f"Either its own clip is narrower, and the correction changes nothing, or no row has two tokens."
+        )
+    return max(errors)

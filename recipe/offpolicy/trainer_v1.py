@@ -25,7 +25,8 @@ from .worker_loss import METRIC_KEY, OffPolicyLoss, Packet
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
 
-logger = logging.getLogger(__name__)
+# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
+logger = logging.getLogger("verl.offpolicy")
 
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
@@ -84,8 +85,7 @@ class OffPolicyTrainer:
             if self._live["proved"]:
                 self._proving = False
                 self._hand_over_loss()
-                # At the level that every logging set-up shows: users look for this line.
-                logger.warning(_sentence(self.correction, self._live))
+                logger.info(_sentence(self.correction, self._live))
                 if self._live.get("log_prob_bits", 32) < 32:
                     logger.warning(_COARSE)
         else:

@@ -19,7 +19,7 @@ from verl.workers.utils.losses import ppo_loss
 from . import micro_batch as mb
 from .correction import CorrectionSpec, Statistic, StepStage
 from .correction.statistics import to_host
-from .liveness import Proof, prove
+from .proof import Proof, prove
 
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""

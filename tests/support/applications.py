@@ -47,8 +47,9 @@ def without_verl(folder: Path) -> Path:
     config = OmegaConf.load(CONFIGS / "offpolicy_trainer.yaml")
     assert isinstance(config, DictConfig)
     config.defaults = [default for default in config.defaults if default != "ppo_trainer"]
-    config.hydra.searchpath = [f"file://{CONFIGS}"]
+    config.hydra.searchpath = []
     OmegaConf.save(config, folder / "offpolicy_trainer.yaml")
+    (folder / "correction").symlink_to(CONFIGS / "correction")
     return folder
 
 

@@ -1,6 +1,6 @@
 """Data flows one way: who may import whom, read from the source.
 
-    correction <- micro_batch <- liveness <- worker_loss <- checks <- trainers <- task_runner <- main <- scripts
+    correction <- micro_batch <- proof <- worker_loss <- checks, liveness <- trainers <- task_runner <- main <- scripts
 
 A later layer may import an earlier one, never the reverse, at top level or inside a function. Imports under
 `if TYPE_CHECKING` do not run and are not counted.
@@ -22,9 +22,9 @@ RECIPE = "recipe.offpolicy"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
     ("composition", "micro_batch"),
-    ("base_loss_probe", "liveness"),
+    ("base_loss_probe", "proof"),
     ("worker_loss",),
-    ("checks",),
+    ("checks", "liveness"),
     ("trainer_v0", "trainer_v1"),
     ("task_runner",),
     ("main_offpolicy",),

@@ -1,0 +1,90 @@
+"""What the caller's environment and overrides say, and the environment that the children get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PLATFORMS = ("cpu", "cuda")
+
+COMMON_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HYDRA_FULL_ERROR": "0",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CPU_ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the one for cuda runs there
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM's sampler would compile two small functions, for 20 s and with a C++ compiler
+    "OMP_NUM_THREADS": "1",  # about ten processes share the cores
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run's options.
+
+    Attributes:
+        model: folder of a Hugging Face model to train; None for the quickstart's own.
+        platform: one of PLATFORMS, as the group `platform` in configs/.
+        time_limit: seconds for the whole run.
+        stall_limit: seconds without any output after which the run is ended.
+    """
+
+    model: Path | None
+    platform: str
+    time_limit: float
+    stall_limit: float
+
+    @classmethod
+    def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
+        """From MODEL, QUICKSTART_TIME_LIMIT, QUICKSTART_STALL_LIMIT and the override `platform=`.
+
+        Raises:
+            ValueError: names the variable, its value and the fix.
+        """
+        model = Path(env["MODEL"]).expanduser().resolve() if env.get("MODEL") else None
+        if model and not (model / "config.json").is_file():
+            raise ValueError(f"MODEL={env['MODEL']}: no Hugging Face model lies there, it has no config.json")
+        platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
+        if platform not in PLATFORMS:
+            raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
+        return cls(
+            model=model,
+            platform=platform,
+            # The quickstart's own model takes 3 to 4 minutes on two cores; nothing is known about another one.
+            time_limit=_seconds(env, "QUICKSTART_TIME_LIMIT", 7200.0 if model else 900.0),
+            stall_limit=_seconds(env, "QUICKSTART_STALL_LIMIT", 300.0 if model else 180.0),
+        )
+
+
+def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
+    """The caller's environment with what the children need; what the caller has set stays."""
+    added = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if platform == "cpu" else {})
+    path = [str(root), *filter(None, [base.get("PYTHONPATH")])]
+    return {**added, **base, "PYTHONPATH": ":".join(path)}
+
+
+def override(key: str, path: str | Path) -> str:
+    """A Hydra override whose value is a path, quoted, since paths may hold spaces, commas or brackets."""
+    quoted = str(path).replace("'", "\\'")
+    return f"{key}='{quoted}'"
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"{name}={text}: give a number of seconds above 0")
+    return value
