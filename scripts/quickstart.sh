@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Trains a small model with off-policy corrections, on a machine without a GPU, and says whether it worked.
+#
+#   bash scripts/quickstart.sh [Hydra overrides]
+#   bash scripts/quickstart.sh correction=gsm trainer.total_training_steps=60
+#
+#   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
+#   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
+#   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout)
+#   QUICKSTART_TIME_LIMIT, QUICKSTART_STALL_LIMIT   seconds
+#
+# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
+# was not live, 5 the time limit struck, 6 nothing was heard for too long, 128 + n ended by signal n.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+overrides=()
+
+if [[ -n ${VENV:-} ]]; then
+    python=$VENV/bin/python
+    if [[ ! -x $python ]]; then
+        echo "quickstart: VENV=$VENV: there is no bin/python in it" >&2
+        exit 2
+    fi
+    missing=$("$python" - <<'PY'
+import importlib.util
+
+needed = "torch verl vllm ray transformers hydra reasoning_gym pandas pyarrow matplotlib psutil rich".split()
+print(" ".join(name for name in needed if importlib.util.find_spec(name) is None))
+PY
+    )
+    if [[ -n $missing ]]; then
+        echo "quickstart: VENV=$VENV lacks $missing. Fix: install what is missing, or leave VENV unset." >&2
+        exit 2
+    fi
+    if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        overrides+=(platform=cuda)
+    fi
+else
+    venv=${VENV_DIR:-$root/.venv}
+    bash "$root/scripts/install_cpu.sh" "$venv"
+    python=$venv/bin/python
+fi
+
+exec "$python" "$root/scripts/quickstart/run.py" "${overrides[@]}" "$@"

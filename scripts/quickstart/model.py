@@ -1,0 +1,75 @@
+"""The quickstart's starting model: a Qwen2 of 0.4 M parameters with its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Sizes of the model. A head has hidden / heads dimensions; vLLM's attention needs 32 or more."""
+
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    feed_forward: int = 256
+    max_positions: int = 256
+    seed: int = 0
+
+
+def build_tokenizer(instruction: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes, with one token for the instruction that all questions share.
+
+    Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+    )
+    tokenizer.add_tokens([AddedToken(instruction, normalized=False)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A model with random weights, in float32.
+
+    Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would
+    bias every log-probability by a constant.
+    """
+    torch.manual_seed(settings.seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=settings.hidden,
+            intermediate_size=settings.feed_forward,
+            num_hidden_layers=settings.layers,
+            num_attention_heads=settings.heads,
+            num_key_value_heads=settings.heads,
+            max_position_embeddings=settings.max_positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model

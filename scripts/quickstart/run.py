@@ -1,0 +1,250 @@
+"""The quickstart's supervisor: prepares, trains under limits, reports, and leaves nothing behind.
+
+scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for
+the environment variables it reads and judge.py for its exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import yaml
+from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
+from judge import Exit, Verdict, judge
+from metrics import History, MetricsFile
+from options import Options, child_environment, override
+from progress import Progress
+from report import describe, draw, summary_table
+from stages import Child, Limits, OutOfTime, StageFailed, Stalled
+from training import TrainingView
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+OUTPUTS = ROOT / "outputs" / "quickstart"
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+WATCH_EVERY = 2.0
+"""Seconds between two looks at /dev/shm."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Quickstart:
+    """One run. `run` may raise anything; `close` is always to be called."""
+
+    def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
+        self.options = options
+        # The platform is among the options, and Hydra takes a group's choice once.
+        self.overrides = [override for override in overrides if not override.startswith("platform=")]
+        self.progress = progress
+        self.history = History()
+        self.correction: dict[str, Any] = {}
+        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.folder = OUTPUTS / self.run_id
+        self.folder.mkdir(parents=True)
+        self.current: Child | None = None
+        self._limits = Limits(time.monotonic() + options.time_limit, options.stall_limit)
+        self._shared_memory = SharedMemoryWatch()
+        self._watched = 0.0
+        # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
+        self._scratch = Path(tempfile.mkdtemp(prefix="qs", dir="/tmp"))
+        self._env = child_environment(os.environ, options.platform, ROOT) | {
+            MARKER: self.run_id,
+            "TMPDIR": str(self._scratch),
+            "RAY_TMPDIR": str(self._scratch),
+            "VERL_FILE_LOGGER_PATH": str(self.folder / "metrics.jsonl"),
+        }
+
+    @property
+    def corrected(self) -> bool:
+        """A correction is configured."""
+        return bool(self.correction.get("weight") or self.correction.get("masks"))
+
+    def run(self) -> Verdict:
+        """Every stage in turn; raises StageFailed, OutOfTime, Stalled or Interrupted."""
+        self.progress.line(f"quickstart on {self.options.platform}, everything goes to {self._short(self.folder)}")
+        config, paths = self._check_and_prepare()
+        steps = int(config["trainer"]["total_training_steps"] or 0)
+        self.correction = config["correction"]
+        default_steps = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
+
+        metrics = MetricsFile(self.folder / "metrics.jsonl")
+        view = TrainingView(self.progress, metrics, self.history, steps, self.corrected)
+        training = self._start(self._trainer(paths), "train.log")
+        self._wait(training, on_line=view.on_line, on_tick=view.on_tick)
+        return judge(self.history, corrected=self.corrected, judged=not self.options.model and steps >= default_steps)
+
+    def report(self) -> None:
+        """The table, and the picture beside the metrics; nothing when not a single step was made."""
+        if not self.history.steps:
+            return
+        self.progress.console.print(summary_table(self.history, corrected=self.corrected))
+        picture = self.folder / "quickstart.png"
+        model = self.options.model.name if self.options.model else "a Qwen2 of 0.4 M parameters"
+        subtitle = f"GRPO of {model} on reasoning-gym's spell_backward, {describe(self.correction)}"
+        draw(self.history, picture, subtitle)
+        self.progress.line(f"picture: {self._short(picture)}")
+
+    def close(self) -> tuple[list[int], list[str]]:
+        """Ends every process of the run and removes its shared memory and temporary files.
+
+        Prints nothing, because the caller's terminal may be gone.
+
+        Returns:
+            The pids that could not be ended, normally none, and the segments that had to be removed.
+        """
+        self._shared_memory.observe(lambda: processes_of_run(self.run_id))
+        survivors = end_processes(self.run_id)
+        removed = self._shared_memory.remove_leaked()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return survivors, removed
+
+    def _check_and_prepare(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The composed configuration, and the paths of data and model.
+
+        The preparation runs beside the checks, which fail within seconds when an override is wrong.
+        """
+        self.progress.stage("checking the configuration")
+        command = [sys.executable, str(HERE / "prepare.py"), "--cache", str(OUTPUTS / "cache")]
+        preparation = self._start(command + ["--data-only"] * bool(self.options.model), "prepare.log")
+        check = self._start(self._trainer({}, "--check"), "check.log")
+        self._wait(check, on_line=self._show_check)
+        config = yaml.safe_load((self.folder / "hydra" / ".hydra" / "config.yaml").read_text())
+
+        self.progress.stage("preparing model and data")
+        lines: list[str] = []
+
+        def show(line: str) -> None:
+            lines.append(line)
+            if not line.startswith("{"):
+                self.progress.line(f"  {line}")
+
+        self._wait(preparation, on_line=show)
+        paths = json.loads(lines[-1])
+        if self.options.model:
+            paths["model"] = str(self.options.model)
+        return config, paths
+
+    def _trainer(self, paths: dict[str, str], *flags: str) -> list[str]:
+        """The command that trains, with the user's overrides last."""
+        command = [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem, *flags]
+        fixed = [
+            f"platform={self.options.platform}",
+            override("hydra.run.dir", self.folder / "hydra"),
+            override("reward.custom_reward_function.path", HERE / "reward.py"),
+            override("trainer.v1.sampler.custom_sampler.path", HERE / "sampler.py"),
+            "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+        ]
+        if paths:
+            fixed += [
+                override("data.train_files", Path(paths["data"]) / "train.parquet"),
+                override("data.val_files", Path(paths["data"]) / "heldout.parquet"),
+                override("actor_rollout_ref.model.path", paths["model"]),
+            ]
+        return [*command, *fixed, *self.overrides]
+
+    def _show_check(self, line: str) -> None:
+        if line.startswith("offpolicy: all checks passed"):
+            self.progress.line(f"  {line.removeprefix('offpolicy: ')}")
+
+    def _start(self, command: list[str], log: str) -> Child:
+        return Child(command, self._env, self.folder / log, ROOT)
+
+    def _wait(self, child: Child, on_line: Any = lambda line: None, on_tick: Any = None) -> None:
+        self.current = child
+
+        def tick() -> bool:
+            if time.monotonic() - self._watched > WATCH_EVERY:
+                self._shared_memory.observe(lambda: processes_of_run(self.run_id))
+                self._watched = time.monotonic()
+            if on_tick:
+                return bool(on_tick())
+            self.progress.tick()
+            return False
+
+        child.wait(self._limits, on_line=on_line, on_tick=tick)
+
+    def _short(self, path: Path) -> str:
+        return os.path.relpath(path)
+
+
+def _raise_interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(number)
+
+
+def _failure(error: BaseException, quickstart: Quickstart) -> tuple[int, str]:
+    """Exit code and sentence for a run that did not end by itself."""
+    options, child = quickstart.options, quickstart.current
+    match error:
+        case Interrupted():
+            return 128 + error.number, f"interrupted by {error}"
+        case OutOfTime():
+            return Exit.TIME_LIMIT, (
+                f"the time limit of {options.time_limit:.0f} s struck; QUICKSTART_TIME_LIMIT=seconds raises it"
+            )
+        case Stalled():
+            return Exit.STALLED, (
+                f"nothing was heard for {options.stall_limit:.0f} s; QUICKSTART_STALL_LIMIT=seconds waits longer"
+            )
+        case StageFailed() if child and child.log.name == "check.log":
+            return Exit.REFUSED, "the configuration was refused, see above"
+        case StageFailed():
+            return Exit.FAILED, f"failed with {error}, see above"
+        case _:
+            raise error
+
+
+def main(overrides: Sequence[str]) -> int:
+    try:
+        if sys.platform != "linux":
+            raise ValueError(f"this quickstart runs on Linux, not on {sys.platform}")
+        options = Options.read(os.environ, overrides)
+    except ValueError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return Exit.REFUSED
+    become_subreaper()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with Progress() as progress:
+        quickstart = Quickstart(options, overrides, progress)
+        try:
+            for number in signals:
+                signal.signal(number, _raise_interrupted)
+            verdict = quickstart.run()
+            code, sentence = int(verdict.code), verdict.sentence
+            progress.stage("reporting")
+            quickstart.report()
+        except (StageFailed, OutOfTime, Stalled, Interrupted) as error:
+            code, sentence = _failure(error, quickstart)
+            if quickstart.current and not isinstance(error, Interrupted):
+                progress.line(f"the end of {quickstart.current.log}:")
+                # A traceback is long; what was going on when a limit struck is said in a few lines.
+                lines = 40 if isinstance(error, StageFailed) else 8
+                progress.console.print(quickstart.current.tail(lines), markup=False, soft_wrap=True)
+        finally:
+            for number in signals:
+                signal.signal(number, signal.SIG_IGN)
+            survivors, removed = quickstart.close()
+        progress.line(f"cleaned up: no process is left{f', except {survivors}' if survivors else ''}")
+        if removed:
+            progress.line(f"  {len(removed)} segments that the engines had left in /dev/shm were removed")
+        progress.line(f"{'OK' if code == 0 else 'FAILED'}: {sentence}", style="bold green" if code == 0 else "bold red")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

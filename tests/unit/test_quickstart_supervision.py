@@ -1,0 +1,146 @@
+"""Options, limits and progress of the quickstart's supervisor."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "quickstart"))
+
+import progress as progress_module
+from metrics import History, MetricsFile
+from options import Options, child_environment, override
+from progress import Progress
+from stages import Child, Limits, OutOfTime, StageFailed, Stalled
+from training import TrainingView
+
+
+def test_options_from_nothing():
+    assert Options.read({}, []) == Options(model=None, platform="cpu", time_limit=900.0, stall_limit=180.0)
+
+
+def test_options_from_the_environment(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    env = {"MODEL": str(tmp_path), "QUICKSTART_TIME_LIMIT": "60"}
+    options = Options.read(env, ["platform=cpu", "trainer.total_training_steps=3", "platform=cuda"])
+    assert (options.model, options.platform, options.time_limit) == (tmp_path.resolve(), "cuda", 60.0)
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "message"),
+    [
+        ({"MODEL": "/nowhere"}, [], "MODEL=/nowhere"),
+        ({"QUICKSTART_TIME_LIMIT": "soon"}, [], "QUICKSTART_TIME_LIMIT=soon"),
+        ({"QUICKSTART_STALL_LIMIT": "0"}, [], "QUICKSTART_STALL_LIMIT=0"),
+        ({"QUICKSTART_TIME_LIMIT": "nan"}, [], "QUICKSTART_TIME_LIMIT=nan"),
+        ({}, ["platform=tpu"], "platform=tpu"),
+    ],
+)
+def test_bad_options_name_the_key_and_the_value(env, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        Options.read(env, overrides)
+
+
+def test_only_the_cpu_platform_loads_the_cpu_patches():
+    base = {"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "3"}
+    cpu = child_environment(base, "cpu", Path("/checkout"))
+    assert cpu["VERL_USE_EXTERNAL_MODULES"] == "verl_patches.cpu"
+    assert cpu["OMP_NUM_THREADS"] == "3"
+    assert cpu["PYTHONPATH"] == "/checkout:/theirs"
+    assert "VERL_USE_EXTERNAL_MODULES" not in child_environment(base, "cuda", Path("/checkout"))
+
+
+@pytest.mark.parametrize("path", ["/plain/path", "/with space/a,b/[c]", "/it's/quoted"])
+def test_paths_survive_hydras_grammar(path):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_override(override("data.train_files", path))
+    assert parsed.key_or_group == "data.train_files"
+    assert parsed.value() == path
+
+
+def limits(total: float = 20.0, stall: float = 20.0) -> Limits:
+    return Limits(time.monotonic() + total, stall)
+
+
+def child(tmp_path: Path, script: str) -> Child:
+    return Child(["bash", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path / "log", tmp_path)
+
+
+def test_lines_arrive_whole_and_in_order(tmp_path):
+    lines: list[str] = []
+    child(tmp_path, "echo one; printf tw; sleep 0.4; echo o").wait(limits(), on_line=lines.append)
+    assert lines == ["one", "two"]
+
+
+def test_a_failing_child_shows_the_end_of_its_log(tmp_path):
+    failing = child(tmp_path, "seq 100; exit 3")
+    with pytest.raises(StageFailed, match="3"):
+        failing.wait(limits())
+    assert failing.tail(2) == "99\n100"
+
+
+@pytest.mark.parametrize(
+    ("script", "which", "error"),
+    [
+        ("while true; do echo busy; sleep 0.1; done", {"total": 0.6}, OutOfTime),
+        ("sleep 20", {"stall": 0.6}, Stalled),
+    ],
+)
+def test_limits_strike(tmp_path, script, which, error):
+    slow = child(tmp_path, script)
+    try:
+        with pytest.raises(error):
+            slow.wait(limits(**which))
+    finally:
+        slow.process.kill()
+        slow.process.wait()
+
+
+def test_metrics_are_a_sign_of_life(tmp_path):
+    silent = child(tmp_path, "sleep 1.2")
+    silent.wait(limits(stall=0.6), on_tick=lambda: True)
+
+
+def test_a_log_gets_a_heartbeat(monkeypatch):
+    monkeypatch.setattr(progress_module, "HEARTBEAT", 0.0)
+    out = io.StringIO()
+    with Progress(Console(file=out)) as progress:
+        progress.stage("waiting")
+        progress.stage("waiting")
+        progress.tick()
+    lines = [line[9:] for line in out.getvalue().splitlines()]
+    assert lines == ["waiting", "... waiting, 0 s"]
+
+
+def test_training_is_told_step_by_step(tmp_path):
+    out = io.StringIO()
+    metrics = tmp_path / "metrics.jsonl"
+    with Progress(Console(file=out)) as progress:
+        view = TrainingView(progress, MetricsFile(metrics), History(), steps=2, corrected=True)
+        view.on_line("INFO worker.py -- Started a local Ray instance.")
+        view.on_line("Creating file logger at /x")
+        assert view.on_tick() is False
+        metrics.write_text(
+            '{"step": 0, "data": {"val-core/x/acc/mean@1": 0.25}}\n'
+            '{"step": 1, "data": {"critic/rewards/mean": 0.5, "offpolicy/kl/k3": 1e-4, "offpolicy/live/proved": 1.0}}\n'
+        )
+        assert view.on_tick() is True
+        metrics.open("a").write('{"step": 2, "data": {"critic/rewards/mean": 0.75, "val-core/x/acc/mean@1": 0.5}}\n')
+        view.on_tick()
+    text = out.getvalue()
+    for shown in (
+        "starting Ray and vLLM",
+        "Ray is up",
+        "held-out score before training: 0.250",
+        "step 1 of 2: reward 0.500, KL 1.0e-04, ESS -, kept -",
+        "proved live",
+        "step 2 of 2: reward 0.750",
+        "held-out score after step 2: 0.500",
+    ):
+        assert shown in text
