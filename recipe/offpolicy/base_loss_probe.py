@@ -28,7 +28,11 @@ def probe(actor_config: Any) -> str | None:
     Returns:
         None if it takes weights as meant, else a sentence saying what it does instead.
     """
-    actor_config = copy.deepcopy(actor_config)
+    with torch.random.fork_rng(devices=[]):
+        return _probe(copy.deepcopy(actor_config))
+
+
+def _probe(actor_config: Any) -> str | None:
     batch, factor = _batch(torch.Generator().manual_seed(0))
     ones = torch.ones_like(factor)
     plain_loss, plain = _run(actor_config, batch, ones)
@@ -82,6 +86,7 @@ def _run(
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
     for size in pieces:
+        torch.manual_seed(0)  # some losses select tokens at random
         rows = slice(start, start + size)
         piece = mb.with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
         tu.assign_non_tensor(

@@ -19,6 +19,7 @@ from verl_patches.contract import PatchError
 from .correction import CorrectionSpec, SpecError
 
 TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
+WIDE_CAP = 10.0
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 
@@ -79,6 +80,16 @@ def run_checks(config: DictConfig) -> CorrectionSpec:
     return spec
 
 
+def advice(spec: CorrectionSpec) -> list[str]:
+    """What is allowed and rarely meant."""
+    if spec.weight is not None and (spec.weight.upper is None or spec.weight.upper > WIDE_CAP):
+        return [
+            f"correction.weight.upper={'null' if spec.weight.upper is None else spec.weight.upper}: above {WIDE_CAP:g} "
+            f"single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
+        ]
+    return []
+
+
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     try:
         engine_loss.check()
@@ -97,12 +108,24 @@ def _trainer(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 
 
 def _unknown_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    for key in config.get("offpolicy", {}):
+    for key in config.get("offpolicy") or {}:
         if key != "allow_identical_log_probs":
             yield Problem(f"offpolicy.{key}", config.offpolicy[key], "unknown key.", f"Remove offpolicy.{key}.")
     value = OmegaConf.select(config, "offpolicy.allow_identical_log_probs")
     if not isinstance(value, bool):
         yield Problem("offpolicy.allow_identical_log_probs", value, "not a truth value.", "Set true or false.")
+
+
+def _bounds_without_one(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    banded = [(f"correction.masks.{name}", mask.lower, mask.upper) for name, mask in spec.masks]
+    if spec.weight is not None:
+        banded.append(("correction.weight", spec.weight.lower, spec.weight.upper))
+    reason = "the bounds leave out 1, the ratio of policies that agree, where nothing is to be corrected."
+    for key, lower, upper in banded:
+        if lower is not None and lower > 1:
+            yield Problem(f"{key}.lower", lower, reason, f"Set {key}.lower <= 1.")
+        if upper is not None and upper < 1:
+            yield Problem(f"{key}.upper", upper, reason, f"Set {key}.upper >= 1.")
 
 
 def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -115,7 +138,8 @@ def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
             "without the engine's log-probs there is no mu to correct with.",
             "Set it to true.",
         )
-    for key in (f"{_ROLLOUT}.logprobs_mode", f"{_ENGINE}.logprobs_mode"):
+    # vLLM takes its arguments with either spelling.
+    for key in (f"{_ROLLOUT}.logprobs_mode", f"{_ENGINE}.logprobs_mode", f"{_ENGINE}.logprobs-mode"):
         mode = OmegaConf.select(config, key, default="processed_logprobs")
         if mode != "processed_logprobs":
             yield Problem(
@@ -199,7 +223,16 @@ def _base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     from .base_loss_probe import probe
 
     actor = config.actor_rollout_ref.actor
-    if wrong := probe(omega_conf_to_dataclass(actor)):
+    try:
+        actor_config = omega_conf_to_dataclass(actor)
+    except Exception as error:
+        yield Problem("actor_rollout_ref.actor", "...", f"verl does not take it: {error.__cause__ or error}", "")
+        return
+    try:
+        wrong = probe(actor_config)
+    except Exception as error:
+        wrong = f"it fails on a small batch: {error}"
+    if wrong:
         fix = (
             "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
             if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
@@ -218,6 +251,7 @@ CHECKS: tuple[Check, ...] = (
     _seams,
     _trainer,
     _unknown_keys,
+    _bounds_without_one,
     _rollout_log_probs,
     _truncated_sampling,
     _verl_correction,

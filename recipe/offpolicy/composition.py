@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -49,10 +51,14 @@ def check_stack(options: Sequence[str]) -> None:
     Raises:
         SpecError: names the key and both options.
     """
-    loader: Any = GlobalHydra.instance().config_loader()
+    if "none" in options and len(options) > 1:
+        raise SpecError(f"correction=[{','.join(options)}]: none with others. Leave none out, or choose it alone.")
+    repository = _repository()
     owner: dict[str, str] = {}
     for option in options:
-        leaves = list(_leaves(loader.repository.load_config(f"{GROUP}/{option}").config))
+        loaded = repository.load_config(f"{GROUP}/{option}")
+        assert loaded is not None, f"{GROUP}/{option} was composed a moment ago"
+        leaves = list(_leaves(loaded.config))
         for key in leaves:
             for seen, first in owner.items():
                 if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
@@ -63,7 +69,15 @@ def check_stack(options: Sequence[str]) -> None:
         owner.update(dict.fromkeys(leaves, option))
 
 
-def _leaves(config: DictConfig, path: str = "") -> Iterator[str]:
+def _repository() -> ConfigRepository:
+    """Every place that options come from; the loader's own repository leaves out ``hydra.searchpath``."""
+    search_path = ConfigSearchPathImpl()
+    for source in HydraConfig.get().runtime.config_sources:
+        search_path.append(source.provider, f"{source.schema}://{source.path}")
+    return ConfigRepository(search_path)
+
+
+def _leaves(config: Any, path: str = "") -> Iterator[str]:
     for key in config:
         name = f"{path}.{key!s}" if path else str(key)
         node = config._get_node(key)

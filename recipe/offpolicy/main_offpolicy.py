@@ -13,7 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, open_dict
 
-from .checks import CheckError, run_checks, verl_correction_changes
+from .checks import CheckError, advice, run_checks, verl_correction_changes
 from .composition import check_stack, chosen_options, refuse_null
 from .correction import CorrectionSpec, SpecError
 
@@ -58,6 +58,8 @@ def main() -> None:
         except (SpecError, CheckError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         print(f"offpolicy: all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}", flush=True)
+        for line in advice(spec):
+            print(f"offpolicy: {line}", flush=True)
         if not only_check:
             train(config)
 

@@ -24,6 +24,11 @@ from .proof import Proof, prove
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
 
+_FATAL = {
+    "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
+    "nonfinite/advantages": "advantages (a reward or its normalisation is broken)",
+}
+
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
@@ -65,7 +70,8 @@ class OffPolicyLoss:
         """The engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
 
         Raises:
-            FloatingPointError: a log-prob of the current policy is not finite; raised before the backward pass.
+            FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
+                backward pass.
         """
         packet = Packet(self.spec.fingerprint())
         if self.spec.is_none:
@@ -95,11 +101,12 @@ class OffPolicyLoss:
             )
         step = mb.decide(spec, batch)
         statistics = to_host(step.statistics)
-        if bad := statistics["nonfinite/log_prob"].value():
-            raise FloatingPointError(
-                f"{bad:.0f} log-probs of the current policy are not finite: the weights or the forward pass have "
-                f"diverged, and no mask can keep that out of the gradient. The optimizer has not stepped."
-            )
+        for name, what in _FATAL.items():
+            if bad := statistics[name].value():
+                raise FloatingPointError(
+                    f"{bad:.0f} {what} are not finite, and no mask can keep that out of the gradient. "
+                    f"The optimizer has not stepped."
+                )
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
         return loss, metrics, statistics
 

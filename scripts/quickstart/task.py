@@ -26,7 +26,7 @@ class TaskSettings:
     min_word_len: int = 3
     max_word_len: int = 6
     seed: int = 1
-    heldout: int = 384
+    heldout: int = 256
     train: int = 2048
     warm_start: int = 4096
 

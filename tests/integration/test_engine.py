@@ -177,11 +177,11 @@ def test_fully_masked_micro_batches_contribute_exactly_zero(worker: Any) -> None
 def test_masks_touch_neither_kl_nor_entropy(worker: Any) -> None:
     """All rows rejected: what is left is the gradient of KL alone."""
     rows = rollout(worker)
+    rows.rollout_log_probs = [old - 1.0 for old in rows.old_log_probs]
     data = rows.to_tensordict()
     data["ref_log_prob"] = torch.nested.as_nested_tensor([old + 0.3 for old in rows.old_log_probs], layout=torch.jagged)
     config = tw.actor_config(use_kl_loss=True, kl_loss_coef=0.5)
-    nothing_kept = {"masks": {"gsm": GSM | {"lower": 50.0, "upper": 60.0}}}
-    metrics, gradient = tw.gradients(worker, our_loss(nothing_kept, config), data)
+    metrics, gradient = tw.gradients(worker, our_loss({"masks": {"gsm": GSM}}, config), data)
     assert statistics(metrics)["keep/token_share"] == 0.0
     data["advantages"] = data["advantages"] * 0.0
     _, kl_only = tw.gradients(worker, our_loss({}, config), data)
@@ -218,6 +218,13 @@ def test_non_finite_mu_takes_the_token_out(worker: Any) -> None:
     loss, reference = reference_gradient(worker, rows, weights)
     assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
     assert_same({n: g.double() for n, g in gradient.items()}, reference, 1e-5)
+
+
+def test_non_finite_advantages_stop_before_the_optimizer_step(worker: Any) -> None:
+    rows = rollout(worker)
+    rows.advantages[2] = torch.full_like(rows.advantages[2], float("nan"))
+    with pytest.raises(FloatingPointError, match="advantages"):
+        tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
 
 
 def test_non_finite_current_policy_stops_before_the_optimizer_step(engine_factory: Any) -> None:

@@ -49,7 +49,9 @@ def without_verl(folder: Path) -> Path:
     config.defaults = [default for default in config.defaults if default != "ppo_trainer"]
     config.hydra.searchpath = []
     OmegaConf.save(config, folder / "offpolicy_trainer.yaml")
-    (folder / "correction").symlink_to(CONFIGS / "correction")
+    for path in CONFIGS.iterdir():
+        if path.name != "offpolicy_trainer.yaml":
+            (folder / path.name).symlink_to(path)
     return folder
 
 

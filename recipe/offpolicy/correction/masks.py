@@ -31,8 +31,8 @@ def rejected(spec: MaskSpec, log_value: Tensor) -> Tensor:
     With ``delta`` this is OPSM's condition mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
-        log_value: (B,) float64 from ``aggregate``. It is compared in float32, so that a row whose ratio is a bound
-            to the precision of its log-probs lies inside.
+        log_value: (B,) float64 from ``aggregate``. It is compared in float32, as the log of the bound is, so that a
+            row whose mean or sum equals that log in float32 lies inside.
 
     Returns:
         (B,) bool.

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from . import statistics as st
 from .masks import aggregate, applies, rejected
-from .ratios import exp_clamped, log_ratio, row_sum, valid_tokens
+from .ratios import EXP_CLAMP, exp_clamped, log_ratio, row_sum, valid_tokens
 from .spec import CorrectionSpec
 from .statistics import Statistic
-from .weights import importance_weight
+from .weights import bounded, raw_weight
 
 COLUMNS: Final = ("tokens", "log_ratio_sum")
 """Columns of ``RolloutStage.table``: T, the number of valid tokens, and sum_t log(pi_old / mu) in nats."""
@@ -29,6 +29,7 @@ class RolloutStage:
     """What mu and pi_old decide.
 
     Attributes:
+        spec: the correction that decided; the step stage must be of the same.
         table: (B, len(COLUMNS)) float64, statistics of each sequence.
         weight: (B, T) float32 or wider, detached, 0 off ``valid``.
         keep: (B, T) bool, False off ``valid`` and where a mask that needs neither pi nor advantages rejects.
@@ -40,6 +41,7 @@ class RolloutStage:
         statistics: name -> typed statistic.
     """
 
+    spec: CorrectionSpec
     table: Tensor
     weight: Tensor
     keep: Tensor
@@ -97,13 +99,15 @@ def rollout_stage(
     log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
     tokens, log_rho_sum = row_sum(valid), row_sum(log_rho)
 
-    weight = importance_weight(spec.weight, log_rho, log_rho_sum, valid)
+    raw = raw_weight(spec.weight, log_rho, log_rho_sum, valid)
+    weight = bounded(spec.weight, raw, valid)
     drops = {name: rejected(m, aggregate(m, log_rho_sum, tokens)) for name, m in spec.masks if not m.needs_step}
     keep = valid
     for drop in drops.values():
         keep = keep & ~drop[:, None]
 
     return RolloutStage(
+        spec=spec,
         table=torch.stack([tokens, log_rho_sum], dim=-1),
         weight=weight,
         keep=keep,
@@ -112,7 +116,8 @@ def rollout_stage(
         valid=valid,
         response_mask=mask,
         old_log_prob=old_log_prob,
-        statistics=_rollout_statistics(spec, mask, valid, log_rho, weight, old_log_prob, rollout_log_prob),
+        statistics=_rollout_statistics(mask, valid, log_rho, old_log_prob, rollout_log_prob)
+        | _weight_statistics(spec, valid, raw, weight),
     )
 
 
@@ -122,12 +127,17 @@ def step_stage(spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, a
     Args:
         stage: from ``rollout_stage`` of the same rows.
         log_prob: (B, T) log pi, detached here. The caller stops on a value that is not finite (it is counted in
-            ``nonfinite/log_prob``): no mask can keep it out of the gradient.
+            ``nonfinite/log_prob``, and advantages likewise): no mask can keep it out of the gradient.
         advantages: (B, T); only the sign of each row's mean over its valid tokens is used.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or a stage of another correction.
     """
+    if spec != stage.spec:
+        raise ValueError(
+            f"the rollout stage was decided by {stage.spec.to_mapping()}, the step stage is asked for "
+            f"{spec.to_mapping()}: run rollout_stage again with the new correction."
+        )
     _same_shape(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
     log_r = log_ratio(log_prob, stage.old_log_prob, stage.valid)
     log_r_sum = row_sum(log_r)
@@ -144,8 +154,9 @@ def step_stage(spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, a
 
     statistics = dict(stage.statistics)
     statistics["nonfinite/log_prob"] = st.total(stage.response_mask & ~torch.isfinite(log_prob))
-    statistics |= _ratio_statistics("ppo_ratio", log_r, stage.valid)
-    statistics |= _ratio_statistics("full_ratio", stage.log_ratio + log_r, stage.valid)
+    statistics["nonfinite/advantages"] = st.total(stage.response_mask & ~torch.isfinite(advantages))
+    statistics |= _distribution("ppo_ratio", exp_clamped(log_r), stage.valid)
+    statistics |= _distribution("full_ratio", exp_clamped(stage.log_ratio + log_r), stage.valid)
     statistics |= _keep_statistics(spec, stage, keep, drops)
     return StepStage(weight=stage.weight, keep=keep, statistics=statistics)
 
@@ -156,50 +167,37 @@ def _same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")
 
 
-def _ratio_statistics(name: str, log_value: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    ratio = exp_clamped(log_value)
-    return {
-        f"{name}/mean": st.mean(ratio, valid),
-        f"{name}/std": st.std(ratio, valid, about=1.0),
-        f"{name}/min": st.minimum(ratio, valid),
-        f"{name}/max": st.maximum(ratio, valid),
-    }
-
-
 def _rollout_statistics(
-    spec: CorrectionSpec,
-    mask: Tensor,
-    valid: Tensor,
-    log_rho: Tensor,
-    weight: Tensor,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
+    mask: Tensor, valid: Tensor, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
 ) -> dict[str, Statistic]:
-    rho = exp_clamped(log_rho)
-    statistics = _ratio_statistics("rollout_ratio", log_rho, valid) | {
-        "rollout_ratio/ess": st.effective_sample_size(rho, valid),
+    return _distribution("rollout_ratio", exp_clamped(log_rho), valid) | {
         "log_prob_difference/mean": st.mean(log_rho, valid),
         "log_prob_difference/std": st.std(log_rho, valid),
         "log_prob_difference/abs_mean": st.mean(log_rho.abs(), valid),
         # KL(mu || pi_old) from mu's own samples: k1 = -log rho, k3 = rho - 1 - log rho (Schulman 2020).
         "kl/k1": st.mean(-log_rho, valid),
-        "kl/k3": st.mean(torch.expm1(log_rho.clamp(-20.0, 20.0)) - log_rho, valid),
-        "weight/mean": st.mean(weight, valid),
-        "weight/std": st.std(weight, valid, about=1.0),
-        "weight/min": st.minimum(weight, valid),
-        "weight/max": st.maximum(weight, valid),
-        "weight/ess": st.effective_sample_size(weight, valid),
+        "kl/k3": st.mean(torch.expm1(log_rho.clamp(-EXP_CLAMP, EXP_CLAMP)) - log_rho, valid),
         "nonfinite/rollout_log_prob": st.total(mask & ~torch.isfinite(rollout_log_prob)),
         "nonfinite/old_log_prob": st.total(mask & ~torch.isfinite(old_log_prob)),
     }
+
+
+def _weight_statistics(spec: CorrectionSpec, valid: Tensor, raw: Tensor, weight: Tensor) -> dict[str, Statistic]:
+    statistics = _distribution("weight", weight, valid)
     if spec.weight is not None:
-        bound = torch.zeros_like(valid)
-        if spec.weight.upper is not None:
-            bound = bound | (weight >= spec.weight.upper)
-        if spec.weight.lower is not None:
-            bound = bound | (weight <= spec.weight.lower)
-        statistics["weight/truncated_share"] = st.share(bound & valid, valid)
+        statistics |= _distribution("raw_weight", raw, valid)
+        statistics["weight/truncated_share"] = st.share(valid & (raw != weight), valid)
     return statistics
+
+
+def _distribution(name: str, values: Tensor, valid: Tensor) -> dict[str, Statistic]:
+    return {
+        f"{name}/mean": st.mean(values, valid),
+        f"{name}/std": st.std(values, valid, about=1.0),
+        f"{name}/min": st.minimum(values, valid),
+        f"{name}/max": st.maximum(values, valid),
+        f"{name}/ess": st.effective_sample_size(values, valid),
+    }
 
 
 def _keep_statistics(

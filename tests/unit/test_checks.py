@@ -1,0 +1,285 @@
+"""Start-up checks: each stops what would leave the correction dead, wrong or double, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from applications import NEEDED, application, changed
+from corrections import GSM, TIS
+from omegaconf import DictConfig, open_dict
+
+from recipe.offpolicy import base_loss_probe
+from recipe.offpolicy.base_loss_probe import probe
+from recipe.offpolicy.checks import CheckError, advice, run_checks, spec_of, verl_correction_changes
+from recipe.offpolicy.correction import SpecError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+ACTOR = "actor_rollout_ref.actor"
+VERL = "algorithm.rollout_correction"
+NONE: dict[str, Any] = {"correction.weight": None, "correction.masks": {}}
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[DictConfig]:
+    """verl's own defaults with ``correction=[tis_token,gsm]``: all checks pass."""
+    with application("correction=[tis_token,gsm]", *NEEDED) as config:
+        yield config
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_actor_is_probed_once() -> Iterator[None]:
+    """Most tests here leave the actor's configuration alone; its probe is most of the time of a run."""
+    verdicts: dict[str, str | None] = {}
+
+    def remembered(actor: Any) -> str | None:
+        if (key := repr(actor)) not in verdicts:
+            verdicts[key] = probe(actor)
+        return verdicts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_loss_probe, "probe", remembered)
+        yield
+
+
+def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
+    """The problems of a configuration, as the user reads them."""
+    try:
+        run_checks(changed(config, changes))
+    except CheckError as error:
+        return str(error).split("\n")
+    return []
+
+
+def test_the_defaults_pass(base: DictConfig) -> None:
+    assert run_checks(base).to_mapping() == {
+        "weight": TIS,
+        "masks": {"gsm": GSM},
+        "allow_truncated_sampling": False,
+    }
+
+
+# Changes that must stop: what is changed, and what the message must say (key, value and fix).
+STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "old trainer": ({"trainer.use_v1": False}, ("trainer.use_v1=False", "Set it to true")),
+    "trainer mode": (
+        {"trainer.v1.trainer_mode": "separate_async"},
+        ("trainer.v1.trainer_mode=separate_async", "sync, colocate_async"),
+    ),
+    "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=True", "Remove offpolicy.recrod")),
+    "emptied": (
+        {"offpolicy": None},
+        ("offpolicy.allow_identical_log_probs=None", "Set true or false"),
+    ),
+    "consent": (
+        {"offpolicy.allow_identical_log_probs": "yes"},
+        ("offpolicy.allow_identical_log_probs=yes", "Set true or false"),
+    ),
+    "no mu": (
+        {f"{ROLLOUT}.calculate_log_probs": False},
+        (f"{ROLLOUT}.calculate_log_probs=False", "Set it to true"),
+    ),
+    "raw mu": (
+        {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},
+        (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "Set processed_logprobs"),
+    ),
+    "raw mu by the engine": (
+        {f"{ENGINE}.logprobs_mode": "raw_logprobs"},
+        (f"{ENGINE}.logprobs_mode=raw_logprobs", "Set processed_logprobs"),
+    ),
+    "raw mu by the engine, as vLLM spells it": (
+        {f"{ENGINE}.logprobs-mode": "raw_logprobs"},
+        (f"{ENGINE}.logprobs-mode=raw_logprobs", "Set processed_logprobs"),
+    ),
+    "greedy": ({f"{ROLLOUT}.do_sample": False}, (f"{ROLLOUT}.do_sample=true", "temperature > 0")),
+    "temperature 0": ({f"{ROLLOUT}.temperature": 0}, (f"{ROLLOUT}.temperature=0", "temperature > 0")),
+    "top-p": ({f"{ROLLOUT}.top_p": 0.9}, (f"{ROLLOUT}.top_p=0.9", f"Set {ROLLOUT}.top_p=1")),
+    "top-k": ({f"{ROLLOUT}.top_k": 50}, (f"{ROLLOUT}.top_k=50", f"Set {ROLLOUT}.top_k=-1")),
+    "min-p": ({f"{ROLLOUT}.min_p": 0.05}, (f"{ROLLOUT}.min_p=0.05", f"Set {ROLLOUT}.min_p=0")),
+    "repetition penalty": (
+        {f"{ROLLOUT}.repetition_penalty": 1.1},
+        (f"{ROLLOUT}.repetition_penalty=1.1", f"Set {ROLLOUT}.repetition_penalty=1"),
+    ),
+    "top-p by the engine": (
+        {f"{ENGINE}.override_generation_config.top_p": 0.9},
+        (f"{ENGINE}.override_generation_config.top_p=0.9", "Set "),
+    ),
+    "verl's weights": ({f"{VERL}.rollout_is": "token"}, (f"{VERL}.rollout_is=token", "Remove", "default is None")),
+    "verl's rejection": (
+        {f"{VERL}.rollout_rs": "seq_mean_k1", f"{VERL}.rollout_rs_threshold": "0.99_1.01"},
+        (f"{VERL}.rollout_rs=seq_mean_k1", f"{VERL}.rollout_rs_threshold=0.99_1.01", "correct twice"),
+    ),
+    "verl's cap": ({f"{VERL}.rollout_is_threshold": 3.0}, (f"{VERL}.rollout_is_threshold=3.0", "default is 2.0")),
+    "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=True", "default is False")),
+    "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
+    "distillation": (
+        {"distillation.enabled": True},
+        ("distillation.enabled=True", "Set distillation.enabled=false"),
+    ),
+    "geo_mean": (
+        {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"},
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "Set a loss_mode", "vanilla"),
+    ),
+    "a loss that verl does not know": (
+        {f"{ACTOR}.policy_loss.loss_mode": "vanila"},
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "Unsupported loss mode"),
+    ),
+    "an actor that verl does not take": (
+        {f"{ACTOR}.ppo_micro_batch_size_per_gpu": None},
+        (ACTOR, "ppo_micro_batch_size_per_gpu"),
+    ),
+    "sums without a scale": (
+        {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"Set {ACTOR}.loss_scale_factor"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_stops(name: str, base: DictConfig) -> None:
+    changes, parts = STOPPED[name]
+    found = problems(base, changes)
+    assert found, "nothing stopped it"
+    for part in parts:
+        assert part in "\n".join(found)
+    # Nothing but what was changed is complained about: one problem a key, at most.
+    assert len(found) <= len(changes)
+
+
+PASSED: dict[str, dict[str, Any]] = {
+    "asynchronous": {"trainer.v1.trainer_mode": "colocate_async"},
+    "identical log-probs are meant": {"offpolicy.allow_identical_log_probs": True},
+    "neutral sampling": {f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1, f"{ENGINE}.min_p": 0.0},
+    "vLLM's other way to say no top-k": {f"{ROLLOUT}.top_k": 0},
+    "validation samples as it likes": {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
+    "a temperature that both see": {f"{ROLLOUT}.temperature": 0.7},
+    "other engine arguments": {f"{ENGINE}.max_logprobs": 5},
+    "truncated sampling is meant": {
+        "correction.allow_truncated_sampling": True,
+        f"{ROLLOUT}.top_p": 0.9,
+        f"{ROLLOUT}.top_k": 50,
+        f"{ENGINE}.override_generation_config.repetition_penalty": 1.1,
+    },
+    "verl's correction is off": {VERL: None},
+    "another loss": {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    "sums with a scale": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 64},
+    "KL as a loss": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl"},
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_passes(name: str, base: DictConfig) -> None:
+    assert problems(base, PASSED[name]) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["no mu", "raw mu", "greedy", "top-p", "repetition penalty", "verl's weights", "geo_mean"]
+)
+def test_without_a_correction_the_rest_is_the_users(name: str, base: DictConfig) -> None:
+    assert problems(base, STOPPED[name][0] | NONE) == []
+
+
+@pytest.mark.parametrize("name", ["old trainer", "trainer mode", "unknown key", "distillation"])
+def test_what_stops_also_without_a_correction(name: str, base: DictConfig) -> None:
+    """These are about our loss being in the worker, which it is to measure the mismatch."""
+    assert problems(base, STOPPED[name][0] | NONE)
+
+
+def test_consent_is_to_truncation_only(base: DictConfig) -> None:
+    consent = {"correction.allow_truncated_sampling": True}
+    for name in ("no mu", "raw mu", "greedy", "verl's weights", "geo_mean"):
+        assert problems(base, STOPPED[name][0] | consent), name
+
+
+def test_all_problems_at_once(base: DictConfig) -> None:
+    """One start tells everything, a line each."""
+    changes = STOPPED["no mu"][0] | STOPPED["top-p"][0] | STOPPED["top-k"][0] | STOPPED["distillation"][0]
+    found = problems(base, changes)
+    assert len(found) == 4
+    for key, value in changes.items():
+        assert any(line.startswith(f"{key}={value}: ") for line in found)
+
+
+def test_what_verl_refuses_hides_no_problem_of_ours(base: DictConfig) -> None:
+    """A launch that leaves out what verl demands is told of both."""
+    found = problems(base, STOPPED["an actor that verl does not take"][0] | STOPPED["top-p"][0])
+    assert len(found) == 2
+    assert found[0].startswith(f"{ROLLOUT}.top_p=0.9: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"correction.x": 1}, "correction.x=1: unknown key"),
+        ({"correction.weight.uper": 3.0}, "correction.weight.uper=3.0: unknown key"),
+        ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 > correction.masks.gsm.upper=1.01"),
+        ({"correction.masks.gsm.lower": float("nan")}, "correction.masks.gsm.lower=nan"),
+        ({"correction.masks.gsm.lower": "0.99_1.01"}, "correction.masks.gsm.lower='0.99_1.01'"),
+        ({"correction": None}, "Set correction=none"),
+        ({"correction.weight": 2.0}, "correction.weight=2.0"),
+    ],
+)
+def test_a_malformed_correction_stops_before_the_checks(changes: dict[str, Any], part: str, base: DictConfig) -> None:
+    with pytest.raises(SpecError) as caught:
+        run_checks(changed(base, changes))
+    assert part in str(caught.value)
+
+
+def test_interpolations_are_resolved(base: DictConfig) -> None:
+    weight = spec_of(changed(base, {"cap": 3.0, "correction.weight.upper": "${cap}"})).weight
+    assert weight is not None
+    assert weight.upper == 3.0
+
+
+def test_a_configuration_without_the_group(base: DictConfig) -> None:
+    """As verl's own entry point would compose it."""
+    config = changed(base, {})
+    with open_dict(config):
+        del config["correction"]
+    with pytest.raises(SpecError, match="Set correction=none"):
+        spec_of(config)
+
+
+def test_what_verl_ships_counts_as_not_set(base: DictConfig) -> None:
+    """The defaults that the check compares with are those of the installed verl."""
+    assert verl_correction_changes(base) == {}
+    assert set(base.algorithm.rollout_correction) > {"rollout_is", "rollout_rs", "bypass_mode"}
+    assert verl_correction_changes(changed(base, {f"{VERL}.rollout_is": "token"})) == {"rollout_is": "token"}
+
+
+def test_verl_itself_must_be_where_it_was(base: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_patches import engine_loss
+    from verl_patches.contract import PatchError
+
+    def moved() -> None:
+        raise PatchError("set_loss_fn is not where the adapter expects it. Install verl==0.9.1.")
+
+    monkeypatch.setattr(engine_loss, "check", moved)
+    (problem,) = problems(base, {})
+    assert problem.startswith("verl=")
+    assert "Install verl==0.9.1" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        ({"correction.masks.gsm.lower": 1.005}, "correction.masks.gsm.lower=1.005", "<= 1"),
+        ({"correction.masks.gsm.upper": 0.995}, "correction.masks.gsm.upper=0.995", ">= 1"),
+        ({"correction.weight.upper": 0.9}, "correction.weight.upper=0.9", ">= 1"),
+        ({"correction.weight.upper": None, "correction.weight.lower": 1.1}, "correction.weight.lower=1.1", "<= 1"),
+    ],
+)
+def test_bounds_that_leave_out_agreement_stop(base: DictConfig, changes: dict[str, Any], key: str, fix: str) -> None:
+    (problem,) = problems(base, changes)
+    assert key in problem
+    assert "leave out 1" in problem
+    assert fix in problem
+
+
+@pytest.mark.parametrize(("upper", "said"), [(10.0, False), (10.5, True), (None, True)])
+def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: bool) -> None:
+    lines = advice(run_checks(changed(base, {"correction.weight.upper": upper})))
+    assert bool(lines) is said
+    assert all("correction.weight.upper" in line for line in lines)

@@ -1,0 +1,228 @@
+"""The command: what it refuses it refuses before Ray, with a status that scripts can see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from applications import NEEDED, application, without_verl
+from corrections import GSM, TIS, spec
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from recipe.offpolicy import main_offpolicy
+from recipe.offpolicy.main_offpolicy import prepare
+
+ROOT = Path(__file__).parents[2]
+QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+REFUSED = "offpolicy: stopped before anything was started."
+
+
+@dataclass
+class Launch:
+    """One call of ``main``: its exit status, what it printed, and the configurations that it trained."""
+
+    status: object = 0
+    printed: str = ""
+    trained: list[DictConfig] = field(default_factory=list)
+
+
+Launcher = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launcher:
+    """``main`` in this process, with training replaced by a note that it would have begun."""
+
+    def run(*arguments: str, folder: Path | None = None) -> Launch:
+        result = Launch()
+        monkeypatch.setattr(main_offpolicy, "train", result.trained.append)
+        if folder is not None:
+            monkeypatch.setattr(main_offpolicy, "CONFIG_DIR", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main_offpolicy", *arguments, *QUIET])
+        monkeypatch.chdir(tmp_path)
+        GlobalHydra.instance().clear()
+        try:
+            main_offpolicy.main()
+        except SystemExit as stop:
+            result.status = stop.code
+        finally:
+            GlobalHydra.instance().clear()
+        printed = capsys.readouterr()
+        result.printed = printed.out + printed.err
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_verl(tmp_path_factory.mktemp("configs"))
+
+
+# What is said, key and value and fix, when the correction itself cannot be meant.
+MALFORMED = {
+    "null": (["correction=null"], ["correction=null", "Set correction=none"]),
+    "deleted": (["~correction"], ["correction=null", "Set correction=none"]),
+    "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, weight"]),
+    "unknown key of a mask": (
+        ["correction=gsm", "+correction.masks.gsm.uper=2"],
+        ["correction.masks.gsm.uper=2", "unknown key", "aggregate, level, lower"],
+    ),
+    "bounds that cross": (
+        ["correction=gsm", "correction.masks.gsm.lower=1.5"],
+        ["correction.masks.gsm.lower=1.5", "correction.masks.gsm.upper=1.01", "Swap the bounds"],
+    ),
+    "a bound that is no number": (
+        ["correction=tis_token", "correction.weight.upper=nan"],
+        ["correction.weight.upper=nan", "expected a finite number"],
+    ),
+    "a bound in words": (
+        ["correction=gsm", "correction.masks.gsm.upper='0.5_2.0'"],
+        ["correction.masks.gsm.upper='0.5_2.0'", "expected a number"],
+    ),
+    "a bound left out": (
+        ["correction=gsm", "~correction.masks.gsm.upper"],
+        ["correction.masks.gsm.upper is not set", "Set correction.masks.gsm.upper=..."],
+    ),
+    "no delta": (["correction=opsm"], ["correction.masks.opsm.delta is required", "Set correction.masks.opsm.delta="]),
+    "two options, one key": (
+        ["correction=[tis_token,gsm,tis_sequence]"],
+        ["correction=[tis_token,gsm,tis_sequence]", "correction.weight.level", "Choose one"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: Path) -> None:
+    arguments, parts = MALFORMED[name]
+    result = launch(*arguments, folder=folder)
+    # sys.exit with a text prints it and gives the status 1.
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    for part in parts:
+        assert part in result.status
+    assert result.trained == []
+
+
+def test_a_check_is_refused_like_a_launch(launch: Launcher, folder: Path) -> None:
+    for order in (["--check", "+correction.x=1"], ["+correction.x=1", "--check"]):
+        status = launch(*order, folder=folder).status
+        assert isinstance(status, str)
+        assert "correction.x=1" in status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["correction=gmask"], "gmask"),
+        (["correction.x=1"], "correction.x"),
+        (["correction.masks.gsm.lower=1"], "correction.masks.gsm"),
+    ],
+)
+def test_what_hydra_refuses_by_itself(arguments: list[str], part: str, launch: Launcher, folder: Path) -> None:
+    result = launch(*arguments, folder=folder)
+    assert result.status == 1
+    assert part in result.printed
+    assert result.trained == []
+
+
+def test_check_alone_does_not_train(launch: Launcher) -> None:
+    result = launch("--check", "correction=[tis_token,gsm]", *NEEDED)
+    assert result.status == 0
+    assert "all checks passed" in result.printed
+    assert str(spec(TIS, gsm=GSM).fingerprint()) in result.printed
+    assert result.trained == []
+
+
+def test_a_good_configuration_trains(launch: Launcher) -> None:
+    """With verl's own helper, which by default runs at every step, turned off."""
+    result = launch("correction=tis_token", "trainer.total_training_steps=3", *NEEDED)
+    assert result.status == 0
+    (config,) = result.trained
+    assert config.trainer.total_training_steps == 3
+    assert config.correction.weight.upper == 2.0
+    assert config.algorithm.rollout_correction is None
+
+
+def test_problems_around_the_correction_are_refused(launch: Launcher) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    result = launch("correction=gsm", f"{rollout}.top_p=0.9", f"{rollout}.calculate_log_probs=false", *NEEDED)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    assert f"{rollout}.top_p=0.9: " in result.status
+    assert f"{rollout}.calculate_log_probs=False: " in result.status
+    assert result.trained == []
+
+
+def test_without_a_correction_verls_own_is_left_alone() -> None:
+    changes = "algorithm.rollout_correction.rollout_is=token"
+    with application("correction=none", changes, *NEEDED) as config:
+        assert prepare(config).is_none
+        assert config.algorithm.rollout_correction.rollout_is == "token"
+
+
+def test_the_quickstart_passes_its_own_checks() -> None:
+    with application(primary="quickstart") as config:
+        assert not prepare(config).is_none
+
+
+# The command itself, in a process of its own ----------------------------------------------------------------
+
+
+def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m recipe.offpolicy.main_offpolicy`` in another directory, where Ray would leave its traces."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(cwd), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_composed_configuration_is_shown_anywhere(tmp_path: Path) -> None:
+    done = command(tmp_path, "--cfg", "job", "correction=gsm")
+    assert done.returncode == 0, done.stderr
+    assert "lower: 0.99" in done.stdout
+    assert "actor_rollout_ref:" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_check_that_passes(tmp_path: Path) -> None:
+    done = command(tmp_path, "--check", "correction=[tis_token,gsm]", *NEEDED)
+    assert done.returncode == 0, done.stderr
+    assert "all checks passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None:
+    done = command(
+        tmp_path,
+        "correction=[tis_token,opsm]",
+        "correction.masks.opsm.delta=0.1",
+        "distillation.enabled=true",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+        "algorithm.rollout_correction.rollout_is=token",
+        *NEEDED,
+    )
+    assert done.returncode == 1
+    for part in (
+        REFUSED,
+        "distillation.enabled=True: ",
+        "loss_mode=geo_mean",
+        "Set a loss_mode",
+        "algorithm.rollout_correction.rollout_is=token: ",
+    ):
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("**/session_*")), "Ray was started"

@@ -1,0 +1,185 @@
+"""Importance weights on pi_old / mu: the caps by hand, and what they are good for by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from corrections import TIS, band, run, spec, tensor, values
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+
+LOG = math.log
+SEQUENCE_TIS = TIS | {"level": "sequence", "upper": 5.0}
+UNBOUND_TOKEN = TIS | {"upper": None}
+UNBOUND_SEQUENCE = SEQUENCE_TIS | {"upper": None}
+
+
+def test_token_tis() -> None:
+    """min(rho, 2): rho = 0.5, 1, 2 and 8 give 0.5, 1, 2 and 2."""
+    step = run(spec(TIS), mu=[[0.0, 0.0, 0.0, 0.0]], old=[[LOG(0.5), 0.0, LOG(2), LOG(8)]])
+    assert step.weight.tolist() == [pytest.approx([0.5, 1.0, 2.0, 2.0], rel=1e-6)]
+    assert step.weight.max() <= 2.0
+    assert step.keep.all()
+
+
+def test_sequence_tis() -> None:
+    """min(prod rho, 5) on every token of the row.
+
+    Row 0: 2 x 2 x 1 = 4, below the cap. Row 1: 2 x 2 x 2 = 8 -> 5. Row 2: 0.5 x 0.5 x 1 = 0.25; no lower bound.
+    """
+    two, half = LOG(2), LOG(0.5)
+    step = run(spec(SEQUENCE_TIS), mu=torch.zeros(3, 3), old=[[two, two, 0.0], [two, two, two], [half, half, 0.0]])
+    assert step.weight.tolist() == [pytest.approx([w] * 3, rel=1e-6) for w in (4.0, 5.0, 0.25)]
+
+
+def test_sequence_tis_counts_valid_tokens_only() -> None:
+    """The tool token's rho of 100 is no factor, and gets no weight: 2 x 2 = 4, not 400 -> 5."""
+    step = run(spec(SEQUENCE_TIS), mu=[[0.0] * 3], old=[[LOG(2), LOG(100), LOG(2)]], mask=[[1, 0, 1]])
+    assert step.weight.tolist() == [pytest.approx([4.0, 0.0, 4.0], rel=1e-6)]
+
+
+def test_lower_bounds() -> None:
+    """truncate from below: max(rho, 0.5); clip: min(max(rho, 0.5), 2)."""
+    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.1), 0.0, LOG(10)]])
+    below = run(spec(TIS | {"lower": 0.5, "upper": None}), **rows).weight
+    assert below.tolist() == [pytest.approx([0.5, 1.0, 10.0], rel=1e-6)]
+    both = run(spec(TIS | {"lower": 0.5, "kind": "clip"}), **rows).weight
+    assert both.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
+
+
+def test_without_a_weight_it_is_one() -> None:
+    step = run(spec(gsm=band(0.99, 1.01)), mu=[[0.0, 0.0]], old=[[1.0, 1.0]], mask=[[1, 0]])
+    assert step.weight.tolist() == [[1.0, 0.0]]
+
+
+def test_an_unbound_weight_is_clamped_at_20_nats() -> None:
+    # 30 tokens of 1 nat: e^30 = 1.07e13 is cut to e^20 = 4.85e8, which float32 holds.
+    step = run(spec(UNBOUND_SEQUENCE), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
+    assert step.weight.unique().tolist() == pytest.approx([4.851652e8], rel=1e-5)
+
+
+def test_the_weight_never_looks_at_pi() -> None:
+    rows = dict(mu=[[-1.0, -2.0]], old=[[-0.5, -2.5]])
+    one, two = run(spec(TIS), **rows), run(spec(TIS), **rows, pi=[[-3.0, -0.1]], advantages=-2.0)
+    assert torch.equal(one.weight, two.weight)
+
+
+def test_what_the_logger_gets() -> None:
+    """rho = 1, 4, 1, 4 under a cap of 2: before the cap the mean is 2.5, after it 1.5, half of them capped.
+
+    Effective sample size (sum w)^2 / (n sum w^2): before 10^2 / (4 x 34) = 0.7353, after 6^2 / (4 x 10) = 0.9.
+    Standard deviations: before 1.5, after 0.5.
+    """
+    result = values(run(spec(TIS), mu=torch.zeros(2, 2), old=[[0.0, LOG(4)], [0.0, LOG(4)]]))
+    assert result["rollout_ratio/mean"] == pytest.approx(2.5, rel=1e-6)
+    assert result["rollout_ratio/std"] == pytest.approx(1.5, rel=1e-6)
+    assert result["rollout_ratio/ess"] == pytest.approx(100 / 136, rel=1e-6)
+    assert result["weight/mean"] == pytest.approx(1.5, rel=1e-6)
+    assert result["weight/std"] == pytest.approx(0.5, rel=1e-6)
+    assert result["weight/ess"] == pytest.approx(0.9, rel=1e-6)
+    assert (result["weight/min"], result["weight/max"]) == (1.0, 2.0)
+    assert result["weight/truncated_share"] == 0.5
+
+
+def test_the_truncated_share_counts_both_sides_of_a_clip() -> None:
+    # rho = 0.1, 1, 1, 10 in [0.5, 2]: two of four are cut.
+    result = values(
+        run(spec(TIS | {"lower": 0.5, "kind": "clip"}), mu=[[0.0] * 4], old=[[LOG(0.1), 0.0, 0.0, LOG(10)]])
+    )
+    assert result["weight/truncated_share"] == 0.5
+
+
+# Two tokens of three symbols: 9 sequences, so that every expectation is a finite sum in float64.
+
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))
+
+
+def policy(seed: int) -> tuple[Tensor, Tensor]:
+    """Logits of the first token (3,) and of the second given the first (3, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))  # type: ignore[return-value]
+
+
+def log_probs(logits: tuple[Tensor, Tensor]) -> Tensor:
+    """log-probs of both tokens of each sequence, (9, 2)."""
+    first, second = (x.log_softmax(-1) for x in logits)
+    return torch.stack([first[SEQUENCES[:, 0]], second[SEQUENCES[:, 0], SEQUENCES[:, 1]]], dim=-1)
+
+
+def enumerated_weights(kind: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:
+    """mu's and pi_old's probabilities of the 9 sequences, and the weights (9, 2)."""
+    mu, old = log_probs(policy(0)), log_probs(policy(1))
+    step = run(spec(kind), mu=mu, old=old, dtype=torch.float64)
+    return mu.sum(-1).exp(), old.sum(-1).exp(), step.weight
+
+
+def test_untruncated_sequence_weights_are_unbiased() -> None:
+    """R12: E_mu[prod rho f] = E_old[f], exactly, for any f of the sequence."""
+    mu, old, weight = enumerated_weights(UNBOUND_SEQUENCE)
+    assert mu.sum().item() == pytest.approx(1.0, abs=1e-12)
+    rewards = torch.arange(9, dtype=torch.float64).square() - 7.0
+    assert (mu * weight[:, 0] * rewards).sum().item() == pytest.approx((old * rewards).sum().item(), abs=1e-12)
+    assert (mu * weight[:, 1]).sum().item() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_truncated_sequence_weights_are_biased() -> None:
+    mu, _, weight = enumerated_weights(SEQUENCE_TIS | {"upper": 1.5})
+    # E_mu[prod rho] = 1 before the cap; every cut takes from it.
+    assert (mu * weight[:, 0]).sum().item() < 0.95
+
+
+def score_expectation(kind: dict[str, object]) -> Tensor:
+    """E_mu[w_t grad log pi_old,t] summed over t, by enumeration: one number per logit, (12,)."""
+    logits = tuple(x.requires_grad_() for x in policy(1))
+    old, mu = log_probs(logits), log_probs(policy(0))  # type: ignore[arg-type]
+    weight = run(spec(kind), mu=mu, old=old.detach(), dtype=torch.float64).weight
+    gradients = torch.autograd.grad((mu.sum(-1).exp()[:, None] * weight * old).sum(), logits)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def test_untruncated_token_weights_leave_baselines_unbiased() -> None:
+    """Resolution 2: E_mu[rho_t grad log pi_t] = 0 exactly."""
+    assert score_expectation(UNBOUND_TOKEN).abs().max().item() < 1e-14
+
+
+@pytest.mark.parametrize("kind", [TIS | {"upper": 1.2}, TIS | {"lower": 0.8, "upper": None}, None])
+def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
+    assert score_expectation(kind).abs().max().item() > 1e-2
+
+
+def test_token_weights_are_not_an_unbiased_estimate() -> None:
+    """The other half of resolution 2: only the sequence weight reweights the sequence."""
+    mu, old, weight = enumerated_weights(UNBOUND_TOKEN)
+    rewards = tensor(SEQUENCES[:, 0] * SEQUENCES[:, 1], torch.float64)
+    wrong = (mu * weight[:, 1] * rewards).sum().item()
+    assert abs(wrong - (old * rewards).sum().item()) > 1e-2
+
+
+def test_a_ratio_at_the_cap_is_not_truncated() -> None:
+    # Equal policies under upper = 1: every ratio is 1, nothing is cut, and raw and applied weights agree.
+    spec = CorrectionSpec.from_mapping({"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.0}})
+    log_prob = torch.log(torch.tensor([[0.5, 0.25]]))
+    stage = rollout_stage(spec, old_log_prob=log_prob, rollout_log_prob=log_prob, response_mask=torch.ones(1, 2))
+    assert stage.statistics["weight/truncated_share"].value() == 0.0
+
+
+def test_raw_and_applied_weights_are_both_reported() -> None:
+    # Rows of two tokens with rho = 2, 3 and 1, 1: products 6 and 1; cap 5 leaves 5 and 1.
+    spec = CorrectionSpec.from_mapping(
+        {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
+    )
+    old = torch.log(torch.tensor([[0.2, 0.3], [0.5, 0.5]], dtype=torch.float64))
+    mu = torch.log(torch.tensor([[0.1, 0.1], [0.5, 0.5]], dtype=torch.float64))
+    stage = rollout_stage(spec, old_log_prob=old, rollout_log_prob=mu, response_mask=torch.ones(2, 2))
+    values = {name: statistic.value() for name, statistic in stage.statistics.items()}
+    assert values["raw_weight/max"] == pytest.approx(6.0)
+    assert values["raw_weight/mean"] == pytest.approx(3.5)
+    assert values["weight/max"] == 5.0
+    assert values["weight/mean"] == pytest.approx(3.0)
+    assert values["weight/truncated_share"] == 0.5
+    # ESS: (6 + 6 + 1 + 1)^2 / (4 (36 + 36 + 1 + 1)) = 196 / 296
+    assert values["raw_weight/ess"] == pytest.approx(196 / 296)
