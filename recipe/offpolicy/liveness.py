@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .correction import CorrectionSpec
+from .packet import Packet
 from .proof import Proof, each_alone
-
-if TYPE_CHECKING:
-    from .worker_loss import Packet
 
 
 class LivenessError(RuntimeError):

@@ -10,24 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from . import micro_batch as mb
-from .correction import CorrectionSpec, MaskSpec, WeightSpec
+from .correction import CorrectionSpec, MaskSpec, Statistic, WeightSpec
 from .correction.ratios import row_sum
-
-if TYPE_CHECKING:
-    from .worker_loss import OffPolicyLoss
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
 
 _BEYOND = 0.01
 """Nats beyond a mask's bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
+
+
+class Adapter(Protocol):
+    """The loss under proof, see ``worker_loss.OffPolicyLoss``."""
+
+    spec: CorrectionSpec
+
+    def base_loss(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
+
+    def corrected(
+        self, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]: ...
 
 
 @dataclass
@@ -69,7 +78,7 @@ class Proof:
 
 
 def prove(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
+    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
 ) -> Proof:
     """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
 
@@ -111,7 +120,7 @@ def _finite(batch: mb.MicroBatch) -> mb.MicroBatch:
 
 
 def _base_gradient(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> Tensor:
     """Gradient of verl's own loss at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
     output, leaf = mb.as_leaf(model_output)
@@ -123,7 +132,7 @@ def _base_gradient(
 
 
 def _demanded(
-    adapter: OffPolicyLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient that a correction demands, and the size of the uncorrected one.
 
@@ -165,7 +174,7 @@ def _relative(error: Tensor, scale: Tensor) -> float:
 
 
 def _shifted(
-    adapter: OffPolicyLoss,
+    adapter: Adapter,
     name: str,
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
@@ -189,7 +198,7 @@ def _shifted(
 
 
 def _adapter_gradient(
-    adapter: OffPolicyLoss,
+    adapter: Adapter,
     spec: CorrectionSpec,
     moved: mb.MicroBatch,
     model_output: Mapping[str, Any],

@@ -20,7 +20,8 @@ from .correction import CorrectionSpec
 from .correction.statistics import merge_all
 from .liveness import LivenessError, verify, verify_fingerprint
 from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
-from .worker_loss import METRIC_KEY, OffPolicyLoss, Packet
+from .packet import take_packets
+from .worker_loss import OffPolicyLoss
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
@@ -113,19 +114,6 @@ def install_trainers() -> None:
         trainer = get_trainer_cls(mode)
         if not issubclass(trainer, OffPolicyTrainer):
             TRAINER_REGISTRY[mode] = with_correction(trainer)
-
-
-def take_packets(metrics: dict[str, Any]) -> list[Packet]:
-    """Remove and return the packets of one update, from every rank, mini-batch and micro-batch."""
-    return list(_flatten(metrics.pop(METRIC_KEY, [])))
-
-
-def _flatten(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
-    else:
-        yield value
 
 
 def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:

@@ -7,7 +7,6 @@ micro-batch. It is handed over by value, so the spec never travels through a con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,8 @@ from verl.workers.utils.losses import ppo_loss
 from . import micro_batch as mb
 from .correction import CorrectionSpec, Statistic, StepStage
 from .correction.statistics import to_host
-from .proof import Proof, prove
-
-METRIC_KEY = "offpolicy"
-"""Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+from .packet import METRIC_KEY, Packet
+from .proof import prove
 
 _FATAL = {
     "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
@@ -30,21 +27,6 @@ _FATAL = {
 }
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-
-
-@dataclass
-class Packet:
-    """What one micro-batch reports: plain Python, no tensors.
-
-    Attributes:
-        fingerprint: of the spec that the worker holds.
-        statistics: name -> typed statistic, in floats.
-        proof: filled in by the engine's own backward when a proof was asked for.
-    """
-
-    fingerprint: int
-    statistics: dict[str, Statistic] = field(default_factory=dict)
-    proof: Proof | None = None
 
 
 class OffPolicyLoss:

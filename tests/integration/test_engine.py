@@ -38,7 +38,7 @@ def our_loss(mapping: dict[str, Any], config: Any, **kwargs: Any) -> Any:
 
 
 def statistics(metrics: dict[str, Any]) -> dict[str, float]:
-    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.packet import take_packets
 
     return {n: s.value() for n, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
 
@@ -192,7 +192,7 @@ def test_current_policy_decides_at_every_gradient_step(engine_factory: Any) -> N
     """Two mini-batches: the first optimizer step moves pi, and the staleness mask sees it in the second."""
     worker = engine_factory()
     rows = rollout(worker, mismatch=0.0)
-    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.packet import take_packets
 
     loss = our_loss({"masks": {"opsm_staleness": STALENESS | {"delta": 1e-4}}}, tw.actor_config())
     first, second = take_packets(tw.update(worker, loss, rows.to_tensordict(), mini_batches=2))

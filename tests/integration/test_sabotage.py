@@ -30,7 +30,7 @@ def first_update(
     """One update and its verdict; ``tamper`` acts between rollout and worker, ``tamper_source`` in the rollout."""
     from recipe.offpolicy.liveness import verify
     from recipe.offpolicy.micro_batch import row_checksums
-    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.packet import take_packets
 
     spec = CorrectionSpec.from_mapping(SPEC)
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
@@ -78,7 +78,7 @@ def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
     from recipe.offpolicy.liveness import verify
     from recipe.offpolicy.micro_batch import row_checksums
-    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.packet import take_packets
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
     data = rows.to_tensordict()

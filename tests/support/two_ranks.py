@@ -18,7 +18,7 @@ def main(rank: int, model: str, out: str, port: int) -> None:
 
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.trainer_v1 import take_packets
+    from recipe.offpolicy.packet import take_packets
     from recipe.offpolicy.worker_loss import OffPolicyLoss
 
     worker = tw.start_worker(Path(model))

@@ -1,6 +1,7 @@
 """Data flows one way: who may import whom, read from the source.
 
-    correction <- micro_batch <- proof <- worker_loss <- checks, liveness <- trainers <- task_runner <- main <- scripts
+    correction <- micro_batch <- proof <- packet <- worker_loss <- checks, liveness <- trainers <- task_runner
+    <- main <- scripts
 
 A later layer may import an earlier one, never the reverse, at top level or inside a function. Imports under
 `if TYPE_CHECKING` do not run and are not counted.
@@ -23,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
     ("composition", "micro_batch"),
     ("base_loss_probe", "proof"),
+    ("packet",),
     ("worker_loss",),
     ("checks", "liveness"),
     ("trainer_v0", "trainer_v1"),

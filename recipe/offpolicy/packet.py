@@ -1,0 +1,45 @@
+"""What the worker's loss reports to the trainer, past verl's own reduction of metrics.
+
+verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet
+rides along as one opaque object a micro-batch and is taken out before that reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .correction import Statistic
+from .proof import Proof
+
+METRIC_KEY = "offpolicy"
+"""Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+
+
+@dataclass
+class Packet:
+    """What one micro-batch reports: plain Python, no tensors.
+
+    Attributes:
+        fingerprint: of the spec that the worker holds.
+        statistics: name -> typed statistic, in floats.
+        proof: filled in by the engine's own backward when a proof was asked for.
+    """
+
+    fingerprint: int
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    proof: Proof | None = None
+
+
+def take_packets(metrics: dict[str, Any]) -> list[Packet]:
+    """Remove and return the packets of one update, from every rank, mini-batch and micro-batch."""
+    return list(_flatten(metrics.pop(METRIC_KEY, [])))
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
