@@ -50,6 +50,7 @@ def verify(
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     _verify_rows(proofs, Counter(list(sampled_rows) * epochs))
+    _verify_alignment(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
         return {"proved": 0.0, "fingerprint": fingerprint}
@@ -90,6 +91,16 @@ def _verify_rows(proofs: Sequence[Proof], sampled: Counter[int]) -> None:
             f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
             f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
             f"casts or permutes rollout_log_probs."
+        )
+
+
+def _verify_alignment(proofs: Sequence[Proof]) -> None:
+    before, same, after = (sum(proof.distances[i] for proof in proofs) for i in range(3))
+    if 2.0 * min(before, after) < same:
+        raise LivenessError(
+            f"mu is off by one token: log pi_old differs from it by {same:.3g} nats in all, and from the mu of the "
+            f"token {'before' if before < after else 'after'} by {min(before, after):.3g}. Whatever produces "
+            f"rollout_log_probs drops or repeats a token."
         )
 
 

@@ -62,6 +62,8 @@ class Proof:
         identical_tokens: of these, tokens whose mu equals pi_old to the bit.
         tolerance: for every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
+        distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
+            token and the token after; they tell a mu that is off by one where it was made.
         shifts: correction name -> what the shifted micro-batch showed.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run.
         gradient_tokens: tokens at which the predicted gradient is not zero; None until the backward has run.
@@ -72,6 +74,7 @@ class Proof:
     identical_tokens: int
     tolerance: float
     log_prob_bits: int
+    distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
     shifts: dict[str, Shift] = field(default_factory=dict)
     gradient_error: float | None = None
     gradient_tokens: int | None = None
@@ -97,6 +100,7 @@ def prove(
     )
     if not proof.tokens:
         return proof
+    proof.distances = _distances(batch)
     step = mb.decide(adapter.spec, batch)
     factor = step.weight * step.keep
     predicted, scale = _demanded(adapter, _finite(batch), model_output, data, factor)
@@ -104,6 +108,18 @@ def prove(
     for name, spec in each_alone(adapter.spec):
         proof.shifts[name] = _shifted(adapter, name, spec, batch, model_output, data)
     return proof
+
+
+def _distances(batch: mb.MicroBatch) -> tuple[float, float, float]:
+    """|log pi_old - log mu| summed over the inner tokens of each row, against mu one token before, here and after."""
+    old, mu = batch.old_log_prob.float(), batch.rollout_log_prob.float()
+    usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
+    inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
+    here = old[:, 1:-1]
+    before, same, after = (
+        float(torch.where(inner, (here - other).abs(), 0.0).sum()) for other in (mu[:, :-2], mu[:, 1:-1], mu[:, 2:])
+    )
+    return before, same, after
 
 
 def each_alone(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:

@@ -143,6 +143,14 @@ def test_mu_shifted_by_one_token(engine: Any) -> None:
     stops("not the mu that the rollout sampled", engine, tamper=shift)
 
 
+@pytest.mark.parametrize("by", [1, -1])
+def test_mu_shifted_by_one_token_at_the_source(engine: Any, by: int) -> None:
+    def shift(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs = [mu.roll(by) for mu in rows.rollout_log_probs]
+
+    stops("off by one token", engine, tamper_source=shift)
+
+
 def test_mu_of_rows_permuted(engine: Any) -> None:
     def permute(rows: tw.Rollout) -> None:
         lengths = [len(mu) for mu in rows.rollout_log_probs]
