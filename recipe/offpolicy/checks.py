@@ -24,7 +24,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 
 # What verl ships under algorithm.rollout_correction; anything else was set by the user.
-_VERL_CORRECTION_DEFAULTS = {
+VERL_CORRECTION_DEFAULTS = {
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
     "rollout_rs": None,
@@ -189,7 +189,7 @@ def verl_correction_changes(config: DictConfig) -> dict[str, Any]:
     return {
         str(key): value
         for key, value in values.items()
-        if key not in _VERL_CORRECTION_DEFAULTS or value != _VERL_CORRECTION_DEFAULTS[str(key)]
+        if key not in VERL_CORRECTION_DEFAULTS or value != VERL_CORRECTION_DEFAULTS[str(key)]
     }
 
 
@@ -201,7 +201,7 @@ def _verl_correction(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
             f"algorithm.rollout_correction.{key}",
             value,
             "verl's own correction beside ours would correct twice.",
-            f"Remove this override, or set correction=none. verl's default is {_VERL_CORRECTION_DEFAULTS.get(key)}.",
+            f"Remove this override, or set correction=none. verl's default is {VERL_CORRECTION_DEFAULTS.get(key)}.",
         )
 
 
