@@ -177,11 +177,16 @@ def test_the_quickstart_passes_its_own_checks() -> None:
 
 def command(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``python -m recipe.offpolicy.main_offpolicy`` in another directory, where Ray would leave its traces."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(cwd), "PYTHONWARNINGS": "ignore"}
+    return program(cwd, [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", *arguments])
+
+
+def program(cwd: Path, words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(cwd), "PYTHONWARNINGS": "ignore", "PATH": path}
     return subprocess.run(
-        [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", *arguments],
+        words,
         cwd=cwd,
-        env=environment,
+        env={**os.environ, **environment, **variables},
         capture_output=True,
         text=True,
         timeout=110,
@@ -226,3 +231,16 @@ def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None
         assert part in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("**/session_*")), "Ray was started"
+
+
+@pytest.mark.slow
+def test_the_launch_script_passes_the_checks(tmp_path: Path) -> None:
+    words = ["bash", str(ROOT / "recipe" / "offpolicy" / "run_grpo_fsdp_vllm.sh")]
+    unset = program(tmp_path, [*words, "--check"], MODEL="")
+    assert unset.returncode != 0
+    assert "MODEL" in unset.stderr
+    files = {"MODEL": "model", "TRAIN": "train.parquet", "VAL": "val.parquet", "CORRECTION": "tis_token,gsm"}
+    done = program(tmp_path, [*words, "--check", "correction.weight.upper=3.0"], **files)
+    assert done.returncode == 0, done.stderr
+    assert "'upper': 3.0" in done.stdout
+    assert "'gsm'" in done.stdout
