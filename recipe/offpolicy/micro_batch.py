@@ -21,13 +21,14 @@ from .correction import CorrectionSpec, StepStage, rollout_stage, step_stage
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
-_NEEDED = ("response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
+_NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient."""
+    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient, ``responses`` are token ids."""
 
+    responses: Tensor
     response_mask: Tensor
     rollout_log_prob: Tensor
     old_log_prob: Tensor
@@ -54,6 +55,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
     dense = data.select(*_NEEDED).to_padded_tensor()
     return MicroBatch(
+        responses=dense["responses"],
         response_mask=dense["response_mask"].bool(),
         rollout_log_prob=dense[ROLLOUT_LOG_PROBS],
         old_log_prob=dense["old_log_probs"],
@@ -110,21 +112,29 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.values() if tensor.is_nested else tensor
 
 
-def row_checksums(data: TensorDict) -> list[int]:
-    """One 64-bit checksum a row over its response tokens and their mu, to the bit.
+def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
+    """One 64-bit checksum a row over its response tokens and their mu, to the bit; padding is not read.
 
     It ties mu to the tokens it was sampled with: a shift, a permutation of rows, a cast or a replacement changes it.
     Rows without a response token are left out.
+
+    Args:
+        responses: (B, T) token ids.
+        response_mask: (B, T) bool or 0/1.
+        rollout_log_prob: (B, T) log mu, of any float dtype.
     """
-    dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor().to("cpu")
     checksums = []
-    for tokens, mask, mu in zip(
-        dense["responses"], dense["response_mask"].bool(), dense[ROLLOUT_LOG_PROBS], strict=True
-    ):
+    for tokens, mask, mu in zip(responses.cpu(), response_mask.cpu().bool(), rollout_log_prob.cpu(), strict=True):
         if mask.any():
             content = tokens[mask].to(torch.int64).numpy().tobytes() + _bytes(mu[mask])
             checksums.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big"))
     return checksums
+
+
+def sampled_checksums(data: TensorDict) -> list[int]:
+    """``row_checksums`` of a rollout as verl stores it, nested or padded."""
+    dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor()
+    return row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
 
 
 def _bytes(values: Tensor) -> bytes:

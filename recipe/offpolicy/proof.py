@@ -92,7 +92,7 @@ def prove(
     """
     mask = batch.response_mask
     proof = Proof(
-        rows=mb.row_checksums(data),
+        rows=mb.row_checksums(batch.responses, mask, batch.rollout_log_prob),
         tokens=int(mask.sum()),
         identical_tokens=int((mask & (batch.rollout_log_prob == batch.old_log_prob)).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),

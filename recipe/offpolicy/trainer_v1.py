@@ -19,7 +19,7 @@ from .checks import TRAINER_MODES, spec_of
 from .correction import CorrectionSpec
 from .correction.statistics import merge_all
 from .liveness import LivenessError, verify, verify_fingerprint
-from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
+from .micro_batch import ROLLOUT_LOG_PROBS, sampled_checksums
 from .packet import take_packets
 from .worker_loss import OffPolicyLoss
 
@@ -56,7 +56,7 @@ class OffPolicyTrainer:
         if self._proving and not self.correction.is_none:
             fields = ["responses", "response_mask", ROLLOUT_LOG_PROBS]
             rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-            self._sampled_rows = row_checksums(rows)
+            self._sampled_rows = sampled_checksums(rows)
         return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:

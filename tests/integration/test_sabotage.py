@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,13 @@ def first_update(
 ) -> dict[str, float]:
     """One update and its verdict; ``tamper`` acts between rollout and worker, ``tamper_source`` in the rollout."""
     from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import row_checksums
+    from recipe.offpolicy.micro_batch import sampled_checksums
     from recipe.offpolicy.packet import take_packets
 
     spec = CorrectionSpec.from_mapping(SPEC)
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
     tamper_source(rows)
-    sampled = row_checksums(rows.to_tensordict())
+    sampled = sampled_checksums(rows.to_tensordict())
     tamper(rows)
     loss = loss or adapter()
     metrics, _ = tw.gradients(worker, loss, rows.to_tensordict(), micro_batch_size=micro_batch_size)
@@ -77,14 +78,14 @@ def test_live_with_other_base_losses(engine: Any, loss_mode: str) -> None:
 def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
     from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import row_checksums
+    from recipe.offpolicy.micro_batch import sampled_checksums
     from recipe.offpolicy.packet import take_packets
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
     data = rows.to_tensordict()
     data["ref_log_prob"] = torch.nested.as_nested_tensor([o + 0.3 for o in rows.old_log_probs], layout=torch.jagged)
     metrics, _ = tw.gradients(engine, adapter(use_kl_loss=True, kl_loss_coef=0.5), data)
-    live = verify(take_packets(metrics), CorrectionSpec.from_mapping(SPEC), sampled_rows=row_checksums(data))
+    live = verify(take_packets(metrics), CorrectionSpec.from_mapping(SPEC), sampled_rows=sampled_checksums(data))
     assert live["proved"] == 1.0
 
 
@@ -159,6 +160,31 @@ def test_mu_of_rows_permuted(engine: Any) -> None:
         mu[first], mu[second] = mu[second], mu[first]
 
     stops("2 of 8 rows", engine, tamper=permute)
+
+
+@pytest.mark.parametrize(
+    ("field", "tamper", "match"),
+    [
+        ("rollout_log_prob", lambda batch: batch.rollout_log_prob.flip(0), "not the mu that the rollout sampled"),
+        ("rollout_log_prob", lambda batch: batch.rollout_log_prob.roll(1, -1), "not the mu that the rollout sampled"),
+        ("rollout_log_prob", lambda batch: batch.old_log_prob, "not the mu that the rollout sampled"),
+        ("responses", lambda batch: batch.responses.flip(0), "not the mu that the rollout sampled"),
+    ],
+    ids=["rows of mu permuted", "mu shifted", "mu replaced", "tokens of other rows"],
+)
+def test_the_micro_batch_is_misread(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, field: str, tamper: Any, match: str
+) -> None:
+    from recipe.offpolicy import micro_batch
+
+    read = micro_batch.read
+
+    def misread(model_output: Any, data: Any) -> Any:
+        batch = read(model_output, data)
+        return replace(batch, **{field: tamper(batch)})
+
+    monkeypatch.setattr(micro_batch, "read", misread)
+    stops(match, engine)
 
 
 def test_mu_cast_on_the_way(engine: Any) -> None:
