@@ -27,6 +27,18 @@ CPU_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
+ANY_MODEL_OVERRIDES = (
+    # Another tokenizer and chat template take more tokens, another vocabulary more memory, and a model that was
+    # trained for months a smaller step.
+    "data.max_prompt_length=512",
+    "data.max_response_length=64",
+    "actor_rollout_ref.rollout.max_model_len=1024",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+)
+"""What a model other than the quickstart's own is trained with, before the user's overrides."""
+
 
 @dataclass(frozen=True)
 class Options:

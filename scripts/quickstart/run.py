@@ -22,7 +22,7 @@ import yaml
 from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
 from judge import Exit, Verdict, judge
 from metrics import History, MetricsFile
-from options import Options, child_environment, override
+from options import ANY_MODEL_OVERRIDES, Options, child_environment, override
 from progress import Progress
 from report import describe, draw, summary_table
 from stages import Child, Limits, OutOfTime, StageFailed, Stalled
@@ -150,6 +150,8 @@ class Quickstart:
             override("trainer.v1.sampler.custom_sampler.path", HERE / "sampler.py"),
             "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
         ]
+        if self.options.model:
+            fixed += ANY_MODEL_OVERRIDES
         if paths:
             fixed += [
                 override("data.train_files", Path(paths["data"]) / "train.parquet"),
