@@ -106,7 +106,7 @@ def prove(
     predicted, scale = _demanded(adapter, _finite(batch), model_output, data, factor)
     _watch(proof, model_output["log_probs"], loss, predicted, scale)
     for name, spec in each_alone(adapter.spec):
-        proof.shifts[name] = _shifted(adapter, name, spec, batch, model_output, data)
+        proof.shifts[name] = _shifted(adapter, spec, batch, model_output, data)
     return proof
 
 
@@ -191,18 +191,14 @@ def _relative(error: Tensor, scale: Tensor) -> float:
 
 def _shifted(
     adapter: Adapter,
-    name: str,
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
     model_output: Mapping[str, Any],
     data: TensorDict,
 ) -> Shift:
-    """Run the adapter on log-probs at which the one correction in ``spec`` must act, and compare the gradients."""
+    """Run the adapter on log-probs where the one correction in ``spec`` must act, or must not; compare gradients."""
     batch = replace(_finite(batch), log_prob=batch.log_prob.detach())
-    if spec.weight is not None:
-        trials = [(_weight_shift(spec.weight, batch, bound), bound) for bound in _weight_targets(spec.weight)]
-    else:
-        trials = _mask_shifts(spec.masks[0][1], batch)
+    trials = _weight_trials(spec.weight, batch) if spec.weight is not None else _mask_trials(spec.masks[0][1], batch)
     errors, scales = [], []
     for moved, value in trials:
         factor = torch.full_like(batch.log_prob, value) * batch.response_mask
@@ -231,38 +227,50 @@ def _adapter_gradient(
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def _weight_targets(spec: WeightSpec) -> list[float]:
-    return [bound for bound in (spec.lower, spec.upper) if bound is not None] or [2.0]
+def _weight_trials(spec: WeightSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
+    """Raw ratios beyond and inside each bound, with the weight demanded there."""
+    demanded: dict[float, float] = {}
+    for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
+        if bound is not None:
+            demanded |= {beyond * bound: bound, math.sqrt(bound): math.sqrt(bound)}
+    if not demanded:
+        demanded = {2.0: 2.0, 0.5: 0.5}
+    return [(_weight_shift(spec, batch, raw), weight) for raw, weight in demanded.items()]
 
 
-def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, bound: float) -> mb.MicroBatch:
-    """mu moved so that the raw ratio is twice beyond ``bound``, or 2 where the weight has no bound."""
-    if bound in (spec.lower, spec.upper):
-        log_rho = math.log(bound) + (math.log(2.0) if bound == spec.upper else -math.log(2.0))
-    else:
-        log_rho = math.log(2.0)
-    shift = torch.full_like(batch.log_prob, log_rho)
+def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, raw: float) -> mb.MicroBatch:
+    """mu moved so that the raw ratio of each token, or of each row, is ``raw``."""
+    shift = torch.full_like(batch.log_prob, math.log(raw), dtype=torch.float32)
     if spec.level == "sequence":
         shift = shift / row_sum(batch.response_mask).clamp(min=1).to(shift.dtype)[:, None]
     # pi_old is pi here, so that the base loss does not clip and every token has a gradient to weigh.
     return replace(
         batch,
-        old_log_prob=batch.log_prob.to(torch.float32),
-        rollout_log_prob=batch.log_prob.float() - shift.float(),
+        old_log_prob=batch.log_prob.float(),
+        rollout_log_prob=batch.log_prob.float() - shift,
         advantages=torch.ones_like(batch.advantages),
     )
 
 
-def _mask_shifts(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
-    """Log-probs beyond each bound with the factor demanded there: 0 for rows the mask looks at, 1 for the others."""
-    lower, upper = spec.log_bounds
+def _mask_trials(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
+    """Log-ratios beyond and inside each bound, with the factor demanded there.
+
+    It is 0 beyond a bound for the rows that the mask looks at, and 1 inside it or for other rows.
+    """
     sign = 1.0 if spec.when == "positive" else -1.0
     trials = []
-    for value in [lower - _BEYOND] * math.isfinite(lower) + [upper + _BEYOND] * math.isfinite(upper):
-        trials.append((_mask_shift(spec, batch, value, sign), 0.0))
-        if spec.when != "any":
-            trials.append((_mask_shift(spec, batch, value, -sign), 1.0))
+    for bound, beyond in zip(spec.log_bounds, (-_BEYOND, _BEYOND), strict=True):
+        if math.isfinite(bound):
+            trials.append((_mask_shift(spec, batch, bound + beyond, sign), 0.0))
+            trials.append((_mask_shift(spec, batch, bound / 2, sign), 1.0))
+            if spec.when != "any":
+                trials.append((_mask_shift(spec, batch, bound + beyond, -sign), 1.0))
     return trials
+
+
+# Share of the shift that pi_old and mu are moved away from pi, such that the mask's own ratio moves by the whole
+# shift and the two others by half of it: a mask that looks at another ratio is seen.
+_MOVES = {"rollout": (-0.5, 0.5), "full": (0.5, 1.0), "ppo": (1.0, 0.5)}
 
 
 def _mask_shift(spec: MaskSpec, batch: mb.MicroBatch, value: float, sign: float) -> mb.MicroBatch:
@@ -272,10 +280,10 @@ def _mask_shift(spec: MaskSpec, batch: mb.MicroBatch, value: float, sign: float)
     size = row_sum(mask) if spec.aggregate == "geometric" else torch.ones_like(row_sum(mask))
     shift = torch.where(first, (value * size)[:, None], torch.zeros((), dtype=torch.float64, device=mask.device))
     log_prob = batch.log_prob.float()
-    away = log_prob - shift.float()
+    old_move, mu_move = _MOVES[spec.ratio]
     return replace(
         batch,
-        old_log_prob=away if spec.ratio == "ppo" else log_prob,
-        rollout_log_prob=away,
+        old_log_prob=log_prob - (old_move * shift).float(),
+        rollout_log_prob=log_prob - (mu_move * shift).float(),
         advantages=torch.full_like(batch.advantages, sign),
     )

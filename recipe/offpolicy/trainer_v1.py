@@ -89,6 +89,8 @@ class OffPolicyTrainer:
                 logger.info(_sentence(self.correction, self._live))
                 if self._live.get("log_prob_bits", 32) < 32:
                     logger.warning(_COARSE)
+            else:
+                logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
         else:
             verify_fingerprint(packets, self.correction)
         merged = merge_all(packet.statistics for packet in packets)

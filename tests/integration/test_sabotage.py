@@ -21,6 +21,7 @@ MISMATCH = 0.2
 def first_update(
     worker: Any,
     *,
+    mapping: dict[str, Any] = SPEC,
     loss: Any = None,
     mismatch: float = MISMATCH,
     tamper: Callable[[tw.Rollout], None] = lambda rows: None,
@@ -33,12 +34,12 @@ def first_update(
     from recipe.offpolicy.micro_batch import sampled_checksums
     from recipe.offpolicy.packet import take_packets
 
-    spec = CorrectionSpec.from_mapping(SPEC)
+    spec = CorrectionSpec.from_mapping(mapping)
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
     tamper_source(rows)
     sampled = sampled_checksums(rows.to_tensordict())
     tamper(rows)
-    loss = loss or adapter()
+    loss = loss or adapter(spec=mapping)
     metrics, _ = tw.gradients(worker, loss, rows.to_tensordict(), micro_batch_size=micro_batch_size)
     return verify(take_packets(metrics), spec, sampled_rows=sampled, allow_identical=allow_identical)
 
@@ -66,6 +67,26 @@ def test_untouched_it_is_live(engine: Any, mismatch: float, micro_batch_size: in
     assert live["gradient_tokens"] > 0
     assert live["gradient_error"] < 1e-5
     assert live["shift_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"weight": TIS_TOKEN | {"level": "sequence", "upper": 5.0}},
+        {"weight": TIS_TOKEN | {"upper": None}},
+        {"weight": TIS_TOKEN | {"level": "sequence", "upper": None}},
+        {"weight": TIS_TOKEN | {"kind": "clip", "lower": 0.5, "upper": 2.0}},
+        {"weight": TIS_TOKEN | {"lower": 0.8, "upper": None}},
+        {"masks": {"product": GSM | {"aggregate": "product", "lower": 0.5, "upper": 2.0}}},
+        {"masks": {"one_sided": GSM | {"lower": None}}},
+        {"masks": {"positive": GSM | {"ratio": "ppo", "lower": None, "upper": 1.05, "when": "positive"}}},
+        {"masks": {"at_once": OPSM | {"delta": 0.0}}},
+        {"masks": {"trl": OPSM | {"delta": 0.5}, "late": STALENESS | {"delta": 0.5}}},
+    ],
+    ids=lambda mapping: str(mapping)[:60],
+)
+def test_every_shape_of_a_correction_can_be_proved(engine: Any, mapping: dict[str, Any]) -> None:
+    assert first_update(engine, mapping=mapping)["shift_error"] < 1e-5
 
 
 @pytest.mark.parametrize("loss_mode", ["gspo", "cispo", "gpg", "dppo_tv", "sapo"])
@@ -214,6 +235,47 @@ def undetached(batch: Any, step: StepStage) -> torch.Tensor:
 )
 def test_weights_handed_over_wrongly(engine: Any, hand_over: Any, mismatch: float) -> None:
     stops("gradient", engine, loss=adapter(hand_over), mismatch=mismatch)
+
+
+def wrong_decision(change: Callable[[CorrectionSpec], CorrectionSpec]) -> Any:
+    """Both stages of another correction than the one asked for: a bug in the stages, seen by no fingerprint."""
+    from recipe.offpolicy import micro_batch
+
+    decide = micro_batch.decide
+    return lambda spec, batch: decide(change(spec), batch)
+
+
+def each_mask(**changes: Any) -> Callable[[CorrectionSpec], CorrectionSpec]:
+    return lambda spec: replace(spec, masks=tuple((name, replace(mask, **changes)) for name, mask in spec.masks))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(each_mask(aggregate="product"), id="sum instead of mean"),
+        pytest.param(each_mask(ratio="full"), id="full ratio instead of the others"),
+        pytest.param(each_mask(ratio="rollout"), id="rollout ratio instead of the others"),
+        pytest.param(each_mask(ratio="ppo"), id="ppo ratio instead of the others"),
+        pytest.param(each_mask(when="any"), id="sign of the advantage not looked at"),
+        pytest.param(each_mask(when="positive"), id="wrong sign of the advantage"),
+        pytest.param(each_mask(lower=0.5, upper=None, delta=None), id="a wider band"),
+        pytest.param(each_mask(lower=0.999, upper=1.001, delta=None), id="a narrower band"),
+        pytest.param(lambda spec: replace(spec, masks=()), id="no mask"),
+        pytest.param(lambda spec: replace(spec, weight=None), id="no weight"),
+        pytest.param(
+            lambda spec: replace(spec, weight=spec.weight and replace(spec.weight, level="sequence")),
+            id="product instead of token weights",
+        ),
+        pytest.param(
+            lambda spec: replace(spec, weight=spec.weight and replace(spec.weight, upper=1.25)), id="another cap"
+        ),
+    ],
+)
+def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    from recipe.offpolicy import micro_batch
+
+    monkeypatch.setattr(micro_batch, "decide", wrong_decision(change))
+    stops("does not act|cannot be seen", engine)
 
 
 def test_verl_drops_the_weights(engine: Any) -> None:
