@@ -45,7 +45,10 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason} {self.fix}".rstrip()
+        # As Hydra spells it.
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        value = "null" if value is None else value
+        return f"{self.key}={value}: {self.reason} {self.fix}".rstrip()
 
 
 class CheckError(RuntimeError):
@@ -138,6 +141,10 @@ def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
             "without the engine's log-probs there is no mu to correct with.",
             "Set it to true.",
         )
+    # verl has no default for the engine, and says so itself when it is left out.
+    if (engine := OmegaConf.select(config, f"{_ROLLOUT}.name")) not in (None, "vllm"):
+        reason = "what other engines return as log-probs is not checked."
+        yield Problem(f"{_ROLLOUT}.name", engine, reason, "Set it to vllm.")
     # vLLM takes its arguments with either spelling.
     for key in (f"{_ROLLOUT}.logprobs_mode", f"{_ENGINE}.logprobs_mode", f"{_ENGINE}.logprobs-mode"):
         mode = OmegaConf.select(config, key, default="processed_logprobs")

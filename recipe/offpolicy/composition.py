@@ -19,10 +19,23 @@ GROUP = "correction"
 _NULL = "correction=null: nothing says what is meant. Set correction=none to train uncorrected."
 
 
-def refuse_null(arguments: Sequence[str]) -> None:
-    """Stop on ``correction=null`` in command-line arguments, on which Hydra fails without naming the key."""
-    if any(argument.replace(" ", "").lower() in {"correction=null", "correction="} for argument in arguments):
+def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments in which Hydra leaves unknown keys of ours to our own checks.
+
+    ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the answer is the known keys
+    instead of the advice to append an unknown one.
+
+    Raises:
+        SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, of which
+            Hydra would take the last.
+    """
+    bare = [argument.replace(" ", "") for argument in arguments]
+    chosen = [argument for argument in bare if argument.startswith(f"{GROUP}=")]
+    if any(argument.lower() in {"correction=null", "correction="} for argument in chosen):
         raise SpecError(_NULL)
+    if len(chosen) > 1:
+        raise SpecError(f"{' '.join(chosen)}: given {len(chosen)} times. Stack options as 'correction=[one,other]'.")
+    return [f"++{a}" if a.startswith((f"{GROUP}.", "offpolicy.")) else a for a in arguments]
 
 
 def chosen_options() -> list[str]:

@@ -6,6 +6,7 @@ each configured correction acting in the gradient.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ def verify(
     verify_fingerprint(packets, spec)
     fingerprint = float(spec.fingerprint())
     if spec.is_none:
-        return {"proved": 1.0, "fingerprint": fingerprint}
+        return {"fingerprint": fingerprint}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
@@ -58,7 +59,7 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     shift_error = max(_verify_shift(proofs, name) for name, _ in each_alone(spec))
-    moved = sum(proof.gradient_tokens or 0 for proof in proofs)
+    moved = sum(proof.gradient_tokens for proof in proofs)
     tokens = sum(proof.tokens for proof in proofs)
     return {
         "proved": float(moved > 0),
@@ -120,6 +121,8 @@ def _verify_gradient(proofs: Sequence[Proof]) -> float:
     for proof in proofs:
         if proof.gradient_error is None:
             raise LivenessError("no gradient reached the log-probs in the engine's backward.")
+        if proof.gradient_error == math.inf:
+            raise LivenessError("the engine's backward did not go through the corrected loss, or scaled it by zero.")
         # Written so that NaN fails.
         if not proof.gradient_error <= proof.tolerance:
             raise LivenessError(

@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig, open_dict
 
 from .checks import CheckError, advice, run_checks, verl_correction_changes
-from .composition import check_stack, chosen_options, refuse_null
+from .composition import check_stack, chosen_options, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
@@ -23,8 +23,13 @@ _CHECK_FLAG = "--check"
 
 def prepare(config: DictConfig) -> CorrectionSpec:
     """Validate the composed configuration and turn verl's idle correction off, in place."""
-    check_stack(chosen_options())
+    options = chosen_options()
+    check_stack(options)
     spec = run_checks(config)
+    if spec.is_none and options != ["none"]:
+        raise SpecError(
+            f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
+        )
     if not spec.is_none and not verl_correction_changes(config):
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
@@ -64,7 +69,7 @@ def main() -> None:
             train(config)
 
     try:
-        refuse_null(sys.argv[1:])
+        sys.argv[1:] = own_keys_for_us(sys.argv[1:])
     except SpecError as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     run()

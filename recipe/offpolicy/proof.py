@@ -1,12 +1,14 @@
 """The worker's half of the proof of life: what one micro-batch can show.
 
-``prove`` compares the gradient that arrives at the log-probs in the engine's own backward with a prediction made
-apart from the adapter, and repeats the micro-batch with log-probs shifted so far that each configured correction
-must act, because where mu and pi_old agree a dead correction looks alive. ``liveness.verify`` judges the result.
+``prove`` compares the gradient that arrives at the log-probs in the engine's own backward with weight x keep x verl's
+own gradient. Because a dead correction looks alive where mu and pi_old agree, it then calls the installed loss again
+with log-probs shifted just beyond and just inside each bound, where the gradient to expect follows from the bound
+alone. ``liveness.verify`` judges the result.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from . import micro_batch as mb
-from .correction import CorrectionSpec, MaskSpec, Statistic, WeightSpec
+from .correction import CorrectionSpec, MaskSpec, WeightSpec
 from .correction.ratios import row_sum
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -31,12 +33,11 @@ class Adapter(Protocol):
     """The loss under proof, see ``worker_loss.OffPolicyLoss``."""
 
     spec: CorrectionSpec
+    prove: bool
+
+    def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
 
     def base_loss(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
-
-    def corrected(
-        self, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
-    ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]: ...
 
 
 @dataclass
@@ -65,8 +66,9 @@ class Proof:
         distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
             token and the token after; they tell a mu that is off by one where it was made.
         shifts: correction name -> what the shifted micro-batch showed.
-        gradient_error: relative error of the gradient in the engine's own backward; None until that has run.
-        gradient_tokens: tokens at which the predicted gradient is not zero; None until the backward has run.
+        gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
+        gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
+            infinite when nothing of the loss was differentiated.
     """
 
     rows: list[int]
@@ -76,8 +78,8 @@ class Proof:
     log_prob_bits: int
     distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
     shifts: dict[str, Shift] = field(default_factory=dict)
+    gradient_tokens: int = 0
     gradient_error: float | None = None
-    gradient_tokens: int | None = None
 
 
 def prove(
@@ -103,8 +105,9 @@ def prove(
     proof.distances = _distances(batch)
     step = mb.decide(adapter.spec, batch)
     factor = step.weight * step.keep
-    predicted, scale = _demanded(adapter, _finite(batch), model_output, data, factor)
-    _watch(proof, model_output["log_probs"], loss, predicted, scale)
+    predicted, policy = _demanded(adapter, _finite(batch), model_output, data, factor)
+    proof.gradient_tokens = int((policy != 0).sum())
+    _watch(proof, model_output["log_probs"], loss, predicted, policy.abs().max())
     for name, spec in each_alone(adapter.spec):
         proof.shifts[name] = _shifted(adapter, spec, batch, model_output, data)
     return proof
@@ -150,7 +153,7 @@ def _base_gradient(
 def _demanded(
     adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient that a correction demands, and the size of the uncorrected one.
+    """The gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
 
     The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
     verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
@@ -158,7 +161,7 @@ def _demanded(
     rest = _base_gradient(adapter, batch, model_output, data, torch.zeros_like(factor))
     policy = _base_gradient(adapter, batch, model_output, data, torch.ones_like(factor)) - rest
     spread = _spread(factor, model_output, data)
-    return spread * policy + rest, policy.abs().max()
+    return spread * policy + rest, policy
 
 
 def _spread(factor: Tensor, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
@@ -176,10 +179,10 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
         upstream.append(gradient.detach())
 
     def at_log_probs(gradient: Tensor) -> None:
-        expected = predicted * upstream[-1]
-        error = (mb.flat(gradient.detach()) - expected).abs().max()
-        proof.gradient_error = _relative(error, scale * upstream[-1].abs())
-        proof.gradient_tokens = int((expected != 0).sum())
+        factor = upstream[-1] if upstream else gradient.new_zeros(())
+        error = (mb.flat(gradient.detach()) - predicted * factor).abs().max()
+        # A loss that is not differentiated, or times zero, leaves nothing to compare.
+        proof.gradient_error = _relative(error, scale * factor.abs()) if factor else math.inf
 
     loss.register_hook(at_loss)
     log_probs.register_hook(at_log_probs)
@@ -202,7 +205,8 @@ def _shifted(
     errors, scales = [], []
     for moved, value in trials:
         factor = torch.full_like(batch.log_prob, value) * batch.response_mask
-        demanded, scale = _demanded(adapter, moved, model_output, data, factor)
+        demanded, policy = _demanded(adapter, moved, model_output, data, factor)
+        scale = policy.abs().max()
         seen = _adapter_gradient(adapter, spec, moved, model_output, data)
         errors.append(_relative((seen - demanded).abs().max(), scale))
         scales.append(float(scale))
@@ -223,18 +227,21 @@ def _adapter_gradient(
         advantages=moved.advantages,
         **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
     )
-    loss, _, _ = adapter.corrected(spec, mb.read(output, changed), output, changed)
+    # The very call that the engine makes, of the same adapter, with one correction and no proof of its own.
+    alone = copy.copy(adapter)
+    alone.spec, alone.prove = spec, False
+    loss, _ = alone(output, changed)
     return torch.autograd.grad(loss, leaf)[0]
 
 
 def _weight_trials(spec: WeightSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
     """Raw ratios beyond and inside each bound, with the weight demanded there."""
-    demanded: dict[float, float] = {}
+    demanded = {0.5: 0.5} if spec.lower is None else {2.0: 2.0} if spec.upper is None else {}
     for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
         if bound is not None:
             demanded |= {beyond * bound: bound, math.sqrt(bound): math.sqrt(bound)}
-    if not demanded:
-        demanded = {2.0: 2.0, 0.5: 0.5}
+    if spec.upper is None:
+        demanded[2.0] = 2.0
     return [(_weight_shift(spec, batch, raw), weight) for raw, weight in demanded.items()]
 
 
@@ -243,11 +250,13 @@ def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, raw: float) -> mb.Micr
     shift = torch.full_like(batch.log_prob, math.log(raw), dtype=torch.float32)
     if spec.level == "sequence":
         shift = shift / row_sum(batch.response_mask).clamp(min=1).to(shift.dtype)[:, None]
-    # pi_old is pi here, so that the base loss does not clip and every token has a gradient to weigh.
+    # pi_old differs from pi, so that one taken for the other is seen, and by so little that the base loss does not
+    # clip and every token has a gradient to weigh.
+    old_log_prob = batch.log_prob.float() - _BEYOND
     return replace(
         batch,
-        old_log_prob=batch.log_prob.float(),
-        rollout_log_prob=batch.log_prob.float() - shift,
+        old_log_prob=old_log_prob,
+        rollout_log_prob=old_log_prob - shift,
         advantages=torch.ones_like(batch.advantages),
     )
 
@@ -259,13 +268,21 @@ def _mask_trials(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBat
     """
     sign = 1.0 if spec.when == "positive" else -1.0
     trials = []
-    for bound, beyond in zip(spec.log_bounds, (-_BEYOND, _BEYOND), strict=True):
-        if math.isfinite(bound):
+    for bound, beyond in zip(_log_bounds(spec), (-_BEYOND, _BEYOND), strict=True):
+        if bound is not None:
             trials.append((_mask_shift(spec, batch, bound + beyond, sign), 0.0))
             trials.append((_mask_shift(spec, batch, bound / 2, sign), 1.0))
             if spec.when != "any":
                 trials.append((_mask_shift(spec, batch, bound + beyond, -sign), 1.0))
     return trials
+
+
+def _log_bounds(spec: MaskSpec) -> tuple[float | None, float | None]:
+    # Not spec.log_bounds, which the masks use: what is under proof does not say what is to be proved.
+    if spec.delta is not None:
+        return -spec.delta, None
+    lower, upper = (None if bound is None else math.log(bound) for bound in (spec.lower, spec.upper))
+    return lower, upper
 
 
 # Share of the shift that pi_old and mu are moved away from pi, such that the mask's own ratio moves by the whole

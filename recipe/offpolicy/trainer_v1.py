@@ -83,7 +83,7 @@ class OffPolicyTrainer:
                 epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
                 allow_identical=self.config.offpolicy.allow_identical_log_probs,
             )
-            if self._live["proved"]:
+            if self.correction.is_none or self._live["proved"]:
                 self._proving = False
                 self._hand_over_loss()
                 logger.info(_sentence(self.correction, self._live))

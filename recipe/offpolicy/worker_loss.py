@@ -62,26 +62,25 @@ class OffPolicyLoss:
                 packet.statistics = to_host(mb.decide(self.spec, mb.read(model_output, data)).statistics)
         else:
             batch = mb.read(model_output, data)
-            loss, metrics, packet.statistics = self.corrected(self.spec, batch, model_output, data, dp_group)
+            loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
                 packet.proof = prove(self, batch, model_output, data, loss)
         return loss, {**metrics, METRIC_KEY: packet}
 
     def corrected(
         self,
-        spec: CorrectionSpec,
         batch: mb.MicroBatch,
         model_output: Mapping[str, Any],
         data: TensorDict,
         dp_group: Any = None,
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """verl's loss with ``spec`` in it: (loss, verl's metrics, statistics in floats)."""
+        """verl's loss with the correction in it: (scalar loss, verl's metrics, statistics in floats)."""
         if mb.WEIGHTS in data.keys():
             raise ValueError(
                 f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
-        step = mb.decide(spec, batch)
+        step = mb.decide(self.spec, batch)
         statistics = to_host(step.statistics)
         for name, what in _FATAL.items():
             if bad := statistics[name].value():
@@ -93,7 +92,7 @@ class OffPolicyLoss:
         return loss, metrics, statistics
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
-        """The micro-batch that verl's loss sees: weight x keep, and a finite stand-in where pi_old is not finite."""
+        """The micro-batch that verl's loss sees: weight x keep, (B, T), and a stand-in where pi_old is not finite."""
         stand_in = batch.log_prob.detach().to(batch.old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(batch.old_log_prob), batch.old_log_prob, stand_in)
         return mb.with_tensors(data, **{mb.WEIGHTS: step.weight * step.keep, "old_log_probs": old_log_prob})

@@ -278,6 +278,74 @@ def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.Monke
     stops("does not act|cannot be seen", engine)
 
 
+def corrupted_installation(kind: str) -> Any:
+    """The loss with its entry changed: what the engine calls is no longer what was handed over."""
+    from recipe.offpolicy.packet import METRIC_KEY
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    class Corrupted(OffPolicyLoss):
+        def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            loss, metrics = super().__call__(model_output, data, dp_group)
+            if kind == "loss times zero":
+                loss = loss * 0.0
+            elif kind == "verl's loss instead":
+                loss = self.base_loss(model_output, data, dp_group)[0]
+            elif kind == "only while proving" and not self.prove:
+                plain = self.base_loss(model_output, data, dp_group)[0]
+                return plain, {METRIC_KEY: metrics[METRIC_KEY]}
+            return loss, metrics
+
+        def corrected(self, batch: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            if kind != "another spec in the call":
+                return super().corrected(batch, model_output, data, dp_group)
+            mine, self.spec = self.spec, CorrectionSpec()
+            try:
+                return super().corrected(batch, model_output, data, dp_group)
+            finally:
+                self.spec = mine
+
+    return Corrupted(CorrectionSpec.from_mapping(SPEC), tw.actor_config(), prove=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("loss times zero", "scaled it by zero"),
+        ("verl's loss instead", "did not go through"),
+        ("only while proving", "does not act"),
+        ("another spec in the call", "gradient|does not act"),
+    ],
+)
+@pytest.mark.parametrize("mismatch", [MISMATCH, 1e-3])
+def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mismatch: float) -> None:
+    stops(match, engine, loss=corrupted_installation(kind), mismatch=mismatch)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        pytest.param(lambda b: replace(b, old_log_prob=b.log_prob.detach()), id="pi_old replaced by pi"),
+        pytest.param(lambda b: replace(b, log_prob=b.log_prob.flip(0)), id="pi of other rows"),
+        pytest.param(lambda b: replace(b, old_log_prob=b.old_log_prob.flip(0)), id="pi_old of other rows"),
+        pytest.param(lambda b: replace(b, rollout_log_prob=b.rollout_log_prob.flip(0)), id="mu of other rows"),
+    ],
+)
+def test_the_decision_reads_something_else(engine: Any, monkeypatch: pytest.MonkeyPatch, tamper: Any) -> None:
+    from recipe.offpolicy import micro_batch
+
+    decide = micro_batch.decide
+    monkeypatch.setattr(micro_batch, "decide", lambda spec, batch: decide(spec, tamper(batch)))
+    stops("does not act|cannot be seen", engine, micro_batch_size=None)
+
+
+def test_rejecting_everything_is_a_proof(engine: Any) -> None:
+    """Nothing is left of the gradient, as it must be: the correction is live, and the keep share says the rest."""
+    far = {"masks": {"gsm": GSM | {"lower": 1.0, "upper": 1.0}}}
+    live = first_update(engine, mapping=far)
+    assert live["proved"] == 1.0
+    assert live["gradient_tokens"] > 0
+
+
 def test_verl_drops_the_weights(engine: Any) -> None:
     """What verl's whitelist would do to a key it does not know."""
     from verl.workers.utils.losses import ppo_loss

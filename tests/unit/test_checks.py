@@ -63,15 +63,15 @@ def test_the_defaults_pass(base: DictConfig) -> None:
 
 # Changes that must stop: what is changed, and what the message must say (key, value and fix).
 STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "old trainer": ({"trainer.use_v1": False}, ("trainer.use_v1=False", "Set it to true")),
+    "old trainer": ({"trainer.use_v1": False}, ("trainer.use_v1=false", "Set it to true")),
     "trainer mode": (
         {"trainer.v1.trainer_mode": "separate_async"},
         ("trainer.v1.trainer_mode=separate_async", "sync, colocate_async"),
     ),
-    "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=True", "Remove offpolicy.recrod")),
+    "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Remove offpolicy.recrod")),
     "emptied": (
         {"offpolicy": None},
-        ("offpolicy.allow_identical_log_probs=None", "Set true or false"),
+        ("offpolicy.allow_identical_log_probs=null", "Set true or false"),
     ),
     "consent": (
         {"offpolicy.allow_identical_log_probs": "yes"},
@@ -79,7 +79,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "no mu": (
         {f"{ROLLOUT}.calculate_log_probs": False},
-        (f"{ROLLOUT}.calculate_log_probs=False", "Set it to true"),
+        (f"{ROLLOUT}.calculate_log_probs=false", "Set it to true"),
     ),
     "raw mu": (
         {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},
@@ -112,11 +112,11 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (f"{VERL}.rollout_rs=seq_mean_k1", f"{VERL}.rollout_rs_threshold=0.99_1.01", "correct twice"),
     ),
     "verl's cap": ({f"{VERL}.rollout_is_threshold": 3.0}, (f"{VERL}.rollout_is_threshold=3.0", "default is 2.0")),
-    "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=True", "default is False")),
+    "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "default is False")),
     "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
     "distillation": (
         {"distillation.enabled": True},
-        ("distillation.enabled=True", "Set distillation.enabled=false"),
+        ("distillation.enabled=true", "Set distillation.enabled=false"),
     ),
     "geo_mean": (
         {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"},
@@ -199,7 +199,8 @@ def test_all_problems_at_once(base: DictConfig) -> None:
     found = problems(base, changes)
     assert len(found) == 4
     for key, value in changes.items():
-        assert any(line.startswith(f"{key}={value}: ") for line in found)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        assert any(line.startswith(f"{key}={shown}: ") for line in found)
 
 
 def test_what_verl_refuses_hides_no_problem_of_ours(base: DictConfig) -> None:
@@ -283,3 +284,10 @@ def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: 
     lines = advice(run_checks(changed(base, {"correction.weight.upper": upper})))
     assert bool(lines) is said
     assert all("correction.weight.upper" in line for line in lines)
+
+
+def test_another_rollout_engine_stops(base: DictConfig) -> None:
+    (problem,) = problems(base, {"actor_rollout_ref.rollout.name": "sglang"})
+    assert problem.startswith("actor_rollout_ref.rollout.name=sglang: ")
+    assert problem.endswith("Set it to vllm.")
+    assert problems(base, {"actor_rollout_ref.rollout.name": "vllm"}) == []

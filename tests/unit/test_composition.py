@@ -11,7 +11,7 @@ from applications import DELTAS, OPTIONS, application, without_verl
 from corrections import GSM, TIS, opsm
 
 from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.composition import check_stack, chosen_options, refuse_null
+from recipe.offpolicy.composition import check_stack, chosen_options, own_keys_for_us
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 
 # The key that two options share; all other pairs may be stacked.
@@ -148,11 +148,26 @@ def test_a_deleted_group(overrides: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("argument", ["correction=null", "correction=NULL", "correction=", "correction = null"])
 def test_null_is_refused_before_hydra_sees_it(argument: str) -> None:
     with pytest.raises(SpecError) as caught:
-        refuse_null(["trainer.nnodes=1", argument])
+        own_keys_for_us(["trainer.nnodes=1", argument])
     assert "correction=null" in str(caught.value)
     assert "Set correction=none" in str(caught.value)
 
 
-def test_other_arguments_pass() -> None:
-    refuse_null([])
-    refuse_null(["correction=none", "correction.weight=null", "trainer.x=null", "+correction.masks.a=null"])
+def test_a_group_given_twice_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"correction=gsm correction=tis_token: given 2 times.*'correction=\[one,other\]'"
+    ):
+        own_keys_for_us(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
+
+
+def test_only_our_keys_are_forced() -> None:
+    assert own_keys_for_us([]) == []
+    assert own_keys_for_us(
+        ["correction=none", "correction.weight=null", "trainer.x=null", "+correction.masks.a=null", "offpolicy.x=1"]
+    ) == [
+        "correction=none",
+        "++correction.weight=null",
+        "trainer.x=null",
+        "+correction.masks.a=null",
+        "++offpolicy.x=1",
+    ]

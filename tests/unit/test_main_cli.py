@@ -117,18 +117,28 @@ def test_a_check_is_refused_like_a_launch(launch: Launcher, folder: Path) -> Non
         assert "correction.x=1" in status
 
 
+def test_hydra_names_the_options_that_it_has(launch: Launcher, folder: Path) -> None:
+    result = launch("correction=gmask", folder=folder)
+    assert result.status == 1
+    assert "gmask" in result.printed
+    assert result.trained == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["correction=gmask"], "gmask"),
-        (["correction.x=1"], "correction.x"),
-        (["correction.masks.gsm.lower=1"], "correction.masks.gsm"),
+        (["correction.x=1"], "correction.x=1: unknown key"),
+        (["correction=gsm", "correction.masks.gsm.low=1"], "correction.masks.gsm.low=1: unknown key"),
+        (["correction.masks.gsm.lower=1"], "correction.masks.gsm.aggregate is not set"),
+        (["correction=gsm", "correction=tis_token"], "correction=gsm correction=tis_token: given 2 times"),
+        (["correction=tis_token", "correction.weight=null"], "correction=[tis_token]: nothing is left"),
+        (["correction=gsm", "~correction.masks.gsm"], "correction=[gsm]: nothing is left"),
     ],
 )
-def test_what_hydra_refuses_by_itself(arguments: list[str], part: str, launch: Launcher, folder: Path) -> None:
-    result = launch(*arguments, folder=folder)
-    assert result.status == 1
-    assert part in result.printed
+def test_our_keys_are_answered_by_us(arguments: list[str], part: str, launch: Launcher) -> None:
+    result = launch(*arguments, *NEEDED)
+    assert isinstance(result.status, str)
+    assert part in result.status
     assert result.trained == []
 
 
@@ -156,7 +166,7 @@ def test_problems_around_the_correction_are_refused(launch: Launcher) -> None:
     assert isinstance(result.status, str)
     assert result.status.startswith(REFUSED)
     assert f"{rollout}.top_p=0.9: " in result.status
-    assert f"{rollout}.calculate_log_probs=False: " in result.status
+    assert f"{rollout}.calculate_log_probs=false: " in result.status
     assert result.trained == []
 
 
@@ -223,7 +233,7 @@ def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None
     assert done.returncode == 1
     for part in (
         REFUSED,
-        "distillation.enabled=True: ",
+        "distillation.enabled=true: ",
         "loss_mode=geo_mean",
         "Set a loss_mode",
         "algorithm.rollout_correction.rollout_is=token: ",

@@ -296,7 +296,7 @@ def test_what_must_be_a_mapping(bad: Any) -> None:
 
 
 def test_a_mask_that_is_null() -> None:
-    refused({"masks": {"gsm": None}}, "correction.masks.gsm=None", "mapping")
+    refused({"masks": {"gsm": None}}, "correction.masks.gsm=null", "mapping")
 
 
 @pytest.mark.parametrize("bad", ["yes", 1, 0, None, "true"])

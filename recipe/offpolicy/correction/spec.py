@@ -115,6 +115,11 @@ class MaskSpec:
                     f"{key}.delta={mapping['delta']}: a row is dropped when mean log(mu/pi) > delta, so delta must "
                     f"be a number >= 0, in nats a token. Set {key}.delta=0.1 for example."
                 )
+            if delta > EXP_CLAMP:
+                raise SpecError(
+                    f"{key}.delta={delta}: a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the "
+                    f"mask never acts. Set {key}.delta=0.1 for example, or remove the mask."
+                )
             lower, upper = math.exp(-delta), None
         else:
             _require_keys(mapping, common | {"lower", "upper"}, key)
@@ -223,7 +228,8 @@ class CorrectionSpec:
 
 def _mapping(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise SpecError(f"{key}={value!r}: expected a mapping. Choose it by a group option, e.g. correction=gsm.")
+        shown = "null" if value is None else repr(value)
+        raise SpecError(f"{key}={shown}: expected a mapping. Choose it by a group option, e.g. correction=gsm.")
     return value
 
 
@@ -242,7 +248,7 @@ def _require_keys(mapping: Mapping[str, Any], keys: set[str], key: str) -> None:
         raise SpecError(f"{key}.{name} is not set ({hint}). Set {key}.{name}=...")
     for name in sorted(keys):
         if mapping[name] == _MISSING:
-            hint = " OPSM has no published default; 0.05 to 0.2 nats a token have been used." if name == "delta" else ""
+            hint = " OPSM has no published default." if name == "delta" else ""
             raise SpecError(f"{key}.{name} is required and not set.{hint} Set {key}.{name}=...")
 
 
