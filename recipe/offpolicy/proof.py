@@ -250,9 +250,9 @@ def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, raw: float) -> mb.Micr
     shift = torch.full_like(batch.log_prob, math.log(raw), dtype=torch.float32)
     if spec.level == "sequence":
         shift = shift / row_sum(batch.response_mask).clamp(min=1).to(shift.dtype)[:, None]
-    # pi_old differs from pi, so that one taken for the other is seen, and by so little that the base loss does not
-    # clip and every token has a gradient to weigh.
-    old_log_prob = batch.log_prob.float() - _BEYOND
+    # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
+    # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
+    old_log_prob = batch.log_prob.float() + _BEYOND
     return replace(
         batch,
         old_log_prob=old_log_prob,
@@ -285,22 +285,24 @@ def _log_bounds(spec: MaskSpec) -> tuple[float | None, float | None]:
     return lower, upper
 
 
-# Share of the shift that pi_old and mu are moved away from pi, such that the mask's own ratio moves by the whole
-# shift and the two others by half of it: a mask that looks at another ratio is seen.
-_MOVES = {"rollout": (-0.5, 0.5), "full": (0.5, 1.0), "ppo": (1.0, 0.5)}
-
-
 def _mask_shift(spec: MaskSpec, batch: mb.MicroBatch, value: float, sign: float) -> mb.MicroBatch:
     """The whole log-ratio of a row on its first token, so that PPO's clip leaves the others their gradient."""
     mask = batch.response_mask
     first = mask & (mask.cumsum(-1) == 1)
     size = row_sum(mask) if spec.aggregate == "geometric" else torch.ones_like(row_sum(mask))
     shift = torch.where(first, (value * size)[:, None], torch.zeros((), dtype=torch.float64, device=mask.device))
-    log_prob = batch.log_prob.float()
-    old_move, mu_move = _MOVES[spec.ratio]
+    # The drift pi / pi_old beside it goes where PPO never clips, up for a negative advantage and down for a positive
+    # one, and so far that a mask that looks at another ratio than its own decides otherwise beyond or inside a bound.
+    unclipped = -sign * 1.5 * shift.abs()
+    ppo, rollout = {
+        "rollout": (unclipped, shift),
+        "full": (unclipped, shift - unclipped),
+        "ppo": (shift, -1.5 * shift),
+    }[spec.ratio]
+    old_log_prob = batch.log_prob.double() - ppo
     return replace(
         batch,
-        old_log_prob=log_prob - (old_move * shift).float(),
-        rollout_log_prob=log_prob - (mu_move * shift).float(),
+        old_log_prob=old_log_prob.float(),
+        rollout_log_prob=(old_log_prob - rollout).float(),
         advantages=torch.full_like(batch.advantages, sign),
     )

@@ -96,6 +96,17 @@ def test_live_with_other_base_losses(engine: Any, loss_mode: str) -> None:
     assert first_update(engine, loss=adapter(policy_loss=PolicyLossConfig(loss_mode=loss_mode)))["proved"] == 1.0
 
 
+def test_live_under_the_narrow_clip_of_gspo(engine: Any) -> None:
+    """GSPO clips at 3e-4: the proof must not lose its gradient to the base loss's own clip."""
+    from verl.workers.config import PolicyLossConfig
+
+    mapping = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM | {"delta": 0.5}}}
+    gspo = {"policy_loss": PolicyLossConfig(loss_mode="gspo"), "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
+    live = first_update(engine, mapping=mapping, loss=adapter(spec=mapping, **gspo))
+    assert live["proved"] == 1.0
+    assert live["shift_error"] < 1e-5
+
+
 def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
     from recipe.offpolicy.liveness import verify
