@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +34,6 @@ class MicroBatch:
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
-
-    def detached(self) -> MicroBatch:
-        return replace(self, log_prob=self.log_prob.detach())
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
