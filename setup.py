@@ -11,6 +11,7 @@ VERL = "verl==0.9.1"
 RAY = "ray[default]>=2.41"
 VLLM = "vllm>=0.18"
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
+EVIDENCE = ["matplotlib", "rich"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff", "setuptools>=77.0.3"]
 
 setup(
@@ -32,8 +33,9 @@ setup(
         "verl": [VERL, RAY],
         "ray": [RAY],
         "vllm": [VLLM],
+        "evidence": EVIDENCE,
         "quickstart": QUICKSTART,
         "test": TEST,
-        "dev": [VERL, RAY, *QUICKSTART, *TEST],
+        "dev": [VERL, RAY, *QUICKSTART, *EVIDENCE, *TEST],
     },
 )

@@ -74,7 +74,7 @@ lint() {
 
 types() {
     local targets=() target
-    for target in recipe/offpolicy verl_patches scripts/quickstart; do
+    for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence; do
         [[ -n $(find "$target" -name '*.py' -print -quit 2>/dev/null) ]] && targets+=("$target")
     done
     timeout 300 mypy "${targets[@]}"

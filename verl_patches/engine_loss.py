@@ -10,6 +10,7 @@ from __future__ import annotations
 from .contract import Contract
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_ALGORITHMS = "verl.trainer.ppo.core_algos"
 
 
 def _seam(name: str, target: str, signature: str | None) -> Contract:
@@ -19,10 +20,19 @@ def _seam(name: str, target: str, signature: str | None) -> Contract:
 SEAMS = (
     _seam("set_loss_fn", "verl.workers.engine_workers:ActorRolloutRefWorker.set_loss_fn", "(self, loss_fn)"),
     _seam("update_actor", "verl.workers.engine_workers:ActorRolloutRefWorker.update_actor", "(self, data)"),
+    _seam("train_mini_batch", "verl.workers.engine_workers:TrainingWorker.train_mini_batch", "(self, data)"),
     _seam("ppo_loss", "verl.workers.utils.losses:ppo_loss", "(config, model_output, data, dp_group=None)"),
+    _seam("kl_penalty", f"{_ALGORITHMS}:kl_penalty", "(logprob, ref_logprob, kl_penalty)"),
+    _seam(
+        "agg_loss",
+        f"{_ALGORITHMS}:agg_loss",
+        "(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, "
+        "loss_scale_factor=None)",
+    ),
     _seam("no_padding_2_padding", "verl.workers.utils.padding:no_padding_2_padding", "(tensor, data)"),
     _seam("on_init_end", f"{_TRAINER}:PPOTrainer.on_init_end", "(self)"),
     _seam("_compute_old_log_prob", f"{_TRAINER}:PPOTrainer._compute_old_log_prob", "(self, batch, metrics)"),
+    _seam("_compute_advantage", f"{_TRAINER}:PPOTrainer._compute_advantage", "(self, batch, metrics)"),
     _seam("_update_actor", f"{_TRAINER}:PPOTrainer._update_actor", "(self, batch, metrics)"),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
     _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl_patches import engine_loss
 from verl_patches.contract import PatchError
 
+from .baseline import GROUP_ESTIMATORS
 from .correction import CorrectionSpec, SpecError
+from .correction.denominator import HAS_DENOMINATOR
+from .correction.mask_spec import ON_RATIO
+from .correction.ratios import EXP_CLAMP
 
 TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
 WIDE_CAP = 10.0
@@ -66,6 +70,15 @@ def spec_of(config: DictConfig) -> CorrectionSpec:
     return CorrectionSpec.from_mapping(mapping)
 
 
+def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
+    """Corrections that are reported and not applied, by name, of a configuration that main has prepared."""
+    node = OmegaConf.select(config, "offpolicy.shadow")
+    mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
+    if not isinstance(mapping, dict):
+        raise SpecError(f"offpolicy.shadow={mapping}: names, that main_offpolicy has not replaced by what they mean.")
+    return {str(name): CorrectionSpec.from_mapping(values) for name, values in mapping.items()}
+
+
 def run_checks(config: DictConfig) -> CorrectionSpec:
     """Run every check.
 
@@ -110,29 +123,124 @@ def _trainer(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def _unknown_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    for key in config.get("offpolicy") or {}:
-        if key != "allow_identical_log_probs":
+def _own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if config.get("offpolicy") is None:
+        yield Problem("offpolicy", None, "its keys have no values.", "Remove this override.")
+        return
+    for key in config.offpolicy:
+        if key not in ("allow_identical_log_probs", "shadow", "shadow_delta"):
             yield Problem(f"offpolicy.{key}", config.offpolicy[key], "unknown key.", f"Remove offpolicy.{key}.")
     value = OmegaConf.select(config, "offpolicy.allow_identical_log_probs")
     if not isinstance(value, bool):
         yield Problem("offpolicy.allow_identical_log_probs", value, "not a truth value.", "Set true or false.")
+    delta = OmegaConf.select(config, "offpolicy.shadow_delta")
+    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta <= EXP_CLAMP:
+        yield Problem("offpolicy.shadow_delta", delta, "a drift in nats a token, a number > 0.", "Set it to 0.1.")
+    shadow = OmegaConf.select(config, "offpolicy.shadow")
+    if not isinstance(shadow, str | ListConfig | DictConfig):
+        yield Problem("offpolicy.shadow", shadow, "not a list of names of corrections.", "Set it to [gsm], or to [].")
 
 
-def _bounds_without_one(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    banded = [(f"correction.masks.{name}", mask.lower, mask.upper) for name, mask in spec.masks]
+def _bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    banded = [
+        (f"correction.masks.{name}", mask.lower, mask.upper, 1 if mask.aggregate in ON_RATIO else 0)
+        for name, mask in spec.masks
+    ]
     if spec.weight is not None:
-        banded.append(("correction.weight", spec.weight.lower, spec.weight.upper))
-    reason = "the bounds leave out 1, the ratio of policies that agree, where nothing is to be corrected."
-    for key, lower, upper in banded:
-        if lower is not None and lower > 1:
-            yield Problem(f"{key}.lower", lower, reason, f"Set {key}.lower <= 1.")
-        if upper is not None and upper < 1:
-            yield Problem(f"{key}.upper", upper, reason, f"Set {key}.upper >= 1.")
+        banded.append(("correction.weight", spec.weight.lower, spec.weight.upper, 1))
+    for key, lower, upper, neutral in banded:
+        reason = f"the bounds leave out {neutral}, the value for policies that agree, where nothing is to be corrected."
+        if lower is not None and lower > neutral:
+            yield Problem(f"{key}.lower", lower, reason, f"Set {key}.lower <= {neutral}.")
+        if upper is not None and upper < neutral:
+            yield Problem(f"{key}.upper", upper, reason, f"Set {key}.upper >= {neutral}.")
+
+
+def _weight_beside_the_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if spec.weight is not None and spec.weight.ratio == "full" and mode != "gpg":
+        yield Problem(
+            "correction.weight.ratio",
+            "full",
+            f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice.",
+            "Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or correction.weight.ratio=rollout.",
+        )
+
+
+def _proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    key, value = "correction.proximal", spec.proximal
+    steps = gradient_steps(config)
+    if value == "reuse" and steps != 1:
+        yield Problem(
+            key,
+            value,
+            f"the current policy is pi_old at the first gradient step alone, and a batch gets {steps:g}.",
+            "Set actor_rollout_ref.actor.ppo_mini_batch_size=data.train_batch_size and ppo_epochs=1, or recompute.",
+        )
+    if value in ("reuse", "loglinear"):
+        if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
+            reason = "the KL in the reward reads pi_old before the loss can say what it is."
+            yield Problem(key, value, reason, "Set algorithm.use_kl_in_reward=false, or correction.proximal=recompute.")
+        estimator = OmegaConf.select(config, "algorithm.adv_estimator")
+        if "optimal_token_baseline" in str(estimator):
+            reason = f"algorithm.adv_estimator={estimator} reads pi_old before the loss can say what it is."
+            yield Problem(key, value, reason, "Set another estimator, or correction.proximal=recompute.")
+
+
+def gradient_steps(config: DictConfig) -> float:
+    """Optimizer steps that each batch gets."""
+    actor = config.actor_rollout_ref.actor
+    return config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+
+
+def _kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.kl_clip is None:
+        return
+    actor = config.actor_rollout_ref.actor
+    if not actor.use_kl_loss:
+        yield Problem(
+            "correction.kl_clip",
+            spec.to_mapping()["kl_clip"],
+            "there is no KL loss to clip.",
+            "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_clip=null.",
+        )
+    elif actor.kl_loss_type in ("kl", "k1"):
+        yield Problem(
+            "actor_rollout_ref.actor.kl_loss_type",
+            actor.kl_loss_type,
+            "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct.",
+            "Set kl_loss_type=k3+ or k2.",
+        )
+
+
+def _denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.denominator == "original":
+        return
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode not in HAS_DENOMINATOR:
+        reason = "it divides by no count, so that original and kept are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.denominator=original."
+        yield Problem("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, reason, fix)
+    if actor.shuffle:
+        reason = "denominator=kept counts by mini-batch before the update, and shuffling deals them anew."
+        yield Problem("actor_rollout_ref.actor.shuffle", True, reason, "Set it to false.")
+
+
+def _baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.baseline == "include":
+        return
+    estimator = OmegaConf.select(config, "algorithm.adv_estimator")
+    if estimator not in GROUP_ESTIMATORS:
+        yield Problem(
+            "algorithm.adv_estimator",
+            estimator,
+            "baseline=exclude takes rejected siblings out of a group, and this estimator has none or mixes them.",
+            f"Set one of {', '.join(GROUP_ESTIMATORS)}, or correction.baseline=include.",
+        )
 
 
 def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    if spec.is_none:
+    if spec.is_none and not OmegaConf.select(config, "offpolicy.shadow"):
         return
     if not OmegaConf.select(config, f"{_ROLLOUT}.calculate_log_probs"):
         yield Problem(
@@ -257,8 +365,13 @@ Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 CHECKS: tuple[Check, ...] = (
     _seams,
     _trainer,
-    _unknown_keys,
-    _bounds_without_one,
+    _own_keys,
+    _bounds_without_agreement,
+    _weight_beside_the_loss,
+    _proximal,
+    _kl_clip,
+    _denominator,
+    _baseline,
     _rollout_log_probs,
     _truncated_sampling,
     _verl_correction,
@@ -266,4 +379,13 @@ CHECKS: tuple[Check, ...] = (
     _base_loss,
 )
 
-__all__ = ["CHECKS", "CheckError", "Problem", "SpecError", "run_checks", "spec_of", "verl_correction_changes"]
+__all__ = [
+    "CHECKS",
+    "CheckError",
+    "Problem",
+    "SpecError",
+    "run_checks",
+    "shadows_of",
+    "spec_of",
+    "verl_correction_changes",
+]

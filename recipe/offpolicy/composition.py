@@ -1,9 +1,10 @@
-"""What Hydra's composition hides: a correction group that is deleted, and two options that set one key."""
+"""What Hydra's composition hides: a correction group that is deleted, two options that set one key, and options that
+are chosen after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -11,11 +12,16 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from .correction import SpecError
 
 GROUP = "correction"
+AUTO = "auto"
+EMPTY = frozenset({"none", "resampling", "verl_disabled"})
+"""Options that mean no correction."""
+
+_OURS = (f"{GROUP}.", "offpolicy.", "setup.")
 _NULL = "correction=null: nothing says what is meant. Set correction=none to train uncorrected."
 
 
@@ -35,7 +41,7 @@ def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
         raise SpecError(_NULL)
     if len(chosen) > 1:
         raise SpecError(f"{' '.join(chosen)}: given {len(chosen)} times. Stack options as 'correction=[one,other]'.")
-    return [f"++{a}" if a.startswith((f"{GROUP}.", "offpolicy.")) else a for a in arguments]
+    return [f"++{a}" if a.startswith(_OURS) else a for a in arguments]
 
 
 def chosen_options() -> list[str]:
@@ -44,13 +50,13 @@ def chosen_options() -> list[str]:
     Raises:
         SpecError: the group was deleted.
     """
-    config = HydraConfig.get()
-    loader: Any = GlobalHydra.instance().config_loader()
-    defaults: list[ResultDefault] = loader.compute_defaults_list(
-        config_name=config.job.config_name,
-        overrides=[*config.overrides.hydra, *config.overrides.task],
-        run_mode=RunMode.RUN,
-    ).defaults
+    defaults: list[ResultDefault] = (
+        _loader()
+        .compute_defaults_list(
+            config_name=HydraConfig.get().job.config_name, overrides=_overrides(), run_mode=RunMode.RUN
+        )
+        .defaults
+    )
     paths = [default.config_path or "" for default in defaults]
     options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
     if not options:
@@ -64,14 +70,15 @@ def check_stack(options: Sequence[str]) -> None:
     Raises:
         SpecError: names the key and both options.
     """
-    if "none" in options and len(options) > 1:
-        raise SpecError(f"correction=[{','.join(options)}]: none with others. Leave none out, or choose it alone.")
+    for option in options:
+        if option in EMPTY | {AUTO} and len(options) > 1:
+            raise SpecError(
+                f"correction=[{','.join(options)}]: {option} with others. Leave {option} out, or choose it alone."
+            )
     repository = _repository()
     owner: dict[str, str] = {}
     for option in options:
-        loaded = repository.load_config(f"{GROUP}/{option}")
-        assert loaded is not None, f"{GROUP}/{option} was composed a moment ago"
-        leaves = list(_leaves(loaded.config))
+        leaves = list(_leaves(_load(repository, option)))
         for key in leaves:
             for seen, first in owner.items():
                 if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
@@ -80,6 +87,48 @@ def check_stack(options: Sequence[str]) -> None:
                         f"Choose one of them."
                     )
         owner.update(dict.fromkeys(leaves, option))
+
+
+def option_values(option: str) -> dict[str, Any]:
+    """The plain values of one option of the group ``correction``, from wherever the running application has it.
+
+    Interpolations stay as they are written, and what the user has to give stays "???".
+
+    Raises:
+        SpecError: there is no such option; names those that there are.
+    """
+    return cast(dict[str, Any], OmegaConf.to_container(_load(_repository(), option), resolve=False))
+
+
+def recomposed(options: Sequence[str]) -> DictConfig:
+    """The node ``correction`` as it would be in the running application, had these options been chosen.
+
+    Every other override keeps its say, also over the options' own values.
+    """
+    others = [override for override in _overrides() if not override.replace(" ", "").startswith(f"{GROUP}=")]
+    config = _loader().load_configuration(
+        config_name=HydraConfig.get().job.config_name,
+        overrides=[*others, f"{GROUP}=[{','.join(options)}]"],
+        run_mode=RunMode.RUN,
+    )
+    return cast(DictConfig, config[GROUP])
+
+
+def _loader() -> Any:
+    return GlobalHydra.instance().config_loader()
+
+
+def _overrides() -> list[str]:
+    given = HydraConfig.get().overrides
+    return [*given.hydra, *given.task]
+
+
+def _load(repository: ConfigRepository, option: str) -> DictConfig:
+    loaded = repository.load_config(f"{GROUP}/{option}")
+    if loaded is None:
+        known = ", ".join(repository.get_group_options(GROUP))
+        raise SpecError(f"{GROUP}={option}: no such option. Choose one of {known}.")
+    return cast(DictConfig, loaded.config)
 
 
 def _repository() -> ConfigRepository:

@@ -55,7 +55,9 @@ def verify(
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
         return {"proved": 0.0, "fingerprint": fingerprint}
-    if not allow_identical:
+    if spec.proximal != "recompute":
+        _verify_mu_in_place_of_old(proofs, spec)
+    elif not allow_identical:
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     shift_error = max(_verify_shift(proofs, name) for name, _ in each_alone(spec))
@@ -112,6 +114,16 @@ def _verify_two_policies(proofs: Sequence[Proof]) -> None:
             f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
             f"rollout ratio is 1 and nothing is corrected. If that is meant, set "
             f"offpolicy.allow_identical_log_probs=true."
+        )
+
+
+def _verify_mu_in_place_of_old(proofs: Sequence[Proof], spec: CorrectionSpec) -> None:
+    tokens = sum(proof.tokens for proof in proofs)
+    identical = sum(proof.identical_tokens for proof in proofs)
+    if identical != tokens:
+        raise LivenessError(
+            f"correction.proximal={spec.proximal}: mu stands in for pi_old until the loss, and {tokens - identical} of "
+            f"{tokens} tokens arrived with another value. Something computes old_log_probs after all."
         )
 
 

@@ -14,19 +14,27 @@ import hydra
 from omegaconf import DictConfig, open_dict
 
 from .checks import CheckError, advice, run_checks, verl_correction_changes
-from .composition import check_stack, chosen_options, own_keys_for_us
+from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
 from .correction import CorrectionSpec, SpecError
+from .run_setup import read_setup, refuse_setup
+from .selector import check_requirements, lines, select
+from .shadow import parse_shadows
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
 
 
 def prepare(config: DictConfig) -> CorrectionSpec:
-    """Validate the composed configuration and turn verl's idle correction off, in place."""
+    """Choose for ``correction=auto``, validate, and turn verl's idle correction off: in place."""
     options = chosen_options()
     check_stack(options)
+    if options == [AUTO]:
+        options = _choose(config)
+    else:
+        refuse_setup(config)
     spec = run_checks(config)
-    if spec.is_none and options != ["none"]:
+    _resolve_shadows(config)
+    if spec.is_none and not EMPTY.issuperset(options):
         raise SpecError(
             f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
         )
@@ -35,6 +43,30 @@ def prepare(config: DictConfig) -> CorrectionSpec:
         with open_dict(config):
             config.algorithm.rollout_correction = None
     return spec
+
+
+def _resolve_shadows(config: DictConfig) -> None:
+    """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
+    names = config.offpolicy.shadow
+    shadows, notes = parse_shadows(
+        [names] if isinstance(names, str) else list(names), option_values, config.offpolicy.shadow_delta
+    )
+    with open_dict(config):
+        config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
+    for note in notes:
+        print(f"offpolicy: {note}", flush=True)
+
+
+def _choose(config: DictConfig) -> list[str]:
+    """The options for the run's set-up, put into ``config.correction``; prints what and why."""
+    selection = select(read_setup(config))
+    check_stack(selection.options)
+    with open_dict(config):
+        config.correction = recomposed(selection.options)
+    for line in lines(selection):
+        print(f"offpolicy: {line}", flush=True)
+    check_requirements(config, selection.requires)
+    return list(selection.options)
 
 
 def train(config: DictConfig) -> None:

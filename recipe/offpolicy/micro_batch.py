@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from .correction import CorrectionSpec, StepStage, rollout_stage, step_stage
+from .batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
+from .correction import CorrectionSpec, Statistic, StepStage, proximal_log_prob, rollout_stage, step_stage, turns
+from .correction.telemetry import Measure
+from .shadow import shadow_statistics
+from .versions import RowVersions, row_versions, token_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
@@ -26,7 +31,14 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient, ``responses`` are token ids."""
+    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient, ``responses`` are token ids.
+
+    Attributes:
+        old_log_prob: as it was shipped; what a correction takes for pi_old is ``proximal``'s to say.
+        versions: of the weights that sampled each row; None where verl does not tell.
+        plan: what the trainer fixed for the whole batch; None where it sent none.
+        scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
+    """
 
     responses: Tensor
     response_mask: Tensor
@@ -34,6 +46,9 @@ class MicroBatch:
     old_log_prob: Tensor
     log_prob: Tensor
     advantages: Tensor
+    versions: RowVersions | None = None
+    plan: SharedPlan | None = None
+    scale: Tensor | None = None
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
@@ -58,18 +73,82 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         old_log_prob=dense["old_log_probs"],
         log_prob=padded(model_output, data),
         advantages=dense["advantages"],
+        versions=row_versions(data),
+        plan=tu.get_non_tensor_data(data, PLAN, None),
+        scale=_scale(data),
     )
 
 
-def decide(spec: CorrectionSpec, batch: MicroBatch) -> StepStage:
-    """Both stages on one micro-batch."""
+def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all") -> StepStage:
+    """Both stages on one micro-batch, with ``measure`` of its statistics.
+
+    Raises:
+        KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
+        ValueError: level ``version``, where verl does not say which version sampled each token.
+    """
     stage = rollout_stage(
         spec,
+        old_log_prob=proximal(spec, batch),
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.response_mask,
+        segment_ids=turns(batch.response_mask),
+        versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+        constants=_plan(batch).constants if spec.needs_constants else None,
+        staleness=staleness(batch),
+        measure=measure,
+    )
+    return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
+
+
+def decide_shadows(shadows: Mapping[str, CorrectionSpec], batch: MicroBatch) -> dict[str, Statistic]:
+    """What corrections that are off would have done to this micro-batch."""
+    levels = {level for spec in shadows.values() for level in spec.levels}
+    needy = any(spec.needs_constants for spec in shadows.values())
+    return shadow_statistics(
+        shadows,
         old_log_prob=batch.old_log_prob,
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.response_mask,
+        log_prob=batch.log_prob,
+        advantages=batch.advantages,
+        segment_ids=turns(batch.response_mask),
+        versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
+        staleness=staleness(batch),
+        constants=_plan(batch).shadow_constants if needy else None,
     )
-    return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
+
+
+def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
+    """What each token's policy term is multiplied by: weight x keep, (B, T), with the denominator's scale in it.
+
+    Raises:
+        KeyError: ``denominator=kept``, and the trainer's scale did not arrive.
+    """
+    weight = step.weight * step.keep
+    if spec.denominator == "original":
+        return weight
+    if batch.scale is None:
+        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: denominator=kept has no count.")
+    return weight * batch.scale[:, None].to(weight.dtype)
+
+
+def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
+    """log pi_old as ``spec.proximal`` says, (B, T)."""
+    return proximal_log_prob(
+        spec.proximal,
+        spec.alpha,
+        old_log_prob=batch.old_log_prob,
+        rollout_log_prob=batch.rollout_log_prob,
+        log_prob=batch.log_prob,
+    )
+
+
+def staleness(batch: MicroBatch) -> Tensor | None:
+    """(B,) int64: optimizer steps between the weights that sampled a row and those at the start of this step."""
+    if batch.plan is None or batch.versions is None:
+        return None
+    # The weights at the start of step s are those of version s - 1.
+    return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0)
 
 
 def padded(model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
@@ -104,6 +183,27 @@ def as_leaf(model_output: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     return copy, leaf
 
 
+def with_plan(data: TensorDict, plan: SharedPlan) -> TensorDict:
+    """A shallow copy of the micro-batch with another plan."""
+    changed = data.copy()
+    tu.assign_non_tensor(changed, **{PLAN: plan})
+    return changed
+
+
+def with_log_prob(model_output: Mapping[str, Any], log_prob: Tensor, data: TensorDict) -> dict[str, Any]:
+    """A detached copy of the model's output with other log-probs at the response tokens, given as (B, T)."""
+    output, leaf = as_leaf(model_output)
+    place = padded(output, data)
+    mask = data.select("response_mask").to_padded_tensor()["response_mask"].to(place.dtype)
+    # The gather from flat to padded is linear, so its transpose says which position each response token came from.
+    (there,) = torch.autograd.grad(place, leaf, mask, retain_graph=True)
+    (values,) = torch.autograd.grad(place, leaf, mask * log_prob.detach().to(place.dtype))
+    changed = torch.where(there > 0, values, leaf.detach())
+    log_probs = model_output["log_probs"]
+    nested = torch.nested.nested_tensor_from_jagged(changed, log_probs.offsets()) if log_probs.is_nested else changed
+    return output | {"log_probs": nested}
+
+
 def flat(tensor: Tensor) -> Tensor:
     """The (total tokens,) values of a nested or flat tensor."""
     return tensor.values() if tensor.is_nested else tensor
@@ -136,3 +236,22 @@ def sampled_checksums(data: TensorDict) -> list[int]:
 
 def _bytes(values: Tensor) -> bytes:
     return str(values.dtype).encode() + values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _plan(batch: MicroBatch) -> SharedPlan:
+    if batch.plan is None:
+        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: what it fixes for the batch is lost.")
+    return batch.plan
+
+
+def _scale(data: TensorDict) -> Tensor | None:
+    """The factors of ``denominator=kept``, once the count behind them is known to be the engine's own."""
+    if SCALE not in data.keys():
+        return None
+    counted, engine = data[MINI_BATCH_TOKENS], tu.get_non_tensor_data(data, "batch_num_tokens", None)
+    if bool((counted != engine).any()):
+        raise ValueError(
+            f"denominator=kept was counted over mini-batches of {sorted(set(counted.tolist()))} response tokens, and "
+            f"the engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
+        )
+    return data[SCALE]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,14 +19,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from . import micro_batch as mb
-from .correction import CorrectionSpec, MaskSpec, WeightSpec
-from .correction.ratios import row_sum
+from .batch_plan import SharedPlan
+from .correction import BatchConstants, CorrectionSpec
+from .proof_trials import BEYOND, Trial, mask_trials, weight_trials
+
+BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""Takes (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
-
-_BEYOND = 0.01
-"""Nats beyond a mask's bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
 
 
 class Adapter(Protocol):
@@ -34,10 +35,11 @@ class Adapter(Protocol):
 
     spec: CorrectionSpec
     prove: bool
+    shadows: dict[str, CorrectionSpec]
+    verl_loss: BoundLoss
+    base_loss: BoundLoss
 
     def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
-
-    def base_loss(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
 
 
 @dataclass
@@ -103,13 +105,14 @@ def prove(
     if not proof.tokens:
         return proof
     proof.distances = _distances(batch)
-    step = mb.decide(adapter.spec, batch)
-    factor = step.weight * step.keep
-    predicted, policy = _demanded(adapter, _finite(batch), model_output, data, factor)
+    step = mb.decide(adapter.spec, batch, measure="nothing")
+    factor = mb.factor(adapter.spec, batch, step)
+    seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
+    predicted, policy = _demanded(adapter, seen, model_output, data, factor)
     proof.gradient_tokens = int((policy != 0).sum())
     _watch(proof, model_output["log_probs"], loss, predicted, policy.abs().max())
     for name, spec in each_alone(adapter.spec):
-        proof.shifts[name] = _shifted(adapter, spec, batch, model_output, data)
+        proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
     return proof
 
 
@@ -130,23 +133,30 @@ def each_alone(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
     if spec.weight is not None:
         parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+    if spec.proximal != "recompute":
+        parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
+    if spec.kl_clip is not None:
+        parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
     return parts
 
 
-def _finite(batch: mb.MicroBatch) -> mb.MicroBatch:
-    stand_in = batch.log_prob.detach().to(batch.old_log_prob.dtype)
-    return replace(batch, old_log_prob=torch.where(torch.isfinite(batch.old_log_prob), batch.old_log_prob, stand_in))
+def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
+    stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
+    return torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
 
 
 def _base_gradient(
-    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+    base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> Tensor:
-    """Gradient of verl's own loss at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
+    """Gradient of a loss of verl's at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
     output, leaf = mb.as_leaf(model_output)
     changed = mb.with_tensors(
-        data, old_log_probs=batch.old_log_prob, advantages=batch.advantages, **{mb.WEIGHTS: factor}
+        data,
+        old_log_probs=batch.old_log_prob,
+        advantages=batch.advantages,
+        **{mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype)},
     )
-    loss, _ = adapter.base_loss(output, changed)
+    loss, _ = base_loss(output, changed)
     return torch.autograd.grad(loss, leaf)[0]
 
 
@@ -158,8 +168,8 @@ def _demanded(
     The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
     verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
     """
-    rest = _base_gradient(adapter, batch, model_output, data, torch.zeros_like(factor))
-    policy = _base_gradient(adapter, batch, model_output, data, torch.ones_like(factor)) - rest
+    rest = _base_gradient(adapter.base_loss, batch, model_output, data, torch.zeros_like(factor))
+    policy = _base_gradient(adapter.base_loss, batch, model_output, data, torch.ones_like(factor)) - rest
     spread = _spread(factor, model_output, data)
     return spread * policy + rest, policy
 
@@ -192,117 +202,106 @@ def _relative(error: Tensor, scale: Tensor) -> float:
     return float(error / scale) if float(scale) else float(error)
 
 
-def _shifted(
-    adapter: Adapter,
-    spec: CorrectionSpec,
-    batch: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
+def _tried(
+    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
 ) -> Shift:
-    """Run the adapter on log-probs where the one correction in ``spec`` must act, or must not; compare gradients."""
-    batch = replace(_finite(batch), log_prob=batch.log_prob.detach())
-    trials = _weight_trials(spec.weight, batch) if spec.weight is not None else _mask_trials(spec.masks[0][1], batch)
-    errors, scales = [], []
-    for moved, value in trials:
-        factor = torch.full_like(batch.log_prob, value) * batch.response_mask
-        demanded, policy = _demanded(adapter, moved, model_output, data, factor)
-        scale = policy.abs().max()
-        seen = _adapter_gradient(adapter, spec, moved, model_output, data)
-        errors.append(_relative((seen - demanded).abs().max(), scale))
-        scales.append(float(scale))
-    return Shift(error=max(errors), vacuous=not all(scales))
+    """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
+    detached = replace(batch, log_prob=batch.log_prob.detach())
+    batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
+    if spec.kl_clip is not None:
+        return _tried_kl(adapter, spec, batch, model_output, data)
+    errors = []
+    seen: dict[str, bool] = {}
+    for trial in _trials(spec, batch):
+        output = mb.with_log_prob(model_output, trial.batch.log_prob, data)
+        moved = replace(trial.batch, old_log_prob=_expected_proximal(spec, trial.batch))
+        demanded, policy = _demanded(adapter, moved, output, data, trial.factor)
+        gradient = _adapter_gradient(adapter, spec, trial, output, data)
+        errors.append(_relative((gradient - demanded).abs().max(), policy.abs().max()))
+        acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
+        if trial.label:
+            seen[trial.label] = seen.get(trial.label, False) or bool((acts & (policy != 0)).any())
+    return Shift(error=max(errors), vacuous=not all(seen.values()))
+
+
+def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
+    if spec.proximal != "recompute":
+        return [_proximal_trial(batch)]
+    return weight_trials(spec.weight, batch) if spec.weight is not None else mask_trials(*spec.masks[0], batch)
+
+
+def _proximal_trial(batch: mb.MicroBatch) -> Trial:
+    """mu a little above pi, where no clip is, and in pi_old's place what must not be read."""
+    log_prob = batch.log_prob.double()
+    moved = replace(
+        batch,
+        old_log_prob=(log_prob + 30 * BEYOND).float(),
+        rollout_log_prob=(log_prob + 5 * BEYOND).float(),
+        advantages=torch.ones_like(batch.advantages),
+        scale=None,
+    )
+    return Trial("", moved, torch.ones_like(log_prob), BatchConstants())
+
+
+def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
+    # Not proximal_log_prob, which the adapter uses: what is under proof does not say what is to be proved.
+    if spec.proximal == "recompute":
+        return batch.old_log_prob
+    if spec.proximal == "loglinear":
+        assert spec.alpha is not None
+        pi, mu = batch.log_prob.detach().double(), batch.rollout_log_prob.double()
+        return (pi * spec.alpha + mu * (1.0 - spec.alpha)).to(batch.log_prob.dtype)
+    return batch.rollout_log_prob if spec.proximal == "bypass" else batch.log_prob.detach()
 
 
 def _adapter_gradient(
-    adapter: Adapter,
-    spec: CorrectionSpec,
-    moved: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
+    adapter: Adapter, spec: CorrectionSpec, trial: Trial, model_output: Mapping[str, Any], data: TensorDict
 ) -> Tensor:
     output, leaf = mb.as_leaf(model_output)
+    moved = trial.batch
     changed = mb.with_tensors(
         data,
         old_log_probs=moved.old_log_prob,
         advantages=moved.advantages,
         **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
     )
-    # The very call that the engine makes, of the same adapter, with one correction and no proof of its own.
-    alone = copy.copy(adapter)
-    alone.spec, alone.prove = spec, False
-    loss, _ = alone(output, changed)
+    changed = mb.with_plan(changed, SharedPlan(step=moved.plan.step if moved.plan else 1, constants=trial.constants))
+    loss, _ = _alone(adapter, spec)(output, changed)
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def _weight_trials(spec: WeightSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
-    """Raw ratios beyond and inside each bound, with the weight demanded there."""
-    demanded = {0.5: 0.5} if spec.lower is None else {2.0: 2.0} if spec.upper is None else {}
-    for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
-        if bound is not None:
-            demanded |= {beyond * bound: bound, math.sqrt(bound): math.sqrt(bound)}
-    if spec.upper is None:
-        demanded[2.0] = 2.0
-    return [(_weight_shift(spec, batch, raw), weight) for raw, weight in demanded.items()]
+def _alone(adapter: Adapter, spec: CorrectionSpec) -> Adapter:
+    """The very adapter that the engine calls, with one correction and no proof of its own."""
+    alone = copy.copy(adapter)
+    alone.spec, alone.prove, alone.shadows = spec, False, {}
+    return alone
 
 
-def _weight_shift(spec: WeightSpec, batch: mb.MicroBatch, raw: float) -> mb.MicroBatch:
-    """mu moved so that the raw ratio of each token, or of each row, is ``raw``."""
-    shift = torch.full_like(batch.log_prob, math.log(raw), dtype=torch.float32)
-    if spec.level == "sequence":
-        shift = shift / row_sum(batch.response_mask).clamp(min=1).to(shift.dtype)[:, None]
-    # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
-    # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
-    old_log_prob = batch.log_prob.float() + _BEYOND
-    return replace(
-        batch,
-        old_log_prob=old_log_prob,
-        rollout_log_prob=old_log_prob - shift,
-        advantages=torch.ones_like(batch.advantages),
-    )
-
-
-def _mask_trials(spec: MaskSpec, batch: mb.MicroBatch) -> list[tuple[mb.MicroBatch, float]]:
-    """Log-ratios beyond and inside each bound, with the factor demanded there.
-
-    It is 0 beyond a bound for the rows that the mask looks at, and 1 inside it or for other rows.
-    """
-    sign = 1.0 if spec.when == "positive" else -1.0
-    trials = []
-    for bound, beyond in zip(_log_bounds(spec), (-_BEYOND, _BEYOND), strict=True):
-        if bound is not None:
-            trials.append((_mask_shift(spec, batch, bound + beyond, sign), 0.0))
-            trials.append((_mask_shift(spec, batch, bound / 2, sign), 1.0))
-            if spec.when != "any":
-                trials.append((_mask_shift(spec, batch, bound + beyond, -sign), 1.0))
-    return trials
-
-
-def _log_bounds(spec: MaskSpec) -> tuple[float | None, float | None]:
-    # Not spec.log_bounds, which the masks use: what is under proof does not say what is to be proved.
-    if spec.delta is not None:
-        return -spec.delta, None
-    lower, upper = (None if bound is None else math.log(bound) for bound in (spec.lower, spec.upper))
-    return lower, upper
-
-
-def _mask_shift(spec: MaskSpec, batch: mb.MicroBatch, value: float, sign: float) -> mb.MicroBatch:
-    """The whole log-ratio of a row on its first token, so that PPO's clip leaves the others their gradient."""
-    mask = batch.response_mask
-    first = mask & (mask.cumsum(-1) == 1)
-    size = row_sum(mask) if spec.aggregate == "geometric" else torch.ones_like(row_sum(mask))
-    shift = torch.where(first, (value * size)[:, None], torch.zeros((), dtype=torch.float64, device=mask.device))
-    # The drift pi / pi_old beside it goes where PPO never clips, up for a negative advantage and down for a positive
-    # one, and so far that a mask that looks at another ratio than its own decides otherwise beyond or inside a bound.
-    unclipped = -sign * 1.5 * shift.abs()
-    ppo, rollout = {
-        "rollout": (unclipped, shift),
-        "full": (unclipped, shift - unclipped),
-        "ppo": (shift, -1.5 * shift),
-    }[spec.ratio]
-    old_log_prob = batch.log_prob.double() - ppo
-    return replace(
-        batch,
-        old_log_prob=old_log_prob.float(),
-        rollout_log_prob=(old_log_prob - rollout).float(),
-        advantages=torch.full_like(batch.advantages, sign),
-    )
+def _tried_kl(
+    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
+) -> Shift:
+    """The KL term's gradient under ratios beyond and inside its clip, against verl's own at ratio 1."""
+    assert spec.kl_clip is not None
+    lower, upper = spec.kl_clip
+    log_prob = batch.log_prob.double()
+    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
+    data = mb.with_tensors(data, ref_log_prob=(log_prob + apart).float())
+    errors, scales = [], []
+    for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
+        moved = replace(
+            batch,
+            old_log_prob=(log_prob - math.log(ratio)).float(),
+            rollout_log_prob=(log_prob - math.log(ratio)).float(),
+            advantages=torch.ones_like(batch.advantages),
+            scale=None,
+        )
+        zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
+        kl = _base_gradient(adapter.verl_loss, moved, model_output, data, zeros)
+        policy = _base_gradient(adapter.verl_loss, moved, model_output, data, ones) - kl
+        # Clipped where the loss would fall further: beyond the upper side for a negative slope, and the other way.
+        clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
+        demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
+        gradient = _adapter_gradient(adapter, spec, Trial("", moved, ones, BatchConstants()), model_output, data)
+        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
+        scales.append(float(kl.abs().max()))
+    return Shift(error=max(errors), vacuous=not all(scales))

@@ -6,7 +6,7 @@ micro-batch. It is handed over by value, so the spec never travels through a con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from verl.workers.utils.losses import ppo_loss
 from . import micro_batch as mb
 from .correction import CorrectionSpec, Statistic, StepStage
 from .correction.statistics import to_host
+from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
 from .packet import METRIC_KEY, Packet
 from .proof import prove
 
@@ -25,8 +26,6 @@ _FATAL = {
     "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
     "nonfinite/advantages": "advantages (a reward or its normalisation is broken)",
 }
-
-BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class OffPolicyLoss:
@@ -36,15 +35,31 @@ class OffPolicyLoss:
         spec: the correction; with nothing configured the loss and its gradient are verl's own, to the bit.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
         prove: report the proof of life at every micro-batch.
+        shadows: corrections to report on without applying them, by name.
         base_loss: takes (config, model_output, data, dp_group).
+
+    Attributes:
+        verl_loss: the base loss as verl runs it.
+        base_loss: the same, with the KL term as the correction wants it.
     """
 
     def __init__(
-        self, spec: CorrectionSpec, actor_config: Any, *, prove: bool = False, base_loss: BaseLoss = ppo_loss
+        self,
+        spec: CorrectionSpec,
+        actor_config: Any,
+        *,
+        prove: bool = False,
+        shadows: Mapping[str, CorrectionSpec] | None = None,
+        base_loss: BaseLoss = ppo_loss,
     ) -> None:
         self.spec = spec
         self.prove = prove
-        self.base_loss = partial(base_loss, actor_config)
+        self.shadows = dict(shadows or {})
+        self.verl_loss: BoundLoss = partial(base_loss, actor_config)
+        self.base_loss: BoundLoss = self.verl_loss
+        if spec.kl_clip is not None:
+            lower, upper = spec.kl_clip
+            self.base_loss = with_clipped_kl(base_loss, actor_config, lower=lower, upper=upper)
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
@@ -59,7 +74,8 @@ class OffPolicyLoss:
         if self.spec.is_none:
             loss, metrics = self.base_loss(model_output, data, dp_group)
             if mb.ROLLOUT_LOG_PROBS in data.keys():
-                packet.statistics = to_host(mb.decide(self.spec, mb.read(model_output, data)).statistics)
+                batch = mb.read(model_output, data)
+                packet.statistics = to_host(mb.decide(self.spec, batch).statistics) | self._shadow_statistics(batch)
         else:
             batch = mb.read(model_output, data)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
@@ -89,10 +105,14 @@ class OffPolicyLoss:
                     f"The optimizer has not stepped."
                 )
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
-        return loss, metrics, statistics
+        return loss, metrics, statistics | self._shadow_statistics(batch)
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
-        """The micro-batch that verl's loss sees: weight x keep, (B, T), and a stand-in where pi_old is not finite."""
-        stand_in = batch.log_prob.detach().to(batch.old_log_prob.dtype)
-        old_log_prob = torch.where(torch.isfinite(batch.old_log_prob), batch.old_log_prob, stand_in)
-        return mb.with_tensors(data, **{mb.WEIGHTS: step.weight * step.keep, "old_log_probs": old_log_prob})
+        """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
+        old_log_prob = mb.proximal(self.spec, batch)
+        stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
+        old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
+        return mb.with_tensors(data, **{mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob})
+
+    def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
+        return to_host(mb.decide_shadows(self.shadows, batch)) if self.shadows else {}

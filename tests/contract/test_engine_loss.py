@@ -42,7 +42,7 @@ def test_whatever_the_trainer_overrides_is_a_seam() -> None:
 
     names = {seam.name for seam in engine_loss.SEAMS}
     overridden = {name for name in vars(OffPolicyTrainer) if not name.startswith("__") and hasattr(PPOTrainer, name)}
-    assert overridden == {"on_init_end", "_compute_old_log_prob", "_update_actor"}
+    assert overridden == {"on_init_end", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
     assert overridden <= names
 
 
@@ -71,3 +71,23 @@ def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:
 
     shipped = Path(verl.trainer.config.__file__).parent / "algorithm" / "rollout_correction.yaml"
     assert yaml.safe_load(shipped.read_text()) == VERL_CORRECTION_DEFAULTS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: int) -> None:
+    """Contiguous shares by rank, cut in order: ``make_iterator`` is what a worker cuts its share with."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.correction.denominator import mini_batches
+
+    rows, size = 12, 6
+    expected = mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
+    batch = TensorDict({"row": torch.arange(rows), "group": expected}, batch_size=rows)
+    for share in batch.chunk(ranks):
+        pieces = tu.make_iterator(
+            share, mini_batch_size=size // ranks, epochs=1, seed=1, dataloader_kwargs={"shuffle": False}
+        )
+        seen = [piece["group"].unique().tolist() for piece in pieces]
+        assert seen == [[number] for number in range(rows // size)]

@@ -69,6 +69,7 @@ def test_positive_control_stale_rollouts_reach_the_cap(run_program: Callable[...
     assert finished.returncode == 0, finished.output[-3000:]
     staleness = [step["training/off_policy/trajectory_staleness/mean"] for step in steps]
     assert staleness == [0, 1, 0, 1, 0, 1]
+    assert [step["offpolicy/staleness/mean"] for step in steps] == staleness
     fresh, stale = steps[::2], steps[1::2]
     for step in stale[:2]:
         assert step["offpolicy/kl/k3"] > 0.01
@@ -79,6 +80,56 @@ def test_positive_control_stale_rollouts_reach_the_cap(run_program: Callable[...
         assert step["offpolicy/kl/k3"] < 0.01
         assert step["offpolicy/weight/max"] < 2.0
     assert all(math.isfinite(step["actor/grad_norm"]) for step in steps)
+
+
+def test_what_is_fixed_for_a_batch_travels_with_it(run_program: Callable[..., Any]) -> None:
+    """Self-normalised weights, the count of what is kept, baselines without rejected siblings, and two shadows."""
+    finished, steps = train(
+        run_program,
+        "correction=[tis_token,gsm]",
+        "correction.weight.normalize=true",
+        "correction.masks.gsm={ratio: rollout, level: sequence, aggregate: geometric, lower: 0.998, upper: 1.002, "
+        "when: any}",
+        "correction.denominator=kept",
+        "correction.baseline=exclude",
+        "offpolicy.shadow=[opsm,m2po]",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    )
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert "shadow opsm: correction.masks.opsm.delta is not set; 0.1 nats a token is used" in finished.output
+    assert len(steps) == 2
+    for step in steps:
+        assert step["offpolicy/live/proved"] == 1.0
+        # Exactly 1 over the batch, though each of its mini-batches has another mean.
+        assert step["offpolicy/weight/mean"] == pytest.approx(1.0, abs=1e-6)
+        assert step["offpolicy/raw_weight/mean"] != pytest.approx(1.0, abs=1e-6)
+        # All rows are counted in these two; the rest of the 128 were kept.
+        rejected = step["offpolicy/mask/gsm/masked_sequence_share"] * 128
+        assert 0 < rejected < 128
+        assert step["offpolicy/baseline/excluded_sequences"] == pytest.approx(rejected, abs=1e-6)
+        assert step["offpolicy/baseline/silent_sequences"] >= rejected
+        assert step["offpolicy/shadow/opsm/keep_token_share"] > 0.0
+        assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
+
+
+def test_bypass_reaches_the_worker(run_program: Callable[..., Any]) -> None:
+    """pi_old is mu where the loss reads it, without a forward pass for it, and masks see the current policy."""
+    finished, steps = train(
+        run_program,
+        "correction=[bypass,opsm_trl]",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    )
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["offpolicy/live/proved"] == 1.0
+        assert step["offpolicy/live/identical_share"] == 1.0
+        assert step["offpolicy/rollout_ratio/max"] == 1.0
+        # The engines' mismatch is in PPO's own ratio, which is not 1 even at the first of two gradient steps.
+        assert step["offpolicy/ppo_ratio/std"] > 1e-3
+        assert "actor/entropy" not in step  # verl logs it with the forward pass that pi_old would have taken
 
 
 def test_a_tampered_run_stops_at_the_first_update(run_program: Callable[..., Any]) -> None:

@@ -19,11 +19,13 @@ OPTIONS = sorted(path.stem for path in (CONFIGS / "correction").glob("*.yaml"))
 NEEDED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",)
 # The budgets that options leave to the user.
 DELTAS = {
+    "deepseek_v32_opsm": ["correction.masks.opsm.delta=0.1"],
     "opsm": ["correction.masks.opsm.delta=0.1"],
     "opsm_factored": [
         "correction.masks.opsm_mismatch.delta=0.1",
         "correction.masks.opsm_staleness.delta=0.1",
     ],
+    "opsm_token": ["correction.masks.opsm.delta=0.1"],
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage, rollout_stage, step_stage
+from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, StepStage, rollout_stage, step_stage
 
 GSM: dict[str, Any] = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.99, upper=1.01, when="any")
 TIS: dict[str, Any] = dict(level="token", kind="truncate", lower=None, upper=2.0)
+M2PO: dict[str, Any] = dict(ratio="rollout", level="token", aggregate="second_moment", budget=0.04, when="any")
 
 
 def band(lower: float | None, upper: float | None, **changes: Any) -> dict[str, Any]:
@@ -34,28 +35,48 @@ def tensor(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.as_tensor(values, dtype=dtype)
 
 
+def first_stage(
+    correction: CorrectionSpec,
+    *,
+    mu: Any,
+    old: Any,
+    mask: Any = None,
+    turns: Any = None,
+    versions: Any = None,
+    dtype: Any = torch.float32,
+) -> RolloutStage:
+    """The rollout stage of rows given as nested lists; the mask holds all tokens unless given."""
+    mu, old = tensor(mu, dtype), tensor(old, dtype)
+    return rollout_stage(
+        correction,
+        old_log_prob=old,
+        rollout_log_prob=mu,
+        response_mask=torch.ones_like(old, dtype=torch.bool) if mask is None else torch.as_tensor(mask),
+        segment_ids=None if turns is None else torch.as_tensor(turns),
+        versions=None if versions is None else torch.as_tensor(versions),
+    )
+
+
 def run(
     correction: CorrectionSpec,
     *,
     mu: Any,
     old: Any,
     pi: Any = None,
-    mask: Any = None,
     advantages: Any = 1.0,
-    dtype: torch.dtype = torch.float32,
+    dtype: Any = torch.float32,
+    **rows: Any,
 ) -> StepStage:
-    """Both stages on rows given as nested lists; pi defaults to pi_old, the mask to all tokens.
+    """Both stages on rows given as nested lists, see ``first_stage``; pi defaults to pi_old.
 
     ``advantages`` is a number for all rows, a list with one number a row, or (B, T).
     """
-    mu, old = tensor(mu, dtype), tensor(old, dtype)
-    pi = old if pi is None else tensor(pi, dtype)
-    mask = torch.ones_like(old, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    stage = first_stage(correction, mu=mu, old=old, dtype=dtype, **rows)
     signs = tensor(advantages)
     if signs.dim() == 1:
         signs = signs[:, None]
-    stage = rollout_stage(correction, old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
-    return step_stage(correction, stage, log_prob=pi, advantages=signs.expand(old.shape))
+    pi = stage.old_log_prob if pi is None else tensor(pi, dtype)
+    return step_stage(correction, stage, log_prob=pi, advantages=signs.expand(stage.valid.shape))
 
 
 def values(step: StepStage) -> dict[str, float]:

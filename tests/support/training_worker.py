@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 VOCABULARY = 32
 
@@ -114,6 +114,8 @@ class Rollout:
     advantages: list[torch.Tensor]
     rollout_log_probs: list[torch.Tensor] = field(default_factory=list)
     old_log_probs: list[torch.Tensor] = field(default_factory=list)
+    ref_log_probs: list[torch.Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     def rows(self, chosen: slice) -> Rollout:
         return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
@@ -138,6 +140,11 @@ class Rollout:
             columns["old_log_probs"] = nested(self.old_log_probs)
         if self.rollout_log_probs:
             columns["rollout_log_probs"] = nested(self.rollout_log_probs)
+        if self.ref_log_probs:
+            columns["ref_log_prob"] = nested(self.ref_log_probs)
+        if self.versions:
+            spans = [{"min_global_steps": version, "max_global_steps": version} for version in self.versions]
+            columns["extra_fields"] = NonTensorStack(*spans)
         return TensorDict(columns, batch_size=len(whole))
 
 

@@ -55,8 +55,14 @@ def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
 
 def test_the_defaults_pass(base: DictConfig) -> None:
     assert run_checks(base).to_mapping() == {
-        "weight": TIS,
-        "masks": {"gsm": GSM},
+        "weight": TIS | {"aggregate": "product", "ratio": "rollout", "normalize": False},
+        "masks": {"gsm": GSM | {"sign": "row"}},
+        "proximal": "recompute",
+        "alpha": None,
+        "denominator": "original",
+        "baseline": "include",
+        "kl_clip": None,
+        "skyrl_compat": False,
         "allow_truncated_sampling": False,
     }
 
@@ -71,7 +77,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Remove offpolicy.recrod")),
     "emptied": (
         {"offpolicy": None},
-        ("offpolicy.allow_identical_log_probs=null", "Set true or false"),
+        ("offpolicy=null", "Remove this override"),
     ),
     "consent": (
         {"offpolicy.allow_identical_log_probs": "yes"},
@@ -114,6 +120,60 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "verl's cap": ({f"{VERL}.rollout_is_threshold": 3.0}, (f"{VERL}.rollout_is_threshold=3.0", "default is 2.0")),
     "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "default is False")),
     "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
+    "shadow": ({"offpolicy.shadow": 3}, ("offpolicy.shadow=3", "Set it to [gsm]")),
+    "shadow's delta": ({"offpolicy.shadow_delta": 0}, ("offpolicy.shadow_delta=0", "Set it to 0.1")),
+    "k1 that leaves out 0": (
+        {"correction.masks.gsm": GSM | {"aggregate": "k1_mean", "lower": 0.1, "upper": 0.2}},
+        ("correction.masks.gsm.lower=0.1", "leave out 0", "Set correction.masks.gsm.lower <= 0"),
+    ),
+    "two ratios to the current policy": (
+        {"correction.weight.ratio": "full"},
+        ("correction.weight.ratio=full", "loss_mode vanilla", "loss_mode=gpg"),
+    ),
+    "reuse with two gradient steps": (
+        {"correction.proximal": "reuse", f"{ACTOR}.ppo_epochs": 2, "data.train_batch_size": 256},
+        ("correction.proximal=reuse", "a batch gets 2", "ppo_epochs=1"),
+    ),
+    "reuse with mini-batches": (
+        {"correction.proximal": "reuse", "data.train_batch_size": 1024},
+        ("correction.proximal=reuse", "a batch gets 4", "ppo_mini_batch_size=data.train_batch_size"),
+    ),
+    "interpolation that the reward's KL would read": (
+        {"correction.proximal": "loglinear", "correction.alpha": 0.5, "algorithm.use_kl_in_reward": True},
+        ("correction.proximal=loglinear", "algorithm.use_kl_in_reward=false"),
+    ),
+    "interpolation that the estimator would read": (
+        {
+            "correction.proximal": "loglinear",
+            "correction.alpha": 0.5,
+            "algorithm.adv_estimator": "optimal_token_baseline",
+        },
+        ("correction.proximal=loglinear", "optimal_token_baseline", "Set another estimator"),
+    ),
+    "a clip without a KL loss": (
+        {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}},
+        ("correction.kl_clip=", "use_kl_loss=true"),
+    ),
+    "a clip of k1": (
+        {
+            "correction.kl_clip": {"lower": 0.8, "upper": 1.2},
+            f"{ACTOR}.use_kl_loss": True,
+            f"{ACTOR}.kl_loss_type": "kl",
+        },
+        (f"{ACTOR}.kl_loss_type=kl", "Set kl_loss_type=k3+ or k2"),
+    ),
+    "kept of no count": (
+        {"correction.denominator": "kept", f"{ACTOR}.loss_agg_mode": "token-sum"},
+        (f"{ACTOR}.loss_agg_mode=token-sum", "token-mean"),
+    ),
+    "kept with shuffled rows": (
+        {"correction.denominator": "kept", f"{ACTOR}.shuffle": True},
+        (f"{ACTOR}.shuffle=true", "Set it to false"),
+    ),
+    "no group to take siblings from": (
+        {"correction.baseline": "exclude", "algorithm.adv_estimator": "gae"},
+        ("algorithm.adv_estimator=gae", "grpo, grpo_vectorized, rloo"),
+    ),
     "distillation": (
         {"distillation.enabled": True},
         ("distillation.enabled=true", "Set distillation.enabled=false"),

@@ -1,8 +1,9 @@
-"""Every shipped option composes; two that set one key, and a group that is deleted, stop."""
+"""Options compose and stack; two that set one key, and a group that is deleted, stop."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,23 @@ from applications import DELTAS, OPTIONS, application, without_verl
 from corrections import GSM, TIS, opsm
 
 from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.composition import check_stack, chosen_options, own_keys_for_us
+from recipe.offpolicy.composition import (
+    AUTO,
+    EMPTY,
+    check_stack,
+    chosen_options,
+    option_values,
+    own_keys_for_us,
+    recomposed,
+)
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 
 # The key that two options share; all other pairs may be stacked.
 CONFLICTS = {
     ("opsm", "opsm_trl"): "correction.masks.opsm.",
-    ("tis_sequence", "tis_token"): "correction.weight.",
+    ("tis_token", "tis_sequence"): "correction.weight.",
 }
-PAIRS = list(itertools.combinations([option for option in OPTIONS if option != "none"], 2))
 EXPECTED: dict[str, dict[str, Any]] = {
-    "none": {"weight": None, "masks": {}},
     "tis_token": {"weight": TIS, "masks": {}},
     "tis_sequence": {"weight": TIS | {"level": "sequence", "upper": 5.0}, "masks": {}},
     "gsm": {"weight": None, "masks": {"gsm": GSM}},
@@ -32,6 +39,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "masks": {"opsm_mismatch": opsm(0.1, "rollout"), "opsm_staleness": opsm(0.1, "ppo")},
     },
 }
+PAIRS = list(itertools.combinations(EXPECTED, 2))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,7 @@ def deltas(*options: str) -> list[str]:
     return [override for option in options for override in DELTAS.get(option, [])]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", EXPECTED)
 def test_each_option_alone(option: str, folder: Path) -> None:
     """The defaults are the published ones: 2.0, 5.0 and [0.99, 1.01]."""
     with application(f"correction={option}", *deltas(option), folder=folder) as config:
@@ -85,10 +93,83 @@ def test_each_pair(pair: tuple[str, str], folder: Path) -> None:
         assert specs == [CorrectionSpec.from_mapping(both)] * 2
 
 
-@pytest.mark.parametrize("options", ["none,gsm", "gsm,none", "tis_token,none"])
-def test_none_stands_alone(options: str, folder: Path) -> None:
-    with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError, match="none with others"):
+def paths(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from paths(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def share_a_key(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return any(a[: len(b)] == b[: len(a)] for a in paths(one) for b in paths(two))
+
+
+def test_every_pair_that_shares_a_key_conflicts(folder: Path) -> None:
+    """Whatever else there is to choose: two options stack exactly if no key of theirs, or above it, is set by both."""
+    stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl_")]
+    seen = set()
+    with application(folder=folder):
+        values = {option: option_values(option) for option in stackable}
+        for pair in itertools.combinations(stackable, 2):
+            shared = share_a_key(values[pair[0]], values[pair[1]])
+            if shared:
+                with pytest.raises(SpecError, match=f"{pair[0]} and {pair[1]} both set"):
+                    check_stack(pair)
+            else:
+                check_stack(pair)
+            seen.add(shared)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("option", sorted(EMPTY | {AUTO}))
+@pytest.mark.parametrize("order", ["{},gsm", "gsm,{}", "tis_token,{}"])
+def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
+    options = order.format(option)
+    with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError) as caught:
         check_stack(chosen_options())
+    assert f"correction=[{options}]: {option} with others. Leave {option} out" in str(caught.value)
+
+
+def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
+    """As written: with what the user has to give, and from the user's own folders too."""
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "mine.yaml").write_text("alpha: ${oc.env:NO_SUCH_VARIABLE}\n")
+    with application(f"hydra.searchpath=[file://{tmp_path}]", folder=folder):
+        assert option_values("gsm") == {"masks": {"gsm": GSM}}
+        assert option_values("opsm") == {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}}
+        assert option_values("none") == {"weight": None}
+        assert option_values("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
+        with pytest.raises(SpecError, match=r"correction=gmask: no such option\. Choose one of .*gsm.*mine"):
+            option_values("gmask")
+
+
+@pytest.mark.parametrize("chosen", ["correction=auto", "correction=[auto]", "correction=gsm", None])
+def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folder: Path) -> None:
+    """Whatever was chosen first, and with every other override in force."""
+    overrides = [
+        "++correction.weight.upper=3.0",
+        "++correction.masks.gsm.upper=1.02",
+        "+correction.masks.mine={ratio: ppo}",
+    ]
+    with application("correction=[skyrl_recommended,bypass]", *overrides, folder=folder) as config:
+        at_once = config.correction
+    with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
+        before = config.copy()
+        later = recomposed(["skyrl_recommended", "bypass"])
+        assert config == before
+    assert later == at_once
+    assert later.weight.upper == 3.0
+    assert later.masks.gsm.upper == 1.02
+    assert set(later.masks) == {"gsm", "outlier", "mine"}
+    assert later.proximal == "bypass"
+
+
+def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
+    with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
+        assert recomposed(["mine", "gsm"]).alpha == 0.25
 
 
 def test_a_conflict_among_three(folder: Path) -> None:
@@ -161,13 +242,7 @@ def test_a_group_given_twice_is_refused() -> None:
 
 
 def test_only_our_keys_are_forced() -> None:
+    theirs = ["correction=none", "trainer.x=null", "+correction.masks.a=null"]
+    ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
     assert own_keys_for_us([]) == []
-    assert own_keys_for_us(
-        ["correction=none", "correction.weight=null", "trainer.x=null", "+correction.masks.a=null", "offpolicy.x=1"]
-    ) == [
-        "correction=none",
-        "++correction.weight=null",
-        "trainer.x=null",
-        "+correction.masks.a=null",
-        "++offpolicy.x=1",
-    ]
+    assert own_keys_for_us([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]

@@ -1,7 +1,7 @@
 """Data flows one way: who may import whom, read from the source.
 
-    correction <- micro_batch <- proof <- packet <- worker_loss <- checks, liveness <- trainers <- task_runner
-    <- main <- scripts
+    correction <- batch_plan <- micro_batch <- proof <- packet <- worker_loss <- checks, liveness <- trainers
+    <- task_runner <- main <- scripts
 
 A later layer may import an earlier one, never the reverse, at top level or inside a function. Imports under
 `if TYPE_CHECKING` do not run and are not counted.
@@ -22,8 +22,11 @@ RECIPE = "recipe.offpolicy"
 # Each module may import those of earlier rows. A new module gets its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
-    ("composition", "micro_batch"),
-    ("base_loss_probe", "proof"),
+    ("baseline", "composition", "run_setup", "shadow", "verl_metrics", "versions"),
+    ("batch_plan", "selector", "translate"),
+    ("micro_batch",),
+    ("base_loss_probe", "kl_term", "proof_trials"),
+    ("proof",),
     ("packet",),
     ("worker_loss",),
     ("checks", "liveness"),

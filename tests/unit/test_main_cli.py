@@ -16,7 +16,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from recipe.offpolicy import main_offpolicy
+from recipe.offpolicy.checks import spec_of
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.main_offpolicy import prepare
+from recipe.offpolicy.run_setup import read_setup
+from recipe.offpolicy.selector import check_requirements, select
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -69,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MALFORMED = {
     "null": (["correction=null"], ["correction=null", "Set correction=none"]),
     "deleted": (["~correction"], ["correction=null", "Set correction=none"]),
-    "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, weight"]),
+    "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, proximal"]),
     "unknown key of a mask": (
         ["correction=gsm", "+correction.masks.gsm.uper=2"],
         ["correction.masks.gsm.uper=2", "unknown key", "aggregate, level, lower"],
@@ -91,6 +95,7 @@ MALFORMED = {
         ["correction.masks.gsm.upper is not set", "Set correction.masks.gsm.upper=..."],
     ),
     "no delta": (["correction=opsm"], ["correction.masks.opsm.delta is required", "Set correction.masks.opsm.delta="]),
+    "auto with others": (["correction=[auto,gsm]"], ["correction=[auto,gsm]: auto with others", "choose it alone"]),
     "two options, one key": (
         ["correction=[tis_token,gsm,tis_sequence]"],
         ["correction=[tis_token,gsm,tis_sequence]", "correction.weight.level", "Choose one"],
@@ -175,6 +180,102 @@ def test_without_a_correction_verls_own_is_left_alone() -> None:
     with application("correction=none", changes, *NEEDED) as config:
         assert prepare(config).is_none
         assert config.algorithm.rollout_correction.rollout_is == "token"
+
+
+# correction=auto ------------------------------------------------------------------------------------------------
+
+AUTO = ("correction=auto", "setup.model=dense", "actor_rollout_ref.rollout.name=vllm", *NEEDED)
+STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
+
+
+MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upper: 1.01, when: any}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "correction"),
+    [
+        ([], "tis_token", spec(TIS)),
+        # What the user says beside it wins.
+        (
+            ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
+            "tis_token",
+            spec(TIS | {"upper": 3.0}, gsm=GSM),
+        ),
+        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
+    ],
+    ids=["plain", "with overrides", "async"],
+)
+def test_a_correction_is_chosen(
+    arguments: list[str], option: str, correction: CorrectionSpec, launch: Launcher
+) -> None:
+    result = launch(*AUTO, *arguments)
+    assert result.status == 0, result.status
+    assert f"offpolicy: correction=auto is correction=[{option}]:" in result.printed
+    for reason in ("setup.engine=different: ", "setup.minibatches=4: ", "setup.model=dense: "):
+        assert f"offpolicy:   {reason}" in result.printed
+    assert f"fingerprint {correction.fingerprint()}" in result.printed
+    (config,) = result.trained
+    assert spec_of(config) == correction
+
+
+def test_auto_may_choose_nothing(launch: Launcher) -> None:
+    own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
+    result = launch(*own)
+    assert result.status == 0, result.status
+    assert "correction=auto is correction=[none]:" in result.printed
+    (config,) = result.trained
+    assert spec_of(config).is_none
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
+        (["setup.minibatches=2"], ["setup.minibatches=2 with data.train_batch_size=1024", "says 4"]),
+        (
+            ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
+            [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
+        ),
+        (["correction.weight=null"], ["correction=[tis_token]: nothing is left"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_auto_refuses(arguments: list[str], parts: list[str], launch: Launcher) -> None:
+    result = launch(*AUTO, *arguments)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    for part in parts:
+        assert part in result.status
+    assert result.trained == []
+
+
+def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
+    """On Megatron, with the keys that verl has for it."""
+    replay, record = (
+        "actor_rollout_ref.actor.megatron.router_replay.mode",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    )
+    arguments = [*AUTO[:1], "setup.model=moe", *AUTO[2:], "model_engine=megatron"]
+    result = launch(*arguments)
+    assert isinstance(result.status, str)
+    assert f"{replay}=disabled: " in result.status
+    assert f"{record}=false: " in result.status
+    with application(*arguments, f"{replay}=R3", f"{record}=true") as config:
+        setup = read_setup(config)
+        assert (setup.model, setup.minibatches, setup.strategy) == ("moe", 4, "megatron")
+        check_requirements(config, select(setup).requires)
+
+
+@pytest.mark.parametrize("option", ["resampling", "verl_disabled"])
+def test_other_names_of_none(option: str) -> None:
+    with application(f"correction={option}", *NEEDED) as config:
+        assert prepare(config).is_none
+
+
+def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
+    status = launch("correction=gsm", "setup.model=moe", folder=folder).status
+    assert isinstance(status, str)
+    assert "setup.model=moe: only correction=auto reads it" in status
 
 
 def test_the_quickstart_passes_its_own_checks() -> None:

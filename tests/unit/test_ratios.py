@@ -8,7 +8,7 @@ import pytest
 import torch
 from corrections import opsm, run, spec, tensor, values
 
-from recipe.offpolicy.correction.ratios import exp_clamped, log_ratio, row_mean, row_sum, valid_tokens
+from recipe.offpolicy.correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens
 
 NAN, INF = math.nan, math.inf
 
@@ -46,7 +46,7 @@ def test_log_ratio_is_float32_or_wider(numerator: torch.dtype, denominator: torc
     a, b = torch.full((1, 300), -7.0, dtype=numerator), torch.full((1, 300), -7.03125, dtype=denominator)
     result = log_ratio(a, b, torch.ones(1, 300, dtype=torch.bool))
     assert result.dtype is wide
-    assert row_sum(result).item() == pytest.approx(300 * 0.03125, abs=1e-9)
+    assert result.sum().item() == pytest.approx(300 * 0.03125, abs=1e-6)
 
 
 def test_log_ratio_is_detached() -> None:
@@ -71,18 +71,48 @@ def test_the_clamp_is_at_the_exp_only() -> None:
     assert not step.keep.any()
 
 
+def test_divergences_by_hand() -> None:
+    """r = 2: k1 = -ln 2, k2 = (ln 2)^2 / 2, k3 = 2 - 1 - ln 2, tv = 1/2. r = 1/2: ln 2, the same, ln 2 - 1/2, 1/4."""
+    log_r = tensor([math.log(2), -math.log(2), 0.0], torch.float64)
+    ln2 = 0.6931471805599453
+    assert divergence("k1", log_r).tolist() == pytest.approx([-ln2, ln2, 0.0], abs=1e-15)
+    assert divergence("k2", log_r).tolist() == pytest.approx([0.2402265069591007, 0.2402265069591007, 0.0], abs=1e-15)
+    assert divergence("k3", log_r).tolist() == pytest.approx([1 - ln2, ln2 - 0.5, 0.0], abs=1e-15)
+    assert divergence("tv", log_r).tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-15)
+
+
+def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
+    """k3 = x^2/2 + x^3/6 + ..., where r - 1 - log r written out in float32 gives 0 or 1e-7, for x = +-1e-4 and 1e-6."""
+    x = tensor([1e-4, -1e-4, 1e-6])
+    exact = [v * v / 2 + v**3 / 6 + v**4 / 24 for v in x.double().tolist()]
+    assert divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
+    assert excess(x).tolist() == pytest.approx([v + v * v / 2 + v**3 / 6 for v in x.double().tolist()], rel=1e-12)
+
+
+def test_divergences_are_clamped_at_the_exp_only() -> None:
+    """1000 nats: k1 and k2 count all of them; of k3 = r - 1 - log r the ratio is e^20 or e^-20, the log is whole."""
+    x = tensor([1000.0, -1000.0])
+    assert divergence("k1", x).tolist() == [-1000.0, 1000.0]
+    assert divergence("k2", x).tolist() == [500_000.0, 500_000.0]
+    assert divergence("k3", x).tolist() == pytest.approx([math.exp(20) - 1001, math.exp(-20) + 999], rel=1e-12)
+    assert divergence("tv", x).tolist() == pytest.approx([(math.exp(20) - 1) / 2, 0.5], rel=1e-8)
+
+
+def test_an_unknown_divergence() -> None:
+    with pytest.raises(ValueError, match="one of k1, k2, k3, tv"):
+        divergence("k4", torch.zeros(1))
+
+
 def test_thousand_tokens_of_one_per_cent() -> None:
-    """R15: 0.99^1000 = 4.317e-5 and 1.01^1000 = 20 959."""
-    sums = row_sum(torch.tensor([[math.log(0.99)] * 1000, [math.log(1.01)] * 1000]))
-    assert sums.exp().tolist() == pytest.approx([4.3171e-5, 20959.2], rel=1e-4)
-
-
-def test_row_mean_of_no_token_is_that_of_equal_policies() -> None:
-    assert row_mean(tensor([3.0, 0.0]), tensor([2.0, 0.0])).tolist() == [1.5, 0.0]
+    """0.99^1000 = 4.317e-5 and 1.01^1000 = 20 959."""
+    old = torch.tensor([[math.log(0.99)] * 1000, [math.log(1.01)] * 1000])
+    weight = dict(level="sequence", kind="truncate", lower=None, upper=None)
+    step = run(spec(weight), mu=torch.zeros(2, 1000), old=old)
+    assert step.weight[:, 0].tolist() == pytest.approx([4.3171e-5, 20959.2], rel=1e-4)
 
 
 def test_the_ppo_ratio_is_not_the_full_ratio() -> None:
-    """R9: at pi = pi_old PPO's own ratio clips nothing, the merged one pi/mu does.
+    """At pi = pi_old PPO's own ratio clips nothing, the merged one pi/mu does.
 
     mu = -1.5, pi_old = pi = -1.0: pi/pi_old = 1, but pi/mu = e^0.5 = 1.649 > 1 + 0.2.
     """

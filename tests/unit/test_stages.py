@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from corrections import GSM, TIS, band, opsm, run, spec, tensor, values
+from corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, tensor, values
 
-from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, Reduction, StepStage, rollout_stage, step_stage
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf
@@ -39,14 +39,15 @@ def test_it_needs_torch_alone() -> None:
 # What the rollout stage knows -------------------------------------------------------------------------------
 
 
-def test_the_table_holds_one_line_a_row() -> None:
-    """T and sum log rho: 2 tokens of 0.5 - 0.25 = 0.25; 3 tokens of 0.5 - 0.25 + 1 = 1.25; none."""
-    old = tensor([[0.5, -0.25, 1.0]]).expand(3, 3)
+def test_the_log_ratio_is_zero_where_nothing_counts() -> None:
+    """A tool token, a token without mu, and an empty row."""
+    old, mu = tensor([[0.5, -0.25, 1.0]]).expand(3, 3), torch.zeros(3, 3)
+    mu[1, 1] = NAN
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
-    stage = rollout_stage(STACK, old_log_prob=old, rollout_log_prob=torch.zeros(3, 3), response_mask=mask)
-    assert stage.table.tolist() == [[2.0, 0.25], [3.0, 1.25], [0.0, 0.0]]
-    assert stage.tokens.tolist() == [2.0, 3.0, 0.0]
-    assert stage.log_ratio_sum.tolist() == [0.25, 1.25, 0.0]
+    stage = rollout_stage(STACK, old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
+    assert stage.log_ratio.tolist() == [[0.5, -0.25, 0.0], [0.5, 0.0, 1.0], [0.0] * 3]
+    assert stage.valid.tolist() == [[True, True, False], [True, False, True], [False] * 3]
+    assert stage.response_mask.tolist() == mask.bool().tolist()
 
 
 def test_it_decides_what_needs_neither_pi_nor_the_advantages() -> None:
@@ -58,8 +59,24 @@ def test_it_decides_what_needs_neither_pi_nor_the_advantages() -> None:
         rollout_log_prob=torch.zeros(3, 1),
         response_mask=torch.ones(3, 1),
     )
-    assert {name: rows.tolist() for name, rows in stage.rejected.items()} == {"gsm": [False, True, True]}
+    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == {"masks.gsm": [[False], [True], [True]]}
     assert stage.keep.tolist() == [[True], [False], [False]]
+
+
+def test_each_part_says_what_it_rejects() -> None:
+    """Also where another part has rejected it already. rho = 1.5 and 3, pi/pi_old = 1 and e^-0.2, A < 0."""
+    correction = spec(
+        TIS | {"kind": "reject"}, icepop=band(0.5, 1.2, level="token"), gsm=band(0.5, 2.0), stale=opsm(0.15, "ppo")
+    )
+    old = tensor([[math.log(1.5), math.log(3.0)]])
+    stage = first_stage(correction, mu=[[0.0, 0.0]], old=old)
+    early = {"weight": [[False, True]], "masks.icepop": [[True, True]], "masks.gsm": [[True, True]]}
+    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == early
+    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old + tensor([[0.0, -0.2]]), advantages=-1)
+    assert {key: drop.tolist() for key, drop in step.rejected.items()} == early | {"masks.stale": [[False, False]]}
+    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old - 0.2, advantages=-1)
+    assert step.rejected["masks.stale"].tolist() == [[True, True]]
+    assert stage.rejected.keys() == early.keys()  # the step leaves nothing behind
 
 
 def test_one_rollout_stage_serves_many_steps() -> None:
@@ -104,7 +121,7 @@ def test_nothing_carries_a_gradient() -> None:
     correction = spec(TIS | {"level": "sequence"}, gsm=GSM, opsm=opsm(0.1))
     stage = rollout_stage(correction, old_log_prob=old, rollout_log_prob=mu, response_mask=torch.ones(2, 3))
     step = step_stage(correction, stage, log_prob=pi, advantages=advantages)
-    tensors = [stage.table, stage.weight, stage.log_ratio, step.weight]
+    tensors = [stage.weight, stage.log_ratio, step.weight]
     parts = [torch.as_tensor(part) for statistic in step.statistics.values() for part in statistic.parts]
     assert [t.requires_grad for t in tensors + parts] == [False] * (len(tensors) + len(parts))
     assert step.keep.dtype is torch.bool
@@ -152,7 +169,7 @@ def test_every_type_of_mask(mask: torch.dtype) -> None:
 @pytest.mark.parametrize("wrong", ["old_log_prob", "rollout_log_prob", "response_mask"])
 def test_shapes_that_differ_in_the_rollout_stage(wrong: str) -> None:
     """A (B, 1) tensor would broadcast in silence."""
-    tensors = dict.fromkeys(["old_log_prob", "rollout_log_prob", "response_mask"], torch.ones(2, 3))
+    tensors: dict[str, Any] = dict.fromkeys(["old_log_prob", "rollout_log_prob", "response_mask"], torch.ones(2, 3))
     with pytest.raises(ValueError, match=rf"{wrong}.*\(2, 1\)"):
         rollout_stage(STACK, **tensors | {wrong: torch.ones(2, 1)})
 
@@ -165,6 +182,31 @@ def test_shapes_that_differ_in_the_step_stage(wrong: str) -> None:
     for bad in (torch.ones(3), torch.ones(3, 1)):
         with pytest.raises(ValueError, match="one shape"):
             step_stage(STACK, stage, **dict(log_prob=ones, advantages=ones) | {wrong: bad})
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "versions"])
+def test_ids_of_another_shape(name: str) -> None:
+    ones, level = torch.ones(2, 3), {"segment_ids": "turn", "versions": "version"}[name]
+    for bad in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=rf"{name}.*one shape|one shape.*{name}"):
+            rollout_stage(
+                spec(m=band(0.9, 1.1, level=level)),
+                old_log_prob=ones,
+                rollout_log_prob=ones,
+                response_mask=ones,
+                **{name: bad},  # type: ignore[arg-type]
+            )
+
+
+@pytest.mark.parametrize(("level", "name"), [("turn", "segment_ids"), ("version", "versions")])
+def test_a_level_without_its_ids(level: str, name: str) -> None:
+    """The other level's ids do not help."""
+    other = {"turn": "versions", "version": "turns"}[level]
+    for correction in (spec(m=band(0.9, 1.1, level=level)), spec(TIS | {"level": level, "normalize": True})):
+        with pytest.raises(ValueError, match=rf"level={level} without {name}.*Pass {name}.*level=sequence"):
+            first_stage(correction, mu=[[0.0]], old=[[0.0]])
+        with pytest.raises(ValueError, match=rf"level={level} without {name}"):
+            first_stage(correction, mu=[[0.0]], old=[[0.0]], **{other: [[0]]})
 
 
 def test_rows_without_the_token_dimension() -> None:
@@ -185,8 +227,9 @@ def of_nothing(step: Any) -> None:
     """A defined weight and keep, counts of 0, and NaN for every mean, extreme and share."""
     assert not step.keep.any()
     assert not step.weight.any()
-    for name, value in values(step).items():
-        assert (value == 0.0) if name.startswith("nonfinite/") else math.isnan(value), name
+    for name, statistic in step.statistics.items():
+        value = statistic.value()
+        assert (value == 0.0) if statistic.reduction is Reduction.SUM else math.isnan(value), name
 
 
 def test_a_fully_masked_batch() -> None:
@@ -209,7 +252,7 @@ def test_rows_of_no_length() -> None:
 
 @pytest.mark.parametrize("mask", [band(1.5, 2.0), band(0.5, 0.9), band(1.5, 2.0, aggregate="product", ratio="ppo")])
 def test_a_masked_row_beside_a_live_one(mask: dict[str, Any]) -> None:
-    """R25: it is neither dropped nor counted, even by a band that would drop a ratio of 1."""
+    """It is neither dropped nor counted, even by a band that would drop a ratio of 1."""
     step = run(spec(m=mask), mu=torch.zeros(2, 1), old=torch.zeros(2, 1), mask=[[1], [0]])
     assert not step.keep.any()
     result = values(step)
@@ -235,7 +278,7 @@ def test_a_single_token() -> None:
 @pytest.mark.parametrize("policy", ["mu", "old"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) -> None:
-    """Rule 4: its row is as if it were not there, and it is counted under the policy that it comes from.
+    """Its row is as if it were not there, and it is counted under the policy that it comes from.
 
     Without it: rho = e^0.004 twice, mean 0.004 in GSM's band; T = 2; sequence weight e^0.008.
     """
@@ -253,7 +296,7 @@ def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) 
     assert result["rollout_ratio/mean"] == pytest.approx(math.exp(0.004), abs=1e-6)
     # The loss is still divided by the 3 tokens that there were: 1 of them does not count.
     assert result["keep/token_mask_ratio"] == pytest.approx(1 / 3)
-    assert all(math.isfinite(value) for value in result.values())
+    assert not any(math.isinf(value) for value in result.values())
 
 
 def test_a_row_of_nothing_finite_is_dropped() -> None:
@@ -285,3 +328,85 @@ def test_advantages_count_on_valid_tokens_only() -> None:
         advantages=[[100.0, -1.0, NAN]],
     )
     assert not step.keep.any()
+
+
+# SkyRL's order ----------------------------------------------------------------------------------------------
+
+
+def in_both_orders(weight: Any, rows: dict[str, Any], **masks: Any) -> tuple[StepStage, StepStage]:
+    """Every part by itself, and with ``skyrl_compat``."""
+    mapping = {"weight": weight, "masks": masks}
+    return tuple(run(CorrectionSpec.from_mapping(mapping | {"skyrl_compat": on}), **rows) for on in (False, True))  # type: ignore[return-value]
+
+
+def test_skyrl_reduces_the_mask_before_it_decides_by_sequence() -> None:
+    """log rho = 1, 0 and 0. By themselves: the token mask drops the first token, the sequence mask the row (mean
+    1/3), and the weight is e. In SkyRL's order mean and product are of the two tokens left, 0: kept with weight 1.
+    """
+    rows = dict(mu=[[0.0] * 3], old=[[1.0, 0.0, 0.0]])
+    masks = dict(token=band(0.5, 2.0, level="token"), geo=GSM)
+    free, skyrl = in_both_orders(TIS | {"level": "sequence", "upper": 5.0}, rows, **masks)
+    assert free.keep.tolist() == [[False] * 3]
+    assert free.weight.tolist() == [pytest.approx([math.e] * 3, rel=1e-6)]
+    assert skyrl.keep.tolist() == [[False, True, True]]
+    assert skyrl.weight.tolist() == [[1.0] * 3]
+
+
+def test_skyrl_may_also_drop_what_the_parts_would_keep() -> None:
+    """log rho = 1, -1: the mean is 0, and -1 once the token mask [0.3, 2] has taken the first token."""
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, -1.0]])
+    free, skyrl = in_both_orders(None, rows, token=band(0.3, 2.0, level="token"), geo=GSM)
+    assert free.keep.tolist() == [[False, True]]
+    assert skyrl.keep.tolist() == [[False, False]]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("aggregate", ["geometric", "any"])
+def test_the_outlier_mask_sees_all_tokens(aggregate: str, names: tuple[str, str]) -> None:
+    """Whatever the masks are called: the token of e^1 drops its row, though a token mask takes that token as well."""
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.0]])
+    pair = band(0.5, 2.0, level="token", aggregate=aggregate), band(0.5, 2.0, aggregate="any")
+    masks = dict(zip(names, pair, strict=True))
+    for step in in_both_orders(None, rows, **masks):
+        assert not step.keep.any()
+
+
+def test_skyrl_weighs_tokens_by_themselves() -> None:
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.5]])
+    free, skyrl = in_both_orders(TIS, rows, token=band(0.5, 2.0, level="token"))
+    assert torch.equal(free.weight, skyrl.weight)
+    assert torch.equal(free.keep, skyrl.keep)
+
+
+def test_nothing_left_in_skyrls_order() -> None:
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 1.0]])
+    _, skyrl = in_both_orders(TIS | {"level": "sequence"}, rows, token=band(0.5, 2.0, level="token"), geo=GSM)
+    assert not skyrl.keep.any()
+    assert skyrl.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_masks_by_advantage_need_advantages() -> None:
+    old = torch.zeros(1, 2)
+    rows: dict[str, Any] = dict(old_log_prob=old, rollout_log_prob=old, response_mask=torch.ones(1, 2))
+    looking = spec(opsm=opsm(0.1))
+    with pytest.raises(ValueError, match=r"correction\.masks\.opsm\.when=negative without advantages.*Pass advantages"):
+        step_stage(looking, rollout_stage(looking, **rows), log_prob=old)
+    blind = spec(gsm=band(0.9, 1.1))
+    assert step_stage(blind, rollout_stage(blind, **rows), log_prob=old).keep.all()
+
+
+def test_constants_of_another_correction_are_no_constants() -> None:
+    rows: dict[str, Any] = dict(
+        old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2)
+    )
+    for needy in (spec(TIS | {"normalize": True}), spec(m2po=M2PO)):
+        with pytest.raises(ValueError, match="pass the constants of batch_constants"):
+            rollout_stage(needy, constants=BatchConstants(), **rows)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "versions"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_units_are_numbered_by_integers(name: str, dtype: torch.dtype) -> None:
+    rows = dict(old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
+    with pytest.raises(ValueError, match=f"{name} of dtype {dtype}: expected integers"):
+        rollout_stage(spec(TIS), **rows, **{name: torch.zeros(1, 2, dtype=dtype)})

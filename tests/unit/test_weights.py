@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from corrections import TIS, band, run, spec, tensor, values
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+from recipe.offpolicy.correction import CorrectionSpec, batch_constants, rollout_stage
 
 LOG = math.log
 SEQUENCE_TIS = TIS | {"level": "sequence", "upper": 5.0}
@@ -49,6 +50,185 @@ def test_lower_bounds() -> None:
     assert below.tolist() == [pytest.approx([0.5, 1.0, 10.0], rel=1e-6)]
     both = run(spec(TIS | {"lower": 0.5, "kind": "clip"}), **rows).weight
     assert both.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
+
+
+def test_geometric_weights() -> None:
+    """The T-th root of the product: row 0 (2 x 8)^(1/2) = 4 -> 3; row 1 (2 x 0.5 x 8)^(1/3) = 2; row 2 one token, 2."""
+    old = [[LOG(2), LOG(8), 0.0], [LOG(2), LOG(0.5), LOG(8)], [LOG(2), LOG(9), LOG(9)]]
+    step = run(
+        spec(SEQUENCE_TIS | {"aggregate": "geometric", "upper": 3.0}),
+        mu=torch.zeros(3, 3),
+        old=old,
+        mask=[[1, 1, 0], [1, 1, 1], [1, 0, 0]],
+    )
+    expected = [[3.0, 3.0, 0.0], [2.0, 2.0, 2.0], [2.0, 0.0, 0.0]]
+    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+def test_a_geometric_weight_by_token_is_the_ratio() -> None:
+    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.5), 0.0, LOG(3)]])
+    one, two = (run(spec(TIS | {"aggregate": aggregate}), **rows) for aggregate in ("product", "geometric"))
+    assert one.weight.tolist() == two.weight.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
+
+
+# Masked importance sampling ---------------------------------------------------------------------------------
+
+REJECT = {"kind": "reject", "lower": 0.5, "upper": 2.0}
+
+
+def test_reject_by_token() -> None:
+    """rho 1[0.5 <= rho <= 2]: outside it is dropped, inside it is a weight as it stands."""
+    step = run(spec(TIS | REJECT), mu=[[0.0] * 4], old=[[LOG(0.4), LOG(0.6), LOG(1.9), LOG(2.1)]])
+    assert step.keep.tolist() == [[False, True, True, False]]
+    assert (step.weight * step.keep).tolist() == [pytest.approx([0.0, 0.6, 1.9, 0.0], rel=1e-6)]
+    assert step.weight.tolist() == [pytest.approx([0.4, 0.6, 1.9, 2.1], rel=1e-6)]  # never multiplied by keep
+
+
+def test_reject_by_sequence() -> None:
+    """Products 1.5 x 1.5 = 2.25, 1.5 x 1 = 1.5 and 0.6 x 0.6 = 0.36: the middle row is kept with 1.5 a token."""
+    old = [[LOG(1.5), LOG(1.5)], [LOG(1.5), 0.0], [LOG(0.6), LOG(0.6)]]
+    rows = dict(mu=torch.zeros(3, 2), old=old)
+    step = run(spec(SEQUENCE_TIS | REJECT), **rows)
+    assert step.keep.tolist() == [[False, False], [True, True], [False, False]]
+    assert step.weight[1].tolist() == pytest.approx([1.5, 1.5], rel=1e-6)
+    # The geometric means are 1.5, 1.22 and 0.6: all inside.
+    assert run(spec(SEQUENCE_TIS | REJECT | {"aggregate": "geometric"}), **rows).keep.all()
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"), [({"lower": None}, [True, True, False]), ({"upper": None}, [False, True, True])]
+)
+def test_reject_on_one_side(side: dict[str, None], expected: list[bool]) -> None:
+    step = run(spec(TIS | REJECT | side), mu=[[0.0] * 3], old=[[LOG(0.4), 0.0, LOG(2.1)]])
+    assert step.keep.tolist() == [expected]
+    assert step.weight.tolist() == [pytest.approx([0.4, 1.0, 2.1], rel=1e-6)]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "turn", "version"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_reject_keeps_the_bound_and_drops_the_next_number(level: str, sign: int) -> None:
+    at = np.float32(LOG(2.0))
+    beyond = np.nextafter(at, np.float32(1))
+    for value, expected in ((at, True), (beyond, False)):
+        rows = dict(mu=[[0.0]], old=[[sign * float(value)]], turns=[[0]], versions=[[0]])
+        assert run(spec(TIS | REJECT | {"level": level}), **rows).keep.item() is expected
+
+
+def test_reject_looks_beyond_the_clamp() -> None:
+    """A product of e^30 is a weight of e^20 at most, and outside of a bound of e^20 all the same."""
+    upper = math.exp(20.0)
+    step = run(spec(SEQUENCE_TIS | {"kind": "reject", "upper": upper}), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
+    assert not step.keep.any()
+
+
+def test_truncate_and_clip_reject_nothing() -> None:
+    for kind in (TIS, TIS | {"kind": "clip", "lower": 0.5}, TIS | {"upper": None}):
+        step = run(spec(kind), mu=[[0.0, 0.0]], old=[[-9.0, 9.0]])
+        assert step.keep.all()
+        assert step.rejected == {}
+
+
+# The whole ratio, for base losses without one of their own --------------------------------------------------
+
+
+def test_a_weight_on_pi_over_mu() -> None:
+    """pi/mu = 2 x 1.5 = 3 -> 2, and 0.5 x 0.5 = 0.25; it is 1 until the step knows pi, and follows pi."""
+    full = spec(TIS | {"ratio": "full"})
+    old, mu, ones = tensor([[LOG(2), LOG(0.5)]]), torch.zeros(1, 2), torch.ones(1, 2)
+    stage = rollout_stage(full, old_log_prob=old, rollout_log_prob=mu, response_mask=ones)
+    assert stage.weight.tolist() == [[1.0, 1.0]]
+    pi = old + tensor([[LOG(1.5), LOG(0.5)]])
+    rows = dict(mu=mu, old=old)
+    assert run(full, **rows, pi=pi).weight.tolist() == [pytest.approx([2.0, 0.25], rel=1e-6)]
+    assert run(full, **rows, pi=mu).weight.tolist() == [[1.0, 1.0]]
+    by_row = run(spec(SEQUENCE_TIS | {"ratio": "full"}), **rows, pi=pi)
+    assert by_row.weight.tolist() == [pytest.approx([0.75, 0.75], rel=1e-6)]
+
+
+def test_reject_on_pi_over_mu() -> None:
+    reject = spec(TIS | REJECT | {"ratio": "full"})
+    rows = dict(mu=[[0.0, 0.0]], old=[[1.0, 1.0]])
+    assert run(reject, **rows, pi=[[0.1, 1.0]]).keep.tolist() == [[True, False]]
+    assert run(reject, **rows, pi=[[1.0, 0.1]]).keep.tolist() == [[False, True]]
+
+
+# Divided by their mean --------------------------------------------------------------------------------------
+
+
+def test_normalized_by_token() -> None:
+    """Weights 0.5, 1, 2 (of 8) and 0.5: their mean is 1; tool tokens and empty rows do not count."""
+    kind = TIS | {"normalize": True}
+    rows = dict(mu=torch.zeros(3, 3), mask=[[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    old = [[LOG(0.5), 0.0, 5.0], [LOG(8), 5.0, LOG(0.5)], [5.0] * 3]
+    expected = [[0.5, 1.0, 0.0], [2.0, 0.0, 0.5], [0.0] * 3]
+    assert run(spec(kind), old=old, **rows).weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+    # With a cap of 4 they are 0.5, 1, 4 and 0.5, of mean 1.5.
+    expected = [[w / 1.5 for w in row] for row in ([0.5, 1.0, 0.0], [4.0, 0.0, 0.5], [0.0] * 3)]
+    step = run(spec(kind | {"upper": 4.0}), old=old, **rows)
+    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_normalized_by_row_or_turn(level: str) -> None:
+    """Rows 4 (three tokens) and 0.5 (one token) count once each: the mean is 2.25, not (3 x 4 + 0.5) / 4 = 3.125."""
+    kind = SEQUENCE_TIS | {"normalize": True, "level": level}
+    old = [[LOG(2), LOG(2), 0.0], [LOG(0.5), 9.0, 9.0], [9.0] * 3]
+    rows = dict(mu=torch.zeros(3, 3), old=old, mask=[[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    step = run(spec(kind), **rows, turns=torch.zeros(3, 3, dtype=torch.int64))
+    assert step.weight[0].tolist() == pytest.approx([4 / 2.25] * 3, rel=1e-6)
+    assert step.weight[1].tolist() == pytest.approx([0.5 / 2.25, 0.0, 0.0], rel=1e-6)
+
+
+def test_normalized_by_version() -> None:
+    """Units 2 x 2 = 4, 0.5 and 1.5: mean 2."""
+    kind = SEQUENCE_TIS | {"normalize": True, "level": "version"}
+    rows = dict(mu=torch.zeros(2, 3), old=[[LOG(2), LOG(2), LOG(0.5)], [LOG(1.5), 9.0, 9.0]])
+    step = run(spec(kind), **rows, mask=[[1, 1, 1], [1, 0, 0]], versions=[[7, 7, 8], [7, 7, 7]])
+    assert step.weight[0].tolist() == pytest.approx([2.0, 2.0, 0.25], rel=1e-6)
+    assert step.weight[1].tolist() == pytest.approx([0.75, 0.0, 0.0], rel=1e-6)
+
+
+def test_what_is_rejected_counts_as_zero_in_the_mean() -> None:
+    """Weights 0.5, 1.5 and 9, the last rejected: (0.5 + 1.5 + 0) / 3 = 2/3."""
+    step = run(spec(TIS | REJECT | {"normalize": True}), mu=[[0.0] * 3], old=[[LOG(0.5), LOG(1.5), LOG(9)]])
+    assert step.keep.tolist() == [[True, True, False]]
+    assert (step.weight * step.keep).tolist() == [pytest.approx([0.75, 2.25, 0.0], rel=1e-6)]
+    # Rows of product 0.5 and 9: 0.5 / 2 = 0.25.
+    rows = dict(mu=torch.zeros(2, 2), old=[[LOG(0.5), 0.0], [LOG(3), LOG(3)]])
+    step = run(spec(SEQUENCE_TIS | REJECT | {"normalize": True}), **rows)
+    assert (step.weight * step.keep).tolist() == [pytest.approx([2.0, 2.0], rel=1e-6), [0.0, 0.0]]
+
+
+def test_what_a_mask_drops_still_counts_in_the_mean() -> None:
+    """The mean is taken before masks, so that their order cannot matter: (2 + 1) / 2 = 1.5."""
+    step = run(spec(TIS | {"normalize": True}, gsm=band(0.9, 1.1)), mu=torch.zeros(2, 1), old=[[LOG(2)], [0.0]])
+    assert step.keep.tolist() == [[False], [True]]
+    assert step.weight.tolist() == [pytest.approx([2 / 1.5], rel=1e-6), pytest.approx([1 / 1.5], rel=1e-6)]
+
+
+def test_all_rejected_or_nothing_there_divides_by_one() -> None:
+    kind = spec(TIS | REJECT | {"normalize": True})
+    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]])
+    assert not step.keep.any()
+    assert step.weight.tolist() == [pytest.approx([3.0, 4.0], rel=1e-6)]
+    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]], mask=[[0, 0]])
+    assert step.weight.tolist() == [[0.0, 0.0]]
+
+
+def test_the_mean_is_that_of_the_batch() -> None:
+    """Weights 0.5 and 2 in two micro-batches: 0.5 / 1.25 and 2 / 1.25, not 1 and 1."""
+    kind, zero = spec(TIS | {"normalize": True}), torch.zeros(1, 1)
+    old = tensor([[LOG(0.5)], [LOG(2)]])
+    whole = batch_constants(kind, old_log_prob=old, rollout_log_prob=old * 0, response_mask=torch.ones(2, 1))
+    assert whole.weight_mean == pytest.approx(1.25, rel=1e-6)
+    weights = [
+        rollout_stage(kind, old_log_prob=row, rollout_log_prob=zero, response_mask=zero + 1, constants=whole).weight
+        for row in (old[:1], old[1:])
+    ]
+    assert torch.cat(weights).flatten().tolist() == pytest.approx([0.4, 1.6], rel=1e-6)
+
+
+# Nothing to weigh, and what is reported ---------------------------------------------------------------------
 
 
 def test_without_a_weight_it_is_one() -> None:
@@ -118,7 +298,7 @@ def enumerated_weights(kind: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def test_untruncated_sequence_weights_are_unbiased() -> None:
-    """R12: E_mu[prod rho f] = E_old[f], exactly, for any f of the sequence."""
+    """E_mu[prod rho f] = E_old[f], exactly, for any f of the sequence."""
     mu, old, weight = enumerated_weights(UNBOUND_SEQUENCE)
     assert mu.sum().item() == pytest.approx(1.0, abs=1e-12)
     rewards = torch.arange(9, dtype=torch.float64).square() - 7.0
@@ -142,7 +322,7 @@ def score_expectation(kind: dict[str, object]) -> Tensor:
 
 
 def test_untruncated_token_weights_leave_baselines_unbiased() -> None:
-    """Resolution 2: E_mu[rho_t grad log pi_t] = 0 exactly."""
+    """E_mu[rho_t grad log pi_t] = 0 exactly."""
     assert score_expectation(UNBOUND_TOKEN).abs().max().item() < 1e-14
 
 
@@ -152,7 +332,7 @@ def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
 
 
 def test_token_weights_are_not_an_unbiased_estimate() -> None:
-    """The other half of resolution 2: only the sequence weight reweights the sequence."""
+    """Only the sequence weight reweights the sequence."""
     mu, old, weight = enumerated_weights(UNBOUND_TOKEN)
     rewards = tensor(SEQUENCES[:, 0] * SEQUENCES[:, 1], torch.float64)
     wrong = (mu * weight[:, 1] * rewards).sum().item()

@@ -9,11 +9,17 @@ Needs torch alone. The three log-probs, each (B, T):
 ``rollout_stage`` does all that mu and pi_old decide, ``step_stage`` all that needs pi or the advantages.
 """
 
-from .spec import CorrectionSpec, MaskSpec, SpecError, WeightSpec
-from .stages import RolloutStage, StepStage, rollout_stage, step_stage
+from .mask_spec import MaskSpec
+from .proximal import proximal_log_prob
+from .spec import CorrectionSpec
+from .stages import BatchConstants, RolloutStage, StepStage, batch_constants, rollout_stage, step_stage
 from .statistics import Reduction, Statistic
+from .units import turns
+from .validation import SpecError
+from .weight_spec import WeightSpec
 
 __all__ = [
+    "BatchConstants",
     "CorrectionSpec",
     "MaskSpec",
     "Reduction",
@@ -22,6 +28,9 @@ __all__ = [
     "Statistic",
     "StepStage",
     "WeightSpec",
+    "batch_constants",
+    "proximal_log_prob",
     "rollout_stage",
     "step_stage",
+    "turns",
 ]

@@ -1,49 +1,107 @@
-"""Masks: bands on an aggregated ratio of policies, decided a row at a time."""
+"""Masks: which units of tokens lie outside the band on their aggregated ratio."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .ratios import row_mean
-from .spec import MaskSpec, When
+from .mask_spec import MaskSpec
+from .ratios import divergence
+from .units import Units
 
 
-def aggregate(spec: MaskSpec, row_log_ratio: Tensor, tokens: Tensor) -> Tensor:
-    """The aggregated log ratio that a mask compares, in nats.
+def outside(
+    spec: MaskSpec,
+    log_ratio: Tensor,
+    units: Units,
+    *,
+    numerator: Tensor,
+    denominator: Tensor,
+    cutoff: float | None = None,
+) -> Tensor:
+    """Tokens of the units that lie outside the band, bounds inclusive.
 
-    ``geometric`` is (1/T) sum_t log r_t, the log of the geometric mean ratio, and does not change when a row is
-    repeated; ``product`` is sum_t log r_t, and grows with length.
-
-    Args:
-        row_log_ratio: (B,) float64, sum of the token log-ratios.
-        tokens: (B,) float64, T, the number of valid tokens.
-
-    Returns:
-        (B,) float64.
-    """
-    return row_mean(row_log_ratio, tokens) if spec.aggregate == "geometric" else row_log_ratio
-
-
-def rejected(spec: MaskSpec, log_value: Tensor) -> Tensor:
-    """Rows outside the band: log_value < log lower or > log upper, bounds inclusive.
-
-    With ``delta`` this is OPSM's condition mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
+    Aggregates are accumulated in float64 and compared in float32, as the bound's own log is, so that a unit whose
+    mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
+    sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
-        log_value: (B,) float64 from ``aggregate``. It is compared in float32, as the log of the bound is, so that a
-            row whose mean or sum equals that log in float32 lies inside.
+        log_ratio: (B, T) float32 or wider, log r_t in nats, 0 off ``units.valid``.
+        units: of ``spec.level``.
+        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``second_moment_cutoff``.
 
     Returns:
-        (B,) bool.
+        (B, T) bool, without meaning off ``units.valid``.
     """
-    lower, upper = spec.log_bounds
-    value = log_value.to(torch.float32)
+    return units.spread(_outside(spec, log_ratio, units, numerator, denominator, cutoff))
+
+
+def _outside(
+    spec: MaskSpec, log_ratio: Tensor, units: Units, numerator: Tensor, denominator: Tensor, cutoff: float | None
+) -> Tensor:
+    match spec.aggregate:
+        case "product":
+            return _beyond(spec, units.total(log_ratio))
+        case "geometric":
+            return _beyond(spec, units.mean(log_ratio))
+        case "any":
+            return units.greatest(_beyond(spec, log_ratio)) > 0
+        case "binary_tv":
+            gap = numerator.detach().double().exp() - denominator.detach().double().exp()
+            return units.greatest(_beyond(spec, gap)) > 0
+        case "second_moment":
+            if cutoff is None:
+                raise ValueError("second_moment cuts by the batch: pass the constants of batch_constants.")
+            return log_ratio.double().square() > cutoff
+        case _:
+            measure, reduction = spec.aggregate.split("_")
+            values = torch.where(units.valid, divergence(measure, log_ratio), 0.0)
+            if reduction == "max":
+                greatest = units.greatest(values)
+                return _beyond(spec, greatest) & (units.tokens > 0)
+            return _beyond(spec, units.mean(values) if reduction == "mean" else units.total(values))
+
+
+def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:
+    lower, upper = spec.limits
+    value = value.to(torch.float32)
     return (value < lower) | (value > upper)
 
 
-def applies(when: When, advantage_sign: Tensor) -> Tensor:
-    """Rows that a mask looks at, by the sign of the row's mean advantage: (B,) -> (B,) bool."""
-    if when == "any":
-        return torch.ones_like(advantage_sign, dtype=torch.bool)
-    return advantage_sign < 0 if when == "negative" else advantage_sign > 0
+def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
+    """The greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
+
+    Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
+
+    Args:
+        log_ratio: (B, T), 0 off ``valid``; the whole batch.
+
+    Returns:
+        -1 if no token may be kept; infinity if all may.
+    """
+    squares = log_ratio[valid].double().square().sort().values
+    if not len(squares):
+        return float("inf")
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    # Equal values stand or fall together, so a value is judged by the mean that includes all of its equals.
+    last_of_equals = torch.ones_like(squares, dtype=torch.bool)
+    last_of_equals[:-1] = squares[1:] != squares[:-1]
+    admissible = squares[last_of_equals & (means <= budget)]
+    if not len(admissible):
+        return -1.0
+    return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
+
+
+def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor) -> Tensor:
+    """Where a mask looks: by the sign of the row's mean advantage over its valid tokens, or of each token's own.
+
+    Returns:
+        (B, 1) or (B, T) bool.
+    """
+    if spec.when == "any":
+        return torch.ones_like(valid[:, :1])
+    value = torch.where(valid, advantages.detach(), torch.zeros_like(advantages))
+    if spec.sign == "row":
+        value = value.sum(-1, keepdim=True, dtype=torch.float64)
+    return value < 0 if spec.when == "negative" else value > 0

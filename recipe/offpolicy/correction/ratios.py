@@ -1,4 +1,4 @@
-"""Log-ratios of policies and their sums per row. Nothing here reads a padded position."""
+"""Log-ratios of policies and what is measured of them by token. Nothing here reads a padded position."""
 
 from __future__ import annotations
 
@@ -45,11 +45,32 @@ def exp_clamped(log_value: Tensor) -> Tensor:
     return torch.exp(log_value.clamp(-EXP_CLAMP, EXP_CLAMP))
 
 
-def row_sum(values: Tensor) -> Tensor:
-    """Sum over tokens, accumulated in float64: (B, T) -> (B,) float64."""
-    return values.sum(-1, dtype=torch.float64)
+def excess(log_value: Tensor) -> Tensor:
+    """r - 1 in float64, exact where r is near 1; the log-ratio is clamped to +-20 nats."""
+    return torch.expm1(log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP))
 
 
-def row_mean(row_total: Tensor, tokens: Tensor) -> Tensor:
-    """Mean over a row's valid tokens: (B,) float64; 0, the value of two equal policies, where there are none."""
-    return row_total / tokens.clamp(min=1)
+def divergence(name: str, log_value: Tensor) -> Tensor:
+    """Per-token samples of a divergence between the two policies of a ratio r, under the denominator's samples.
+
+    ``k1`` = -log r, ``k2`` = (log r)^2 / 2, ``k3`` = r - 1 - log r (Schulman 2020, Approximating KL divergence), in
+    nats; ``tv`` = |r - 1| / 2, whose mean under the denominator is the total variation.
+
+    Args:
+        log_value: log r, any shape.
+
+    Returns:
+        float64 of the same shape.
+    """
+    value = log_value.double()
+    match name:
+        case "k1":
+            return -value
+        case "k2":
+            return value.square() / 2
+        case "k3":
+            return excess(value) - value
+        case "tv":
+            return excess(value).abs() / 2
+        case _:
+            raise ValueError(f"no divergence {name!r}: one of k1, k2, k3, tv.")

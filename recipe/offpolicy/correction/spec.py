@@ -1,181 +1,74 @@
-"""What a correction is: one weight and any number of named masks, validated once.
-
-Every message names the key, the value and the fix, because a mistyped threshold that is taken for a valid one
-degrades a run in silence.
-"""
+"""What a correction is: one weight, any number of named masks, and what surrounds them; validated once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from .ratios import EXP_CLAMP
+from .dialects.skyrl import plain_from_skyrl
+from .dialects.trl import plain_from_trl
+from .dialects.verl import plain_from_verl
+from .mask_spec import MaskSpec
+from .proximal import Proximal
+from .units import Level
+from .validation import (
+    SpecError,
+    choice,
+    known_keys,
+    mapping_at,
+    metric_name,
+    number,
+    ratio_bounds,
+    require_keys,
+    truth,
+)
+from .weight_spec import WeightSpec
 
-Ratio = Literal["rollout", "full", "ppo"]
-Level = Literal["token", "sequence"]
-Aggregate = Literal["geometric", "product"]
-When = Literal["any", "negative", "positive"]
-Kind = Literal["truncate", "clip"]
+Denominator = Literal["original", "kept"]
+Baseline = Literal["include", "exclude"]
 
-_MISSING = "???"  # what OmegaConf leaves where a value is mandatory
-_MASK_NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-class SpecError(ValueError):
-    """A correction that cannot be what was meant; the message names key, value and fix."""
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """A detached importance weight on pi_old / mu.
-
-    Attributes:
-        level: ``token`` weighs each token by its own ratio, ``sequence`` every token by the row's product.
-        kind: ``truncate`` binds one side, ``clip`` both.
-        lower: least weight, > 0, or None for an open side.
-        upper: greatest weight, > 0, or None for an open side.
-    """
-
-    level: Level
-    kind: Kind
-    lower: float | None
-    upper: float | None
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
-        """Build from plain values; ``key`` is the Hydra path that error messages show."""
-        _require_keys(mapping, {"level", "kind", "lower", "upper"}, key)
-        kind = _choice(mapping, "kind", Kind, key)
-        lower, upper = _bounds(mapping, key)
-        for side, bound in (("lower", lower), ("upper", upper)):
-            if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
-                raise SpecError(
-                    f"{key}.{side}={bound}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never "
-                    f"leaves [{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}]. Set a bound inside, or "
-                    f"null to leave that side open."
-                )
-        if kind == "truncate" and lower is not None and upper is not None:
-            raise SpecError(
-                f"{key}.lower={lower} with {key}.upper={upper}: kind 'truncate' binds one side. "
-                f"Set {key}.kind=clip to bind both, or one of the bounds to null."
-            )
-        if kind == "clip" and (lower is None or upper is None):
-            raise SpecError(
-                f"{key}.kind=clip with lower={lower}, upper={upper}: 'clip' binds both sides. "
-                f"Give both bounds, or set {key}.kind=truncate."
-            )
-        return cls(_choice(mapping, "level", Level, key), kind, lower, upper)
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {"level": self.level, "kind": self.kind, "lower": self.lower, "upper": self.upper}
-
-
-@dataclass(frozen=True)
-class MaskSpec:
-    """A band on a ratio of policies; what lies outside loses its gradient.
-
-    Attributes:
-        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old.
-        level: ``sequence``: one decision a row.
-        aggregate: ``geometric`` exp(mean log ratio), ``product`` exp(sum log ratio).
-        lower, upper: inclusive bounds on the aggregated ratio, > 0; None leaves a side open.
-        when: rows that it applies to, by the sign of the row's mean advantage over its valid tokens.
-        delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
-    """
-
-    ratio: Ratio
-    level: Level
-    aggregate: Aggregate
-    lower: float | None
-    upper: float | None
-    when: When
-    delta: float | None = None
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
-        """Build from plain values; ``key`` is the Hydra path that error messages show."""
-        common = {"ratio", "level", "aggregate", "when"}
-        lower: float | None
-        upper: float | None
-        if "delta" in mapping:
-            if clash := sorted({"lower", "upper"} & set(mapping)):
-                raise SpecError(
-                    f"{key}.delta={mapping['delta']} with {key}.{clash[0]}={mapping[clash[0]]}: delta d stands for "
-                    f"lower=exp(-d), upper=null. Give either delta or the two bounds."
-                )
-            _require_keys(mapping, common | {"delta"}, key)
-            delta = _number(mapping["delta"], f"{key}.delta")
-            if delta is None or delta < 0:
-                raise SpecError(
-                    f"{key}.delta={mapping['delta']}: a row is dropped when mean log(mu/pi) > delta, so delta must "
-                    f"be a number >= 0, in nats a token. Set {key}.delta=0.1 for example."
-                )
-            if delta > EXP_CLAMP:
-                raise SpecError(
-                    f"{key}.delta={delta}: a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the "
-                    f"mask never acts. Set {key}.delta=0.1 for example, or remove the mask."
-                )
-            lower, upper = math.exp(-delta), None
-        else:
-            _require_keys(mapping, common | {"lower", "upper"}, key)
-            delta = None
-            lower, upper = _bounds(mapping, key)
-            if lower is None and upper is None:
-                raise SpecError(
-                    f"{key}.lower=null with {key}.upper=null: a mask with both sides open never acts. "
-                    f"Set a bound, or remove the mask."
-                )
-        level = _choice(mapping, "level", Level, key)
-        if level != "sequence":
-            raise SpecError(f"{key}.level={level!r}: masks decide by row. Set {key}.level=sequence.")
-        return cls(
-            ratio=_choice(mapping, "ratio", Ratio, key),
-            level=level,
-            aggregate=_choice(mapping, "aggregate", Aggregate, key),
-            lower=lower,
-            upper=upper,
-            when=_choice(mapping, "when", When, key),
-            delta=delta,
-        )
-
-    def to_mapping(self) -> dict[str, Any]:
-        mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
-        if self.delta is not None:
-            return mapping | {"delta": self.delta, "when": self.when}
-        return mapping | {"lower": self.lower, "upper": self.upper, "when": self.when}
-
-    @property
-    def log_bounds(self) -> tuple[float, float]:
-        """Inclusive bounds on the aggregated log ratio, in nats; infinite where open."""
-        if self.delta is not None:
-            return -self.delta, math.inf
-        lower = -math.inf if self.lower is None else math.log(self.lower)
-        return lower, math.inf if self.upper is None else math.log(self.upper)
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether the decision waits for pi or for the advantages."""
-        return self.ratio != "rollout" or self.when != "any"
+_KEYS = (
+    "weight",
+    "masks",
+    "proximal",
+    "alpha",
+    "denominator",
+    "baseline",
+    "kl_clip",
+    "skyrl_compat",
+    "allow_truncated_sampling",
+)
 
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A weight, masks that must all keep, and one consent.
+    """A weight, masks that must all keep, and what surrounds them.
 
     Attributes:
         weight: importance weight, or None for 1.
         masks: (name, mask) in name order; the order never matters to the result.
+        proximal: where pi_old comes from, see ``proximal_log_prob``.
+        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
+        denominator: what the loss is divided by: ``original`` counts rejected tokens and rows, ``kept`` does not.
+        baseline: whether rejected siblings count in the group baselines of GRPO and RLOO.
+        kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
+        skyrl_compat: reproduces SkyRL, where an outlier mask acts first, then token masks, and what decides by
+            sequence sees only the tokens that these leave.
         allow_truncated_sampling: says that top-p, top-k, min-p or a repetition penalty is meant, although
             mu is then another distribution than the one pi_old is compared with.
     """
 
     weight: WeightSpec | None = None
-    masks: tuple[tuple[str, MaskSpec], ...] = field(default=())
+    masks: tuple[tuple[str, MaskSpec], ...] = ()
+    proximal: Proximal = "recompute"
+    alpha: float | None = None
+    denominator: Denominator = "original"
+    baseline: Baseline = "include"
+    kl_clip: tuple[float, float] | None = None
+    skyrl_compat: bool = False
     allow_truncated_sampling: bool = False
 
     @classmethod
@@ -183,35 +76,63 @@ class CorrectionSpec:
         """Build from the plain values under the Hydra key ``correction``.
 
         Raises:
-            SpecError: unknown or missing keys, values of the wrong type, bounds that cross or never act.
+            SpecError: a malformed value, or parts that cannot go together.
         """
-        if mapping is None:
-            raise SpecError("correction=null: nothing says what is meant. Set correction=none to train uncorrected.")
         if not isinstance(mapping, Mapping):
-            raise SpecError(f"correction={mapping!r}: expected a mapping with the keys weight and masks.")
-        _known_keys(mapping, {"weight", "masks", "allow_truncated_sampling"}, "correction")
-        weight = mapping.get("weight")
-        masks = mapping.get("masks")
-        consent = mapping.get("allow_truncated_sampling", False)
-        if not isinstance(consent, bool):
-            raise SpecError(f"correction.allow_truncated_sampling={consent!r}: set true or false.")
-        return cls(
-            weight=None if weight is None else WeightSpec.from_mapping(_mapping(weight, "correction.weight")),
+            shown = "null" if mapping is None else repr(mapping)
+            raise SpecError(
+                f"correction={shown}: expected a mapping with the keys weight and masks. "
+                f"Set correction=none to train uncorrected."
+            )
+        known_keys(mapping, _KEYS, "correction")
+        weight, masks = mapping.get("weight"), mapping.get("masks")
+        spec = cls(
+            weight=None if weight is None else WeightSpec.from_mapping(mapping_at(weight, "correction.weight")),
             masks=tuple(
-                (_mask_name(name), MaskSpec.from_mapping(_mapping(mask, key), key=key))
+                (metric_name(name, "correction.masks"), MaskSpec.from_mapping(mapping_at(mask, key), key=key))
                 for name, mask, key in sorted(
                     (str(n), m, f"correction.masks.{n}")
-                    for n, m in _mapping({} if masks is None else masks, "correction.masks").items()
+                    for n, m in mapping_at({} if masks is None else masks, "correction.masks").items()
                 )
             ),
-            allow_truncated_sampling=consent,
+            proximal=choice(mapping, "proximal", Proximal, "correction", "recompute"),
+            alpha=number(mapping.get("alpha"), "correction.alpha"),
+            denominator=choice(mapping, "denominator", Denominator, "correction", "original"),
+            baseline=choice(mapping, "baseline", Baseline, "correction", "include"),
+            kl_clip=_kl_clip(mapping.get("kl_clip")),
+            skyrl_compat=truth(mapping, "skyrl_compat", "correction"),
+            allow_truncated_sampling=truth(mapping, "allow_truncated_sampling", "correction"),
         )
+        for rule in _RULES:
+            rule(spec)
+        return spec
+
+    @classmethod
+    def from_skyrl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
+        """From SkyRL's ``trainer.algorithm.off_policy_correction``; keys left out have SkyRL's defaults."""
+        return cls.from_mapping(plain_from_skyrl(mapping))
+
+    @classmethod
+    def from_trl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
+        """From the fields of TRL's ``GRPOConfig`` about the sampling engine; those left out have TRL's defaults."""
+        return cls.from_mapping(plain_from_trl(mapping))
+
+    @classmethod
+    def from_verl(cls, mapping: Any) -> CorrectionSpec:
+        """From verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
+        return cls.from_mapping(plain_from_verl(mapping))
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values from which ``from_mapping`` makes an equal spec."""
         return {
             "weight": None if self.weight is None else self.weight.to_mapping(),
             "masks": {name: mask.to_mapping() for name, mask in self.masks},
+            "proximal": self.proximal,
+            "alpha": self.alpha,
+            "denominator": self.denominator,
+            "baseline": self.baseline,
+            "kl_clip": None if self.kl_clip is None else dict(zip(("lower", "upper"), self.kl_clip, strict=True)),
+            "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
 
@@ -223,71 +144,177 @@ class CorrectionSpec:
     @property
     def is_none(self) -> bool:
         """Whether nothing is corrected."""
-        return self.weight is None and not self.masks
+        return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
+
+    @property
+    def levels(self) -> frozenset[Level]:
+        """Levels that the weight or a mask decides by."""
+        used: set[Level] = {mask.level for _, mask in self.masks}
+        return frozenset(used | ({self.weight.level} if self.weight else set()))
+
+    @property
+    def needs_constants(self) -> bool:
+        """Whether something is fixed for the whole batch, see ``batch_constants``."""
+        normalized = self.weight is not None and self.weight.normalize
+        return normalized or any(mask.budget is not None for _, mask in self.masks)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether anything has to be known of the whole batch before the first gradient step."""
+        return self.needs_constants or self.denominator == "kept" or self.baseline == "exclude"
+
+    @property
+    def step_parts(self) -> tuple[str, ...]:
+        """Keys, below ``correction``, of what waits for the current policy or the advantages."""
+        parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
+        return tuple((["weight"] if self.weight is not None and self.weight.needs_step else []) + parts)
+
+    @property
+    def rollout_rejects(self) -> tuple[str, ...]:
+        """Keys, below ``correction``, of what can drop tokens by mu and pi_old alone."""
+        parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
+        rejects = self.weight is not None and self.weight.kind == "reject" and not self.weight.needs_step
+        return tuple((["weight"] if rejects else []) + parts)
 
 
-def _mapping(value: Any, key: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        shown = "null" if value is None else repr(value)
-        raise SpecError(f"{key}={shown}: expected a mapping. Choose it by a group option, e.g. correction=gsm.")
-    return value
-
-
-def _known_keys(mapping: Mapping[str, Any], known: set[str], key: str) -> None:
-    if unknown := sorted(str(name) for name in mapping if name not in known):
-        name = unknown[0]
-        raise SpecError(
-            f"{key}.{name}={mapping.get(name)!r}: unknown key. Known under {key}: {', '.join(sorted(known))}."
-        )
-
-
-def _require_keys(mapping: Mapping[str, Any], keys: set[str], key: str) -> None:
-    _known_keys(mapping, keys, key)
-    for name in sorted(keys - set(mapping)):
-        hint = "null leaves that side open" if name in {"lower", "upper"} else "it has no default"
-        raise SpecError(f"{key}.{name} is not set ({hint}). Set {key}.{name}=...")
-    for name in sorted(keys):
-        if mapping[name] == _MISSING:
-            hint = " OPSM has no published default." if name == "delta" else ""
-            raise SpecError(f"{key}.{name} is required and not set.{hint} Set {key}.{name}=...")
-
-
-def _choice(mapping: Mapping[str, Any], name: str, options: Any, key: str) -> Any:
-    allowed = get_args(options)
-    if (value := mapping[name]) not in allowed:
-        raise SpecError(f"{key}.{name}={value!r}: set one of {', '.join(allowed)}.")
-    return cast(Any, value)
-
-
-def _number(value: Any, key: str) -> float | None:
+def _kl_clip(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SpecError(f"{key}={value!r}: expected a number or null, not {type(value).__name__}.")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond float64
-        number = math.inf
-    if not math.isfinite(number):
-        raise SpecError(f"{key}={value}: expected a finite number. Write null for an open side.")
-    return number + 0.0  # -0.0 is 0.0, also in the fingerprint
-
-
-def _bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    lower, upper = (_number(mapping[side], f"{key}.{side}") for side in ("lower", "upper"))
-    for side, bound in (("lower", lower), ("upper", upper)):
-        if bound is not None and bound <= 0:
-            raise SpecError(f"{key}.{side}={bound}: ratios are positive. Set a bound > 0, or null to leave it open.")
-    if lower is not None and upper is not None and lower > upper:
-        raise SpecError(f"{key}.lower={lower} > {key}.upper={upper}: nothing lies between. Swap the bounds.")
+    key = "correction.kl_clip"
+    mapping = mapping_at(value, key)
+    require_keys(mapping, {"lower", "upper"}, key)
+    lower, upper = ratio_bounds(mapping, key)
+    if lower is None or upper is None or not lower < 1 < upper:
+        raise SpecError(
+            f"{key}={{lower: {lower}, upper: {upper}}}: a clip of pi / pi_old, two bounds around 1. "
+            f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio."
+        )
     return lower, upper
 
 
-def _mask_name(name: str) -> str:
-    # The name becomes part of a metric, and verl reduces by substring: "min" and "max" change the reduction.
-    if not _MASK_NAME.fullmatch(name) or "min" in name or "max" in name:
+def _proximal_fits(spec: CorrectionSpec) -> None:
+    if spec.proximal == "loglinear":
+        if spec.alpha is None or not 0 < spec.alpha < 1:
+            raise SpecError(
+                f"correction.alpha={spec.alpha} with correction.proximal=loglinear: the share of the current policy, "
+                f"between 0 (bypass) and 1 (reuse). Set correction.alpha=0.5 for example."
+            )
+    elif spec.alpha is not None:
         raise SpecError(
-            f"correction.masks.{name}: a mask's name is lower case letters, digits and _, without 'min' or 'max' "
-            f"(verl reduces metrics by those). Rename the mask."
+            f"correction.alpha={spec.alpha} with correction.proximal={spec.proximal}: only loglinear interpolates. "
+            f"Set correction.proximal=loglinear, or correction.alpha=null."
         )
-    return name
+    if spec.proximal == "bypass":
+        if spec.weight is not None and spec.weight.ratio == "rollout":
+            raise SpecError(
+                "correction.weight.ratio=rollout with correction.proximal=bypass: pi_old is mu, so that PPO's own "
+                "ratio pi / mu corrects already and a weight would count it twice. Set correction.weight=null or "
+                "correction.proximal=recompute."
+            )
+        _inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
+    if spec.proximal == "reuse":
+        _inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
+        if spec.kl_clip is not None:
+            raise SpecError(
+                "correction.kl_clip with correction.proximal=reuse: pi / pi_old is 1, so that nothing is clipped. "
+                "Set correction.kl_clip=null."
+            )
+    if spec.proximal in ("reuse", "loglinear"):
+        needs = [key for key, needed in _batch_wide(spec).items() if needed]
+        if needs:
+            raise SpecError(
+                f"{needs[0]} with correction.proximal={spec.proximal}: it is fixed for the batch from pi_old, which is "
+                f"not known before the gradient step. Set correction.proximal=recompute."
+            )
+
+
+def _inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
+    for name, mask in spec.masks:
+        if mask.ratio == ratio:
+            raise SpecError(
+                f"correction.masks.{name}.ratio={ratio} with correction.proximal={spec.proximal}: {why}, so that the "
+                f"mask never acts. Set correction.masks.{name}.ratio={instead}, or correction.proximal=recompute."
+            )
+
+
+def _batch_wide(spec: CorrectionSpec) -> dict[str, bool]:
+    return {
+        "correction.weight.normalize=true": spec.weight is not None and spec.weight.normalize,
+        **{f"correction.masks.{name}.budget={m.budget}": m.budget is not None for name, m in spec.masks},
+        "correction.denominator=kept": spec.denominator == "kept",
+        "correction.baseline=exclude": spec.baseline == "exclude",
+    }
+
+
+def _step_rejects(spec: CorrectionSpec) -> str | None:
+    """Key of the first part that can drop tokens by the current policy or the advantages."""
+    weighs = spec.weight is not None and spec.weight.kind != "reject"
+    return next((part for part in spec.step_parts if part != "weight" or not weighs), None)
+
+
+def _denominator_fits(spec: CorrectionSpec) -> None:
+    if spec.denominator == "original":
+        return
+    if late := _step_rejects(spec):
+        raise SpecError(
+            f"correction.denominator=kept with correction.{late}: it waits for the current policy or the "
+            f"advantages, so that the count would change within a mini-batch. Set correction.denominator=original."
+        )
+    if not spec.rollout_rejects:
+        raise SpecError(
+            "correction.denominator=kept with no mask: nothing is rejected, so that both counts are one. "
+            "Set correction.denominator=original, or add a mask."
+        )
+
+
+def _baseline_fits(spec: CorrectionSpec) -> None:
+    if spec.baseline == "include":
+        return
+    if late := _step_rejects(spec):
+        raise SpecError(
+            f"correction.baseline=exclude with correction.{late}: circular, for what is rejected depends "
+            f"on the current policy or on the very advantages that the baseline makes. Set correction.baseline=include."
+        )
+    levels = {mask.level for _, mask in spec.masks}
+    if spec.weight is not None and spec.weight.kind == "reject":
+        levels.add(spec.weight.level)
+    if not levels - {"token"}:
+        raise SpecError(
+            "correction.baseline=exclude with nothing that rejects rows: no sibling would be left out. "
+            "Set correction.baseline=include, or add a mask by sequence."
+        )
+
+
+def _skyrl_fits(spec: CorrectionSpec) -> None:
+    if not spec.skyrl_compat:
+        return
+    for name, mask in spec.masks:
+        known = mask.level in ("token", "sequence") and mask.aggregate in ("any", "product", "geometric")
+        if mask.needs_step or not known:
+            raise SpecError(
+                f"correction.skyrl_compat=true with correction.masks.{name} (ratio {mask.ratio}, level {mask.level}, "
+                f"aggregate {mask.aggregate}, when {mask.when}): SkyRL has no such mask, so that its order is not "
+                f"defined. Set correction.skyrl_compat=false."
+            )
+    weight = spec.weight
+    if weight is not None and (
+        weight.needs_step
+        or weight.kind == "reject"
+        or weight.level not in ("token", "sequence")
+        or weight.aggregate != "product"
+    ):
+        raise SpecError(
+            f"correction.skyrl_compat=true with correction.weight (ratio {weight.ratio}, level {weight.level}, "
+            f"aggregate {weight.aggregate}, kind {weight.kind}): SkyRL has no such weight, so that its order is not "
+            f"defined. Set correction.skyrl_compat=false."
+        )
+    if spec.needs_batch:
+        key = next(key for key, needed in _batch_wide(spec).items() if needed)
+        raise SpecError(
+            f"correction.skyrl_compat=true with {key}: SkyRL has no such thing. Set correction.skyrl_compat=false."
+        )
+
+
+_RULES = (_proximal_fits, _denominator_fits, _baseline_fits, _skyrl_fits)
+
+__all__ = ["CorrectionSpec", "MaskSpec", "SpecError", "WeightSpec"]

@@ -7,21 +7,34 @@ log(pi/pi_old), so OPSM costs one new sum a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import statistics as st
-from .masks import aggregate, applies, rejected
-from .ratios import EXP_CLAMP, exp_clamped, log_ratio, row_sum, valid_tokens
+from . import telemetry
+from .mask_spec import MaskSpec
+from .masks import applies, outside, second_moment_cutoff
+from .ratios import exp_clamped, log_ratio, valid_tokens
 from .spec import CorrectionSpec
 from .statistics import Statistic
-from .weights import bounded, raw_weight
+from .units import Level, Units, units_of
+from .weight_spec import WeightSpec
+from .weights import bounded, log_weight, mean_weight, rejected
 
-COLUMNS: Final = ("tokens", "log_ratio_sum")
-"""Columns of ``RolloutStage.table``: T, the number of valid tokens, and sum_t log(pi_old / mu) in nats."""
+
+@dataclass(frozen=True)
+class BatchConstants:
+    """What is fixed for a whole batch, so that no split of it into micro-batches or over ranks can matter.
+
+    Attributes:
+        weight_mean: with ``normalize``, what weights are divided by; None otherwise.
+        cutoffs: mask name -> the greatest (log r)^2 that ``second_moment`` keeps.
+    """
+
+    weight_mean: float | None = None
+    cutoffs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -30,19 +43,19 @@ class RolloutStage:
 
     Attributes:
         spec: the correction that decided; the step stage must be of the same.
-        table: (B, len(COLUMNS)) float64, statistics of each sequence.
-        weight: (B, T) float32 or wider, detached, 0 off ``valid``.
-        keep: (B, T) bool, False off ``valid`` and where a mask that needs neither pi nor advantages rejects.
-        rejected: mask name -> (B,) bool, for the masks decided here.
+        weight: (B, T) float32 or wider, detached, 0 off ``valid``; 1 where the weight waits for the current policy.
+        keep: (B, T) bool, False off ``valid`` and where a weight or mask that needs neither pi nor advantages rejects.
+        rejected: what rejected it -> (B, T) bool, for the parts decided here, under the keys of the correction.
         log_ratio: (B, T) log(pi_old / mu), 0 off ``valid``.
         valid: (B, T) bool, the response mask less tokens whose mu or pi_old is not finite.
         response_mask: (B, T) bool, as given.
-        old_log_prob: (B, T), as given.
-        statistics: name -> typed statistic.
+        old_log_prob, rollout_log_prob: (B, T), as given.
+        units: level -> the units that the correction decides by.
+        statistics: name -> typed statistic, see ``catalogue``.
+        sample, mismatch: what the statistics of the step stage go by; None where nothing is measured.
     """
 
     spec: CorrectionSpec
-    table: Tensor
     weight: Tensor
     keep: Tensor
     rejected: dict[str, Tensor]
@@ -50,17 +63,11 @@ class RolloutStage:
     valid: Tensor
     response_mask: Tensor
     old_log_prob: Tensor
+    rollout_log_prob: Tensor
+    units: dict[Level, Units]
     statistics: dict[str, Statistic]
-
-    @property
-    def tokens(self) -> Tensor:
-        """(B,) float64, T."""
-        return self.table[:, 0]
-
-    @property
-    def log_ratio_sum(self) -> Tensor:
-        """(B,) float64, sum_t log(pi_old / mu)."""
-        return self.table[:, 1]
+    sample: telemetry.Sample | None = None
+    mismatch: telemetry.Mismatch | None = None
 
 
 @dataclass(frozen=True)
@@ -70,45 +77,126 @@ class StepStage:
     Attributes:
         weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 off the response mask.
         keep: (B, T) bool; False off the response mask.
+        rejected: what rejected it -> (B, T) bool, without meaning off the stage's ``valid``.
         statistics: name -> typed statistic, those of the rollout stage included.
     """
 
     weight: Tensor
     keep: Tensor
+    rejected: dict[str, Tensor]
     statistics: dict[str, Statistic]
 
 
+def batch_constants(
+    spec: CorrectionSpec,
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+) -> BatchConstants:
+    """What ``spec`` fixes for the whole batch, from tensors that hold all of its rows; see ``rollout_stage``."""
+    valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
+    log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
+    weight_mean = None
+    if spec.weight is not None and spec.weight.normalize:
+        ids = _ids(spec.weight.level, segment_ids, versions)
+        total, count = mean_weight(spec.weight, log_rho, units_of(spec.weight.level, valid, ids))
+        weight_mean = float(total / count) if total > 0 else 1.0
+    return BatchConstants(
+        weight_mean,
+        {
+            name: second_moment_cutoff(mask.budget, log_rho, valid)
+            for name, mask in spec.masks
+            if mask.budget is not None
+        },
+    )
+
+
 def rollout_stage(
-    spec: CorrectionSpec, *, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+    spec: CorrectionSpec,
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+    constants: BatchConstants | None = None,
+    staleness: Tensor | None = None,
+    measure: telemetry.Measure = "all",
 ) -> RolloutStage:
     """Weights, masks and statistics that depend on pi_old / mu alone.
 
     A token whose mu or pi_old is not finite leaves weights, masks, T and statistics, and is counted.
 
     Args:
-        old_log_prob: (B, T) log pi_old, any float dtype.
+        old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
         rollout_log_prob: (B, T) log mu, any float dtype.
         response_mask: (B, T) bool or 0/1; padding is never read.
+        segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn``.
+        versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
+        constants: of the batch that these rows belong to; None: these rows are the whole batch.
+        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use; statistics
+            alone read it, as they read ``segment_ids`` whatever the levels are.
+        measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or a level whose ids are missing.
     """
     _same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    ids = {level: _ids(level, segment_ids, versions) for level in spec.levels}
+    for name, given in {"segment_ids": segment_ids, "versions": versions}.items():
+        if given is not None:
+            _same_shape(response_mask=response_mask, **{name: given})
+            if given.dtype == torch.bool or given.is_floating_point():
+                raise ValueError(f"{name} of dtype {given.dtype}: expected integers, one number a unit.")
+    if staleness is not None and staleness.shape != response_mask.shape[:1]:
+        raise ValueError(
+            f"staleness of shape {tuple(staleness.shape)}: expected (B,), {tuple(response_mask.shape[:1])}"
+        )
     mask = response_mask.bool()
     valid = valid_tokens(mask, old_log_prob, rollout_log_prob)
     log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
-    tokens, log_rho_sum = row_sum(valid), row_sum(log_rho)
+    if constants is None and not spec.needs_constants:
+        constants = BatchConstants()
+    elif constants is None:
+        constants = batch_constants(
+            spec,
+            old_log_prob=old_log_prob,
+            rollout_log_prob=rollout_log_prob,
+            response_mask=mask,
+            segment_ids=segment_ids,
+            versions=versions,
+        )
 
-    raw = raw_weight(spec.weight, log_rho, log_rho_sum, valid)
-    weight = bounded(spec.weight, raw, valid)
-    drops = {name: rejected(m, aggregate(m, log_rho_sum, tokens)) for name, m in spec.masks if not m.needs_step}
-    keep = valid
-    for drop in drops.values():
-        keep = keep & ~drop[:, None]
+    units = {level: units_of(level, valid, ids[level]) for level in spec.levels}
+    weight, weighed = valid.to(log_rho.dtype), None
+    keep, drops = valid, dict[str, Tensor]()
+    for key, part in _order(spec):
+        seen, basis = log_rho, units[part.level]
+        if spec.skyrl_compat and part.level != "token":
+            seen = torch.where(keep, log_rho, torch.zeros_like(log_rho))
+            basis = units_of(part.level, keep, ids[part.level])
+        if isinstance(part, WeightSpec):
+            weighed = _weigh(part, seen, basis, valid, _mean(part, constants))
+            weight, drop = weighed.weight, weighed.drop
+        else:
+            cutoff = constants.cutoffs.get(key.removeprefix("masks."))
+            drop = outside(part, seen, basis, numerator=old_log_prob, denominator=rollout_log_prob, cutoff=cutoff)
+        if isinstance(part, MaskSpec) or part.kind == "reject":
+            drops[key] = drop
+            keep = keep & ~drop
 
+    sample, mismatch, statistics = None, None, dict[str, Statistic]()
+    if measure != "nothing":
+        sample = telemetry.sample(mask, valid, log_rho.dtype, segment_ids, staleness)
+        if measure == "all":
+            statistics, mismatch = telemetry.of_rollout(sample, log_rho, old_log_prob, rollout_log_prob)
+        if spec.weight is None or not spec.weight.needs_step:
+            statistics |= telemetry.of_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
-        table=torch.stack([tokens, log_rho_sum], dim=-1),
         weight=weight,
         keep=keep,
         rejected=drops,
@@ -116,101 +204,131 @@ def rollout_stage(
         valid=valid,
         response_mask=mask,
         old_log_prob=old_log_prob,
-        statistics=_rollout_statistics(mask, valid, log_rho, old_log_prob, rollout_log_prob)
-        | _weight_statistics(spec, valid, raw, weight),
+        rollout_log_prob=rollout_log_prob,
+        units=units,
+        statistics=statistics,
+        sample=sample,
+        mismatch=mismatch,
     )
 
 
-def step_stage(spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, advantages: Tensor) -> StepStage:
+def step_stage(
+    spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, advantages: Tensor | None = None
+) -> StepStage:
     """Weight and keep of one gradient step.
 
     Args:
         stage: from ``rollout_stage`` of the same rows.
         log_prob: (B, T) log pi, detached here. The caller stops on a value that is not finite (it is counted in
             ``nonfinite/log_prob``, and advantages likewise): no mask can keep it out of the gradient.
-        advantages: (B, T); only the sign of each row's mean over its valid tokens is used.
+        advantages: (B, T); only signs are used, see ``MaskSpec.sign``. None where no mask looks at them; statistics
+            by sign then find no row.
 
     Raises:
-        ValueError: shapes that differ, or a stage of another correction.
+        ValueError: shapes that differ, a stage of another correction, or a mask whose advantages are missing.
     """
     if spec != stage.spec:
         raise ValueError(
             f"the rollout stage was decided by {stage.spec.to_mapping()}, the step stage is asked for "
             f"{spec.to_mapping()}: run rollout_stage again with the new correction."
         )
+    if advantages is None:
+        advantages = _no_advantages(spec, stage)
     _same_shape(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
-    log_r = log_ratio(log_prob, stage.old_log_prob, stage.valid)
-    log_r_sum = row_sum(log_r)
-    row_log_ratio = {"rollout": stage.log_ratio_sum, "ppo": log_r_sum, "full": stage.log_ratio_sum + log_r_sum}
-    advantage_sign = row_sum(torch.where(stage.valid, advantages.detach(), torch.zeros_like(advantages))).sign()
+    valid = stage.valid
+    log_r = log_ratio(log_prob, stage.old_log_prob, valid)
+    log_full = stage.log_ratio + log_r
+    operands = {
+        "rollout": (stage.log_ratio, stage.old_log_prob, stage.rollout_log_prob),
+        "full": (log_full, log_prob, stage.rollout_log_prob),
+        "ppo": (log_r, log_prob, stage.old_log_prob),
+    }
 
-    drops = dict(stage.rejected)
-    keep = stage.keep
+    weight, weighed, drops, keep = stage.weight, None, dict(stage.rejected), stage.keep
+    if spec.weight is not None and spec.weight.needs_step:
+        weighed = _weigh(spec.weight, log_full, stage.units[spec.weight.level], valid, 1.0)
+        weight = weighed.weight
+        if spec.weight.kind == "reject":
+            drops["weight"] = weighed.drop
+            keep = keep & ~weighed.drop
     for name, mask in spec.masks:
         if mask.needs_step:
-            outside = rejected(mask, aggregate(mask, row_log_ratio[mask.ratio], stage.tokens))
-            drops[name] = outside & applies(mask.when, advantage_sign)
-            keep = keep & ~drops[name][:, None]
+            log_value, numerator, denominator = operands[mask.ratio]
+            units = stage.units[mask.level]
+            beyond = outside(mask, log_value, units, numerator=numerator, denominator=denominator)
+            drops[f"masks.{name}"] = beyond & applies(mask, advantages, valid)
+            keep = keep & ~drops[f"masks.{name}"]
 
-    statistics = dict(stage.statistics)
-    statistics["nonfinite/log_prob"] = st.total(stage.response_mask & ~torch.isfinite(log_prob))
-    statistics["nonfinite/advantages"] = st.total(stage.response_mask & ~torch.isfinite(advantages))
-    statistics |= _distribution("ppo_ratio", exp_clamped(log_r), stage.valid)
-    statistics |= _distribution("full_ratio", exp_clamped(stage.log_ratio + log_r), stage.valid)
-    statistics |= _keep_statistics(spec, stage, keep, drops)
-    return StepStage(weight=stage.weight, keep=keep, statistics=statistics)
+    statistics, full = dict(stage.statistics), None
+    if stage.sample is not None:
+        if stage.mismatch is not None:
+            of_step, full = telemetry.of_step(stage.sample, stage.mismatch, log_r, log_full, log_prob, advantages)
+            statistics |= of_step
+        if weighed is not None:
+            statistics |= telemetry.of_weight(stage.sample, spec.weight, weighed, full)
+        statistics |= telemetry.of_keep(stage.sample, keep, drops, advantages)
+    return StepStage(weight=weight, keep=keep, rejected=drops, statistics=statistics)
+
+
+def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
+    """Parts that the rollout stage decides, with their keys. The order matters to SkyRL alone."""
+    parts: list[tuple[str, WeightSpec | MaskSpec]] = [
+        (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
+    ]
+    if spec.weight is not None and not spec.weight.needs_step:
+        parts.append(("weight", spec.weight))
+
+    def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
+        _, part = item
+        if isinstance(part, WeightSpec):
+            return 2
+        if part.level == "token":
+            return 1
+        return 0 if part.aggregate == "any" else 3
+
+    return iter(sorted(parts, key=place))
+
+
+def _weigh(spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float) -> telemetry.Weighed:
+    """Raw weight, bounded weight, and what it rejects."""
+    by_unit = log_weight(spec, log_value, units)
+    zero = torch.zeros((), dtype=log_value.dtype, device=log_value.device)
+    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(log_value.dtype), zero)
+    weight = torch.where(valid, bounded(spec, raw), zero)
+    return telemetry.Weighed(
+        units=units, by_unit=by_unit, raw=raw, weight=weight / mean, drop=units.spread(rejected(spec, by_unit))
+    )
+
+
+def _mean(spec: WeightSpec, constants: BatchConstants) -> float:
+    if not spec.normalize:
+        return 1.0
+    if constants.weight_mean is None:
+        raise ValueError("weight.normalize divides by the batch's mean: pass the constants of batch_constants.")
+    return constants.weight_mean
+
+
+def _ids(level: str, segment_ids: Tensor | None, versions: Tensor | None) -> Tensor | None:
+    ids, name = {"turn": (segment_ids, "segment_ids"), "version": (versions, "versions")}.get(level, (None, ""))
+    if name and ids is None:
+        raise ValueError(
+            f"level={level} without {name}: nothing says which tokens belong together. Pass {name}, (B, T) integers, "
+            f"or set level=sequence."
+        )
+    return ids
+
+
+def _no_advantages(spec: CorrectionSpec, stage: RolloutStage) -> Tensor:
+    for name, mask in spec.masks:
+        if mask.when != "any":
+            raise ValueError(
+                f"correction.masks.{name}.when={mask.when} without advantages: nothing says which rows it looks at. "
+                f"Pass advantages, (B, T), or set correction.masks.{name}.when=any."
+            )
+    return torch.zeros_like(stage.log_ratio)
 
 
 def _same_shape(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 2:
         raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")
-
-
-def _rollout_statistics(
-    mask: Tensor, valid: Tensor, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
-) -> dict[str, Statistic]:
-    return _distribution("rollout_ratio", exp_clamped(log_rho), valid) | {
-        "log_prob_difference/mean": st.mean(log_rho, valid),
-        "log_prob_difference/std": st.std(log_rho, valid),
-        "log_prob_difference/abs_mean": st.mean(log_rho.abs(), valid),
-        # KL(mu || pi_old) from mu's own samples: k1 = -log rho, k3 = rho - 1 - log rho (Schulman 2020).
-        "kl/k1": st.mean(-log_rho, valid),
-        "kl/k3": st.mean(torch.expm1(log_rho.clamp(-EXP_CLAMP, EXP_CLAMP)) - log_rho, valid),
-        "nonfinite/rollout_log_prob": st.total(mask & ~torch.isfinite(rollout_log_prob)),
-        "nonfinite/old_log_prob": st.total(mask & ~torch.isfinite(old_log_prob)),
-    }
-
-
-def _weight_statistics(spec: CorrectionSpec, valid: Tensor, raw: Tensor, weight: Tensor) -> dict[str, Statistic]:
-    statistics = _distribution("weight", weight, valid)
-    if spec.weight is not None:
-        statistics |= _distribution("raw_weight", raw, valid)
-        statistics["weight/truncated_share"] = st.share(valid & (raw != weight), valid)
-    return statistics
-
-
-def _distribution(name: str, values: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    return {
-        f"{name}/mean": st.mean(values, valid),
-        f"{name}/std": st.std(values, valid, about=1.0),
-        f"{name}/min": st.minimum(values, valid),
-        f"{name}/max": st.maximum(values, valid),
-        f"{name}/ess": st.effective_sample_size(values, valid),
-    }
-
-
-def _keep_statistics(
-    spec: CorrectionSpec, stage: RolloutStage, keep: Tensor, drops: dict[str, Tensor]
-) -> dict[str, Statistic]:
-    rows = stage.tokens > 0
-    statistics = {
-        "keep/token_share": st.share(keep, stage.response_mask),
-        "keep/sequence_share": st.share(keep.any(-1), stage.response_mask.any(-1)),
-        "keep/token_mask_ratio": st.share(stage.response_mask & ~keep, stage.response_mask),
-    }
-    for name, _ in spec.masks:
-        dropped = drops[name]
-        statistics[f"mask/{name}/masked_sequence_share"] = st.share(dropped & rows, rows)
-        statistics[f"mask/{name}/masked_token_share"] = st.share(stage.valid & dropped[:, None], stage.response_mask)
-    return statistics

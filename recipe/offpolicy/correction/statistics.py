@@ -21,13 +21,15 @@ class Reduction(Enum):
     MEAN = "mean"  # (total, count)
     STD = "std"  # (total, square, count), taken about 1 for ratios and about 0 otherwise
     ESS = "ess"  # (total, square, count)
+    CHI2 = "chi2"  # (total, square, count), taken about 1
+    PERPLEXITY = "perplexity"  # (total of log-probs, count)
     MIN = "min"  # (value,), +inf for nothing
     MAX = "max"  # (value,), -inf for nothing
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Parts of a statistic: 0-dim tensors where it is taken, floats once it has left the device."""
+    """Parts of a statistic: 0-dim float64 tensors where it is taken, floats once it has left the device."""
 
     reduction: Reduction
     parts: tuple[Tensor | float, ...]
@@ -43,59 +45,70 @@ class Statistic:
         return Statistic(self.reduction, tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def value(self) -> float:
-        """The number to log; NaN for a statistic of nothing."""
+        """The number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
         parts = [float(part) for part in self.parts]
         match self.reduction:
             case Reduction.SUM:
                 return parts[0]
             case Reduction.MIN | Reduction.MAX:
                 return parts[0] if math.isfinite(parts[0]) else math.nan
+            case _ if not parts[-1]:
+                return math.nan
             case Reduction.MEAN:
-                return parts[0] / parts[1] if parts[1] else math.nan
+                return parts[0] / parts[1]
+            case Reduction.PERPLEXITY:
+                return _exp(-parts[0] / parts[1])
+        total, square, count = parts
+        match self.reduction:
             case Reduction.STD:
-                total, square, count = parts
-                return math.sqrt(max(square / count - (total / count) ** 2, 0.0)) if count else math.nan
-            case Reduction.ESS:
+                return math.sqrt(max(square / count - (total / count) ** 2, 0.0))
+            case Reduction.CHI2:
+                # E[w^2] - 1 = E[(w-1)^2] + 2 E[w-1]: nothing near 1 is subtracted from 1.
+                return (square + 2 * total) / count
+            case _:
                 # (sum w)^2 / (n sum w^2), in (0, 1]: the share of the sample that the weights leave.
-                total, square, count = parts
-                return total * total / (count * square) if count and square else math.nan
+                return total * total / (count * square) if square else math.nan
 
 
-def total(values: Tensor) -> Statistic:
-    """Sum of values."""
-    return Statistic(Reduction.SUM, (_sum(values),))
+@dataclass(frozen=True)
+class Moments:
+    """What all statistics of a sample of weights are made of, each a 0-dim float64 tensor.
+
+    Attributes:
+        excess: sum of w - 1, which keeps its digits where weights are near 1.
+        square: sum of (w - 1)^2.
+        count: how many weights.
+        least, greatest: +inf and -inf for nothing.
+    """
+
+    excess: Tensor
+    square: Tensor
+    count: Tensor
+    least: Tensor
+    greatest: Tensor
+
+    def statistics(self, name: str) -> dict[str, Statistic]:
+        """Mean, std, min, max, ess and chi2 under ``name``."""
+        about_1 = (self.excess, self.square, self.count)
+        total = self.excess + self.count
+        return {
+            f"{name}/mean": Statistic(Reduction.MEAN, (total, self.count)),
+            f"{name}/std": Statistic(Reduction.STD, about_1),
+            f"{name}/min": Statistic(Reduction.MIN, (self.least,)),
+            f"{name}/max": Statistic(Reduction.MAX, (self.greatest,)),
+            f"{name}/ess": Statistic(Reduction.ESS, (total, self.square + self.excess + total, self.count)),
+            f"{name}/chi2": Statistic(Reduction.CHI2, about_1),
+        }
 
 
-def mean(values: Tensor, where: Tensor) -> Statistic:
-    """Mean of values where the mask is true."""
-    return Statistic(Reduction.MEAN, (_sum(_only(values, where)), _sum(where)))
+def total(value: Tensor) -> Statistic:
+    """A sum."""
+    return Statistic(Reduction.SUM, (value,))
 
 
-def share(part: Tensor, whole: Tensor) -> Statistic:
-    """Count of true in ``part`` over count of true in ``whole``."""
-    return Statistic(Reduction.MEAN, (_sum(part), _sum(whole)))
-
-
-def std(values: Tensor, where: Tensor, *, about: float = 0.0) -> Statistic:
-    """Standard deviation where the mask is true; ``about`` is a guess of the mean that keeps float64 exact."""
-    deviation = _only(values.double() - about, where)
-    return Statistic(Reduction.STD, (_sum(deviation), _sum(deviation.square()), _sum(where)))
-
-
-def effective_sample_size(weights: Tensor, where: Tensor) -> Statistic:
-    """Normalised effective sample size of weights where the mask is true."""
-    weights = _only(weights.double(), where)
-    return Statistic(Reduction.ESS, (_sum(weights), _sum(weights.square()), _sum(where)))
-
-
-def minimum(values: Tensor, where: Tensor) -> Statistic:
-    """Least value where the mask is true."""
-    return Statistic(Reduction.MIN, (_extreme(values, where, math.inf).amin(),))
-
-
-def maximum(values: Tensor, where: Tensor) -> Statistic:
-    """Greatest value where the mask is true."""
-    return Statistic(Reduction.MAX, (_extreme(values, where, -math.inf).amax(),))
+def mean(value: Tensor, count: Tensor) -> Statistic:
+    """A sum over a count: means, and shares of a whole."""
+    return Statistic(Reduction.MEAN, (value, count))
 
 
 def to_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
@@ -117,15 +130,8 @@ def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic
     return merged
 
 
-def _only(values: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, values, torch.zeros((), dtype=values.dtype, device=values.device))
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.float64)
-
-
-def _extreme(values: Tensor, where: Tensor, empty: float) -> Tensor:
-    chosen = torch.where(where, values.double(), torch.full((), empty, dtype=torch.float64, device=values.device))
-    # The appended value stands for an empty batch, whose amin and amax are undefined.
-    return torch.cat([chosen.flatten(), chosen.new_full((1,), empty)])
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

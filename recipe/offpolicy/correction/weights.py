@@ -1,49 +1,71 @@
-"""Importance weights on pi_old / mu."""
+"""Importance weights on a ratio of policies."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from .ratios import exp_clamped
-from .spec import WeightSpec
+from .units import Units
+from .weight_spec import WeightSpec
 
 
-def raw_weight(spec: WeightSpec | None, log_ratio: Tensor, row_log_ratio: Tensor, valid: Tensor) -> Tensor:
-    """Importance weights before their bounds.
+def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
+    """Log of the importance weight of each unit before its bounds.
 
-    Token level weighs each token by its own rho_t = pi_old / mu, sequence level every token of a row by prod_t rho_t.
+    ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t.
 
     Args:
-        spec: level; None gives weight 1.
-        log_ratio: (B, T) float32 or wider, log rho_t, 0 where not valid.
-        row_log_ratio: (B,) float64, the sum of log_ratio over the row.
-        valid: (B, T) bool.
+        log_ratio: (B, T) float32 or wider, log r_t in nats, 0 where not valid.
+        units: of ``spec.level``.
 
     Returns:
-        (B, T) in log_ratio's dtype, detached, 0 where not valid.
+        (B, U) float64, in nats; 0 for a unit without a token.
     """
-    if spec is None:
-        return valid.to(log_ratio.dtype)
-    if spec.level == "token":
-        raw = exp_clamped(log_ratio)
-    else:
-        raw = exp_clamped(row_log_ratio).to(log_ratio.dtype)[:, None].expand_as(log_ratio)
-    return torch.where(valid, raw, torch.zeros((), dtype=raw.dtype, device=raw.device))
+    return units.mean(log_ratio) if spec.aggregate == "geometric" else units.total(log_ratio)
 
 
-def bounded(spec: WeightSpec | None, raw: Tensor, valid: Tensor) -> Tensor:
-    """Truncated importance weights, clip(raw, lower, upper).
+def bounded(spec: WeightSpec, raw: Tensor) -> Tensor:
+    """The weight within its bounds: clip(raw, lower, upper); ``reject`` leaves it, see ``rejected``.
 
     Yao et al. 2025 truncate by token with upper = 2.0, Liu et al. 2025 by sequence with upper = 5.0.
+    """
+    if spec.kind == "reject" or (spec.lower is None and spec.upper is None):
+        return raw
+    return raw.clamp(min=spec.lower, max=spec.upper)
+
+
+def rejected(spec: WeightSpec, log_value: Tensor) -> Tensor:
+    """Units that ``reject`` drops: outside [lower, upper], inclusive, compared in float32 in log space.
+
+    Masked importance sampling of Liu et al. 2025: rho 1[lower <= rho <= upper].
 
     Args:
-        raw: (B, T) from ``raw_weight``.
-        valid: (B, T) bool.
+        log_value: (B, U) from ``log_weight``.
 
     Returns:
-        (B, T) in raw's dtype, 0 where not valid.
+        (B, U) bool.
     """
-    if spec is None or (spec.lower is None and spec.upper is None):
-        return raw
-    return torch.where(valid, raw.clamp(min=spec.lower, max=spec.upper), raw)
+    if spec.kind != "reject":
+        return torch.zeros_like(log_value, dtype=torch.bool)
+    value = log_value.to(torch.float32)
+    lower = -math.inf if spec.lower is None else math.log(spec.lower)
+    upper = math.inf if spec.upper is None else math.log(spec.upper)
+    return (value < lower) | (value > upper)
+
+
+def mean_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
+    """Sum of the weights of all units that have a token, what is rejected as 0, and the number of these units.
+
+    Their quotient is what ``normalize`` divides by.
+
+    Returns:
+        Two 0-dim float64 tensors.
+    """
+    log_value = log_weight(spec, log_ratio, units)
+    weight = bounded(spec, exp_clamped(log_value))
+    exists = units.tokens > 0
+    counted = torch.where(exists & ~rejected(spec, log_value), weight, torch.zeros_like(weight))
+    return counted.sum(), exists.sum(dtype=torch.float64)

@@ -1,0 +1,96 @@
+"""What has to be known of a whole batch before its first gradient step: made by the trainer, read by the workers.
+
+The plan travels beside the batch: what is one number for all rows as a non-tensor, what differs by row as a column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from .correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
+from .correction.denominator import kept_scale, mini_batches
+from .versions import EXTRA_FIELDS, row_versions, token_versions
+
+PLAN = "offpolicy_plan"
+"""Key of the ``SharedPlan`` in the batch that reaches the loss."""
+SCALE = "offpolicy_scale"
+"""Key of the (B,) factors of ``denominator=kept``."""
+MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
+"""Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
+
+
+COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
+"""What a plan is made from."""
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """What is the same for every row of a batch.
+
+    Attributes:
+        step: the trainer's step, from which the age of a row's weights is counted.
+        constants: of the correction.
+        shadow_constants: of the corrections that are only reported, by name.
+    """
+
+    step: int
+    constants: BatchConstants = field(default_factory=BatchConstants)
+    shadow_constants: dict[str, BatchConstants] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How verl deals a batch to ranks and mini-batches.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        mini_batch_rows: rows of a mini-batch, over all ranks.
+        loss_agg_mode: verl's ``actor.loss_agg_mode``.
+    """
+
+    ranks: int
+    mini_batch_rows: int
+    loss_agg_mode: str
+
+
+def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
+    """The constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
+    return batch_constants(spec, **_tensors(spec, rows)) if spec.needs_constants else BatchConstants()
+
+
+def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """The response mask and what the rollout stage of ``spec`` keeps of it, each (B, T) bool."""
+    stage = rollout_stage(spec, **_tensors(spec, rows))
+    return stage.response_mask, stage.keep
+
+
+def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
+    """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
+    mask, keep = kept(spec, rows)
+    group = mini_batches(len(mask), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
+    tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, mask.sum(-1))
+    scale = kept_scale(
+        dealing.loss_agg_mode,
+        response_mask=mask,
+        keep=keep,
+        mini_batch=group,
+        mini_batch_rows=dealing.mini_batch_rows,
+    )
+    return {SCALE: scale, MINI_BATCH_TOKENS: tokens[group]}
+
+
+def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
+    dense = rows.select("old_log_probs", "rollout_log_probs", "response_mask").to_padded_tensor()
+    mask = dense["response_mask"]
+    return {
+        "old_log_prob": dense["old_log_probs"],
+        "rollout_log_prob": dense["rollout_log_probs"],
+        "response_mask": mask,
+        "segment_ids": turns(mask),
+        "versions": token_versions(row_versions(rows), mask) if "version" in spec.levels else None,
+    }

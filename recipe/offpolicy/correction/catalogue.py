@@ -1,0 +1,147 @@
+"""Every statistic that the two stages report: its key, what it means, and how its parts are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+from .statistics import Reduction
+
+BUCKETS: Final = {"le16": 16, "le64": 64, "le256": 256, "le1024": 1024, "le4096": 4096, "gt4096": None}
+"""Length buckets, by the most valid tokens that a row of each may have; None: any more."""
+
+SIGNS: Final = ("positive", "negative")
+TURNS: Final = ("first", "post_tool")
+STALENESS: Final = ("is0", "is1", "is2", "ge3")
+
+_DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min", "max", "ess", "chi2")}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Statistics that share a meaning.
+
+    Attributes:
+        key: below ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
+        parts: last part of the key -> its reduction.
+        meaning: one line.
+    """
+
+    key: str
+    parts: Mapping[str, Reduction]
+    meaning: str
+
+    def expanded(self) -> Iterator[tuple[str, Reduction]]:
+        """Each key, with <name> as it stands, and its reduction."""
+        pieces = [piece.split(",") for piece in self.key.replace("{", "\0").replace("}", "\0").split("\0")]
+        for chosen in product(*pieces):
+            for part, reduction in self.parts.items():
+                yield f"{''.join(chosen)}/{part}", reduction
+
+    def row(self) -> str:
+        """A line of the table in Markdown."""
+        parts = ",".join(self.parts)
+        key = f"{self.key}/{{{parts}}}" if len(self.parts) > 1 else f"{self.key}/{parts}"
+        reductions = list(dict.fromkeys(reduction.value for reduction in self.parts.values()))
+        return f"| `{key}` | {self.meaning} | {', '.join(reductions)} |"
+
+
+def _group(names: tuple[str, ...] | Mapping[str, object]) -> str:
+    return "{" + ",".join(names) + "}"
+
+
+def _means(*parts: str) -> dict[str, Reduction]:
+    return dict.fromkeys(parts, Reduction.MEAN)
+
+
+_BY_DRIFT: Final = {"token_count": Reduction.SUM, "kl_k3": Reduction.MEAN}
+_MASKED: Final = _means("masked_token_share", "masked_sequence_share")
+
+ENTRIES: Final = (
+    Entry(
+        "{rollout_ratio,ppo_ratio,full_ratio}",
+        _DISTRIBUTION,
+        "pi_old / mu, pi / pi_old and pi / mu a token; ess = (sum r)^2 / (n sum r^2), chi2 = mean r^2 - 1",
+    ),
+    Entry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu of whole rows: exp of the summed log-ratio"),
+    Entry("log_prob_difference", _means("mean", "abs_mean") | {"std": Reduction.STD}, "log pi_old - log mu, nats"),
+    Entry("kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats a token: mean of -log r and of r - 1 - log r"),
+    Entry(
+        "perplexity",
+        dict.fromkeys(("rollout", "old", "current"), Reduction.PERPLEXITY),
+        "exp(-mean log-prob) of the sampled tokens under mu, pi_old and pi",
+    ),
+    Entry(
+        "weight",
+        _DISTRIBUTION | _means("truncated_share"),
+        "the weight as applied, a token, 0 where it rejects; tokens whose raw weight lies outside the bounds",
+    ),
+    Entry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
+    Entry(
+        "keep",
+        _means("token_share", "sequence_share", "token_mask_ratio"),
+        "response tokens kept, rows with a token kept, response tokens masked",
+    ),
+    Entry(f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"),
+    Entry("{mask/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"),
+    Entry(f"{{mask/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"),
+    Entry(
+        f"length/{_group(BUCKETS)}",
+        {"sequences": Reduction.SUM}
+        | _means("keep_token_share", "keep_sequence_share", "geometric_keep_share", "product_keep_share"),
+        "rows of T <= 16, 17 to 64, ...: how many, what is kept of them, and what a geometric mask [0.99, 1.01] and a "
+        "product mask [0.5, 2] on pi_old / mu would keep of the rows",
+    ),
+    Entry(
+        f"turn/{_group(TURNS)}",
+        _BY_DRIFT | _means("keep_token_share"),
+        "tokens of a row's first turn, and after a tool's output: how many, KL(mu, pi_old) by k3, what is kept",
+    ),
+    Entry(
+        f"turn/{_group(TURNS)}/rollout_ratio",
+        {"mean": Reduction.MEAN, "std": Reduction.STD},
+        "pi_old / mu of these tokens",
+    ),
+    Entry(
+        "staleness",
+        {"mean": Reduction.MEAN, "max": Reduction.MAX},
+        "versions of the weights between a row's sampling and its use",
+    ),
+    Entry(
+        f"staleness/{_group(STALENESS)}",
+        _BY_DRIFT | _means("keep_token_share"),
+        "tokens of rows by staleness 0, 1, 2, 3 or more: as by turn",
+    ),
+    Entry(
+        "nonfinite",
+        dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
+        "response tokens that are not finite; those of mu and pi_old are left out, the others stop the run",
+    ),
+)
+
+SHADOW_ENTRIES: Final = (
+    Entry(
+        "shadow/<option>",
+        _means("keep_token_share", "keep_sequence_share"),
+        "what a correction that is off would have kept",
+    ),
+    Entry(
+        f"shadow/<option>/{_group((*SIGNS, *(f'turn/{turn}' for turn in TURNS)))}",
+        _means("keep_token_share"),
+        "by the sign of the row's mean advantage, and by turn",
+    ),
+    Entry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
+    Entry(
+        "shadow/<option>/weight",
+        _means("mean", "truncated_share") | {"ess": Reduction.ESS},
+        "its weight, where it has one",
+    ),
+)
+
+
+def markdown() -> str:
+    """The table of all statistics for the README."""
+    rows = (entry.row() for entry in (*ENTRIES, *SHADOW_ENTRIES))
+    return "\n".join(("| key | meaning | reduction |", "|---|---|---|", *rows)) + "\n"

@@ -1,0 +1,63 @@
+"""What TRL's ``GRPOConfig`` says of the sampling engine, said in our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..ratios import EXP_CLAMP
+from ..validation import SpecError, number, truth
+from .reading import one_of, ratio, read
+
+_TRL_DEFAULTS: Final[dict[str, Any]] = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "off_policy_mask_threshold": None,
+}
+_TRL_MODES: Final = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def plain_from_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """The correction that the fields of TRL's ``GRPOConfig`` about the sampling engine describe.
+
+    TRL's ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
+    sequence masking on pi / mu with the sign of the row's advantage. TRL uses the first four keys with
+    ``use_vllm=True`` alone, and clamps no log-ratio.
+
+    Args:
+        mapping: the five keys, or an object with them as attributes; its others are not read.
+
+    Raises:
+        SpecError: unknown keys and malformed values, and bounds that no weight can reach.
+    """
+    where, stem = "GRPOConfig", "vllm_importance_sampling"
+    values = read(mapping, _TRL_DEFAULTS, where)
+    key = f"{where}.{stem}"
+    lower, upper = (ratio(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
+    mode = one_of(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)
+    if lower is not None and upper is not None and lower > upper:
+        raise SpecError(f"{key}_clip_min={lower} > {key}_clip_max={upper}: nothing lies between. Swap them.")
+    weight: dict[str, Any] | None = None
+    if truth(values, f"{stem}_correction", where):
+        if lower is None and upper is None:
+            raise SpecError(
+                f"{key}_clip_max=null with {key}_clip_min=null: {mode} has nothing to bind. "
+                f"Set {key}_clip_max=3.0, or {key}_correction=false."
+            )
+        level, action = str(mode).split("_")
+        kind = "reject" if action == "mask" else "clip" if lower is not None and upper is not None else "truncate"
+        weight = {"level": level, "kind": kind, "lower": lower, "upper": upper}
+    masks: dict[str, Any] = {}
+    key = f"{where}.off_policy_mask_threshold"
+    threshold = number(values["off_policy_mask_threshold"], key)
+    if threshold is not None:
+        if not 0 <= threshold <= EXP_CLAMP:
+            raise SpecError(
+                f"{key}={threshold}: mean log(mu/pi) in nats a token, between 0 and {EXP_CLAMP:g}. "
+                f"Set {key}=0.5, or null for no mask."
+            )
+        opsm = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
+        masks["opsm"] = opsm
+    return {"weight": weight, "masks": masks}

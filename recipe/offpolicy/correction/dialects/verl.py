@@ -1,0 +1,206 @@
+"""verl's ``algorithm.rollout_correction``, said in our keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..validation import SpecError, number, truth
+from .reading import mask, one_of, ratio, read
+
+_VERL_DEFAULTS: Final[dict[str, Any]] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
+_VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
+    "token_k1": ("token", "product"),
+    "token_k2": ("token", "k2_sum"),
+    "token_k3": ("token", "k3_sum"),
+    "seq_sum_k1": ("sequence", "product"),
+    "seq_sum_k2": ("sequence", "k2_sum"),
+    "seq_sum_k3": ("sequence", "k3_sum"),
+    "seq_mean_k1": ("sequence", "geometric"),
+    "seq_mean_k2": ("sequence", "k2_mean"),
+    "seq_mean_k3": ("sequence", "k3_mean"),
+    "seq_max_k2": ("sequence", "k2_max"),
+    "seq_max_k3": ("sequence", "k3_max"),
+}
+_YAML_UNDERSCORE: Final = (
+    "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25: quote a pair of bounds"
+)
+
+
+def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
+    """The correction that verl's ``algorithm.rollout_correction`` describes.
+
+    * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
+    * With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` takes its weights for
+      metrics alone, so that none is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its
+      own: set ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
+    * verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
+
+    Args:
+        mapping: verl's keys, or an object with them as attributes such as ``RolloutCorrectionConfig``, whose
+            ``rollout_is`` is "sequence" unless it is said otherwise, while a key left out of a mapping has the YAML's
+            null. None, as in verl, corrects nothing.
+
+    Raises:
+        SpecError: unknown keys, malformed values, what verl would ignore, and normalisation of weights on pi / mu.
+    """
+    where = "rollout_correction"
+    values = read({} if mapping is None else mapping, _VERL_DEFAULTS, where, ignored={"_target_"})
+    bypass = truth(values, "bypass_mode", where)
+    normalize = truth(values, "rollout_is_batch_normalize", where)
+    loss_type = one_of(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
+    level = one_of(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
+    if loss_type == "reinforce" and not bypass:
+        raise SpecError(
+            f"{where}.loss_type=reinforce with {where}.bypass_mode=false: verl reads loss_type in bypass mode alone. "
+            f"Set {where}.bypass_mode=true, or leave loss_type out."
+        )
+    if normalize and level is None:
+        raise SpecError(
+            f"{where}.rollout_is_batch_normalize=true with {where}.rollout_is=null: there is no weight to normalise. "
+            f"Set {where}.rollout_is=token, or leave rollout_is_batch_normalize out."
+        )
+    ratio = "full" if bypass else "rollout"
+    weight: dict[str, Any] | None = None
+    if level is not None:
+        lower: float | None
+        lower, upper = verl_weight_bounds(values["rollout_is_threshold"], f"{where}.rollout_is_threshold")
+        if not bypass or loss_type == "reinforce":
+            if normalize and bypass:
+                raise SpecError(
+                    f"{where}.rollout_is_batch_normalize=true with {where}.bypass_mode=true: verl divides by each "
+                    f"micro-batch's own mean of pi / mu, so that the loss depends on how a batch is split. "
+                    f"Set {where}.rollout_is_batch_normalize=false."
+                )
+            weight = {
+                "level": level,
+                "kind": "truncate" if lower is None else "reject",
+                "lower": lower,
+                "upper": upper,
+                "ratio": ratio,
+                "normalize": normalize,
+            }
+    masks: dict[str, Any] = {}
+    options = verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
+    for option, (lower, upper) in options.items():
+        unit, aggregate = _VERL_REJECTIONS[option]
+        # The name becomes part of a metric, which must not hold "max".
+        masks[option.replace("max", "largest")] = mask(unit, aggregate, lower, upper, ratio)
+    proximal = "bypass" if bypass else "recompute"
+    return {"weight": weight, "masks": masks, "proximal": proximal}
+
+
+def verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
+    """Bounds that verl's ``rollout_is_threshold`` puts on a weight: a cap, or "lo_hi" outside of which it is 0.
+
+    Returns:
+        (lower, upper); lower is None for a cap.
+
+    Raises:
+        SpecError: malformed, missing, or beyond the clamp of +-20 nats.
+    """
+    if threshold is None:
+        raise SpecError(f"{key}=null with a weight: verl then leaves the weight out. Set {key}=2.0.")
+    lower, upper = _pair(threshold, key)
+    if lower is None and upper < 1 and not isinstance(threshold, str):
+        raise SpecError(
+            f"{key}={threshold}: a cap below 1 shrinks every on-policy token. {_YAML_UNDERSCORE}, {key}='0.5_2'. "
+            f"Set {key}=2.0, or the cap as a string if it is meant."
+        )
+    return ratio(lower, key), _finite(ratio(upper, key))
+
+
+def verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, tuple[float | None, float]]:
+    """verl's rejection options in the order given, each with its bounds.
+
+    Args:
+        rollout_rs: None, or options separated by commas; repeated ones count once.
+        threshold: one for all options, or one each, separated by commas.
+        prefix: what error messages put before verl's keys.
+
+    Returns:
+        option -> (lower, upper): of k1 on the ratio of the trainer's policy to mu, which is the inverse of what verl
+        writes; of k2 and k3 in nats, with lower None.
+
+    Raises:
+        SpecError: unknown options, malformed or missing thresholds.
+    """
+    rs, ts = f"{prefix}rollout_rs", f"{prefix}rollout_rs_threshold"
+    if rollout_rs is None:
+        if threshold is not None:
+            raise SpecError(f"{ts}={threshold!r} with {rs}=null: verl ignores it. Set {rs}, or leave {ts} out.")
+        return {}
+    names = [name.strip() for name in rollout_rs.split(",")] if isinstance(rollout_rs, str) else []
+    options = list(dict.fromkeys(name for name in names if name))
+    if not options:
+        raise SpecError(f"{rs}={rollout_rs!r}: set options separated by commas, or null. Known: {_known()}.")
+    for option in options:
+        if option not in _VERL_REJECTIONS:
+            raise SpecError(f"{rs}={rollout_rs!r}: {option!r} is unknown. Known: {_known()}.")
+    if threshold is None:
+        raise SpecError(f"{ts}=null with {rs}={rollout_rs!r}: set a threshold for each option, or one for all.")
+    parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
+    if len(parts) not in (1, len(options)):
+        raise SpecError(
+            f"{ts}={threshold!r}: {len(parts)} thresholds for the {len(options)} options of {rs}={rollout_rs!r}. "
+            f"Set one for all, or one each, separated by commas."
+        )
+    parts = parts * len(options) if len(parts) == 1 else parts
+    return {option: _rejection_bounds(option, part, ts) for option, part in zip(options, parts, strict=True)}
+
+
+def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | None, float]:
+    lower, upper = _pair(threshold, key)
+    if not option.endswith("k1"):
+        if lower is not None:
+            raise SpecError(f"{key}={threshold!r}: {option} has an upper bound alone. Set {key}={upper}.")
+        return None, upper
+    if lower is None:
+        if upper < 1:
+            raise SpecError(
+                f"{key}={threshold!r}: a single bound u of {option} means [1/u, u], which is empty below 1. "
+                f"{_YAML_UNDERSCORE}, {key}='0.5_2'. Set a bound above 1."
+            )
+        return 1 / upper, upper
+    return 1 / upper, 1 / lower
+
+
+def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
+    """A number, or a string "upper" or "lower_upper", all positive."""
+    if not isinstance(threshold, str):
+        return None, _positive(_finite(number(threshold, key)), threshold, key)
+    try:
+        bounds = [float(part) for part in threshold.split("_")]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not all(map(math.isfinite, bounds)):
+        raise SpecError(f"{key}={threshold!r}: set a number such as 2.0, or two as '0.5_2.0'.")
+    for bound in bounds:
+        _positive(bound, threshold, key)
+    if bounds[0] > bounds[-1]:
+        raise SpecError(f"{key}={threshold!r}: nothing lies between. Swap the bounds.")
+    return (None if len(bounds) == 1 else bounds[0]), bounds[-1]
+
+
+def _positive(bound: float, given: Any, key: str) -> float:
+    if bound <= 0 or math.isinf(1 / bound):
+        raise SpecError(f"{key}={given!r}: bounds are positive numbers. Set one above 0.")
+    return bound
+
+
+def _finite(bound: float | None) -> float:
+    assert bound is not None
+    return bound
+
+
+def _known() -> str:
+    return ", ".join(_VERL_REJECTIONS)

@@ -1,0 +1,220 @@
+"""What a mask is: a band on an aggregate of a ratio of policies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .ratios import EXP_CLAMP
+from .units import Level
+from .validation import SpecError, choice, number, ordered_bounds, ratio_bounds, require_keys
+
+Ratio = Literal["rollout", "full", "ppo"]
+Aggregate = Literal[
+    "product",
+    "geometric",
+    "any",
+    "k1_sum",
+    "k1_mean",
+    "k1_max",
+    "k2_sum",
+    "k2_mean",
+    "k2_max",
+    "k3_sum",
+    "k3_mean",
+    "k3_max",
+    "tv_sum",
+    "tv_mean",
+    "tv_max",
+    "binary_tv",
+    "second_moment",
+]
+When = Literal["any", "negative", "positive"]
+Sign = Literal["row", "token"]
+
+ON_RATIO = ("product", "geometric", "any")
+"""Aggregates whose bounds are ratios; those of the others are differences, 0 where two policies agree."""
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """A band on an aggregate of a ratio of policies; what lies outside loses its gradient.
+
+    Attributes:
+        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old.
+        level: tokens that are decided together, see ``WeightSpec.level``.
+        aggregate: of the ratios r_t of these tokens:
+
+            * ``product`` prod r, ``geometric`` (prod r)^(1/T), ``any`` each r_t by itself, all of them must lie inside;
+            * ``k1_*`` -log r, ``k2_*`` (log r)^2 / 2, ``k3_*`` r - 1 - log r (Schulman 2020) in nats, and ``tv_*``
+              |r - 1| / 2, each as sum, mean or max;
+            * ``binary_tv`` p_numerator - p_denominator of the sampled token, in [-1, 1], each by itself (DPPO);
+            * ``second_moment``: ``budget`` bounds the batch's mean of (log r)^2 (M2PO).
+        lower, upper: inclusive bounds on the aggregate; None leaves a side open.
+        when: applies where the advantage is negative, where it is positive, or anywhere.
+        sign: whose advantage: ``row`` the mean over the row's valid tokens, ``token`` each token's own.
+        delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
+        budget: with ``second_moment``: the tokens of largest (log r)^2 are dropped until the mean over the rest of
+            the batch is at most this; None otherwise.
+    """
+
+    ratio: Ratio
+    level: Level
+    aggregate: Aggregate
+    lower: float | None
+    upper: float | None
+    when: When
+    sign: Sign = "row"
+    delta: float | None = None
+    budget: float | None = None
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
+        """Build from plain values; ``key`` is the Hydra path that error messages show.
+
+        Raises:
+            SpecError: anything malformed.
+        """
+        bound_keys = {"delta"} if "delta" in mapping else {"budget"} if "budget" in mapping else {"lower", "upper"}
+        _one_way_to_bound(mapping, bound_keys, key)
+        require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign"})
+        aggregate = choice(mapping, "aggregate", Aggregate, key)
+        if (aggregate == "second_moment") != ("budget" in mapping):
+            raise SpecError(
+                f"{key}.aggregate={aggregate} with {', '.join(sorted(bound_keys))}: second_moment is bounded by "
+                f"budget, and nothing else is. Set {key}.budget=0.04 with second_moment, or lower and upper."
+            )
+        delta = budget = lower = upper = None
+        if "delta" in mapping:
+            delta = _delta(mapping["delta"], aggregate, key)
+            lower = math.exp(-delta)
+        elif "budget" in mapping:
+            budget = number(mapping["budget"], f"{key}.budget")
+            if budget is None or budget <= 0:
+                raise SpecError(
+                    f"{key}.budget={mapping['budget']}: a mean of (log ratio)^2, a number > 0. Set {key}.budget=0.04."
+                )
+        else:
+            lower, upper = _bounds(mapping, aggregate, key)
+        mask = cls(
+            ratio=choice(mapping, "ratio", Ratio, key),
+            level=choice(mapping, "level", Level, key),
+            aggregate=aggregate,
+            lower=lower,
+            upper=upper,
+            when=choice(mapping, "when", When, key),
+            sign=choice(mapping, "sign", Sign, key, "row"),
+            delta=delta,
+            budget=budget,
+        )
+        mask._check(key)
+        return mask
+
+    def _check(self, key: str) -> None:
+        if self.sign == "token" and self.when == "any":
+            raise SpecError(
+                f"{key}.sign=token with {key}.when=any: no advantage is looked at. Set {key}.when=negative or "
+                f"positive, or leave sign out."
+            )
+        half_set = (self.lower is None) != (self.upper is None) and self.delta is None
+        if half_set and self.level == "token" and self.aggregate in ("product", "geometric") and self.when == "any":
+            side = "lower" if self.lower is None else "upper"
+            raise SpecError(
+                f"{key}.{side}=null: a band on single tokens has two bounds. Set {key}.{side}, or "
+                f"{key}.aggregate=any if one side is meant to stay open."
+            )
+        if self.aggregate == "second_moment" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
+            raise SpecError(
+                f"{key}.aggregate=second_moment with ratio={self.ratio}, level={self.level}, when={self.when}: its cut "
+                f"is fixed for the batch from mu and pi_old, by token, whatever the advantage. "
+                f"Set {key}.ratio=rollout, {key}.level=token and {key}.when=any."
+            )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values from which ``from_mapping`` makes an equal spec."""
+        mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
+        if self.delta is not None:
+            mapping["delta"] = self.delta
+        elif self.budget is not None:
+            mapping["budget"] = self.budget
+        else:
+            mapping |= {"lower": self.lower, "upper": self.upper}
+        return mapping | {"when": self.when, "sign": self.sign}
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Inclusive bounds on the aggregate as it is compared: in nats of log ratio for those on a ratio.
+
+        An open side is infinite. ``second_moment`` has none: its cut depends on the batch.
+        """
+        if self.delta is not None:
+            return -self.delta, math.inf
+        scale = math.log if self.aggregate in ON_RATIO else float
+        lower = -math.inf if self.lower is None else scale(self.lower)
+        return lower, math.inf if self.upper is None else scale(self.upper)
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the decision waits for the current policy or for the advantages."""
+        return self.ratio != "rollout" or self.when != "any"
+
+
+def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) -> None:
+    for name in sorted({"lower", "upper", "delta", "budget"} - chosen):
+        if name in mapping:
+            first = sorted(chosen)[0]
+            raise SpecError(
+                f"{key}.{first}={mapping[first]} with {key}.{name}={mapping[name]}: delta d stands for lower=exp(-d), "
+                f"upper=null, and budget for a cut by batch. Give delta, or budget, or the two bounds."
+            )
+
+
+def _delta(value: Any, aggregate: str, key: str) -> float:
+    delta = number(value, f"{key}.delta") if value != "???" else None
+    if aggregate not in ("geometric", "product"):
+        raise SpecError(
+            f"{key}.delta={value} with {key}.aggregate={aggregate}: delta bounds a mean or a sum of log ratios. "
+            f"Set {key}.aggregate=geometric, or give lower and upper."
+        )
+    if delta is None or delta < 0:
+        raise SpecError(
+            f"{key}.delta={value}: a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, "
+            f"in nats a token. Set {key}.delta=0.1 for example."
+        )
+    if delta > EXP_CLAMP and aggregate == "geometric":
+        raise SpecError(
+            f"{key}.delta={delta}: a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the "
+            f"mask never acts. Set {key}.delta=0.1 for example, or remove the mask."
+        )
+    return delta
+
+
+def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float | None, float | None]:
+    lower, upper = ratio_bounds(mapping, key) if aggregate in ON_RATIO else ordered_bounds(mapping, key)
+    if lower is None and upper is None:
+        raise SpecError(
+            f"{key}.lower=null with {key}.upper=null: a mask with both sides open never acts. "
+            f"Set a bound, or remove the mask."
+        )
+    for side, bound in (("lower", lower), ("upper", upper)):
+        if bound is None:
+            continue
+        if aggregate.startswith(("k2", "k3", "tv")) and bound < 0:
+            raise SpecError(f"{key}.{side}={bound}: {aggregate} is never negative. Set a bound >= 0, or null.")
+        if aggregate == "binary_tv" and abs(bound) > 1:
+            raise SpecError(f"{key}.{side}={bound}: a difference of probabilities lies in [-1, 1]. Set it inside.")
+    least, greatest = _range(aggregate)
+    if (lower is None or lower <= least) and (upper is None or upper >= greatest):
+        raise SpecError(
+            f"{key}.lower={lower} with {key}.upper={upper}: {aggregate} never lies outside, so that the mask never "
+            f"acts. Set {key}.upper, or remove the mask."
+        )
+    return lower, upper
+
+
+def _range(aggregate: str) -> tuple[float, float]:
+    if aggregate == "binary_tv":
+        return -1.0, 1.0
+    return 0.0 if aggregate.startswith(("k2", "k3", "tv")) else -math.inf, math.inf

@@ -1,0 +1,45 @@
+"""Where pi_old, the proximal policy, comes from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Proximal = Literal["recompute", "bypass", "reuse", "loglinear"]
+
+WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
+"""Those that need no forward pass for pi_old."""
+
+
+def proximal_log_prob(
+    proximal: Proximal, alpha: float | None, *, old_log_prob: Tensor, rollout_log_prob: Tensor, log_prob: Tensor
+) -> Tensor:
+    """log pi_old as the corrections and the base loss are to see it.
+
+    * ``recompute``: as it was computed by the trainer at the start of the step. Three policies, decoupled PPO.
+    * ``bypass``: mu itself, so that PPO's ratio is pi / mu. Two policies.
+    * ``reuse``: the current policy, detached. Exact where each batch gets a single gradient step, whose pi it is.
+    * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: between where the data came from and where the
+      policy is. An approximation, which costs no forward pass.
+
+    Args:
+        old_log_prob: (B, T), read by ``recompute`` alone.
+        rollout_log_prob: (B, T), log mu.
+        log_prob: (B, T), log pi, detached here.
+
+    Returns:
+        (B, T), in the dtype of what it is made of; of ``loglinear`` in float32 or wider.
+    """
+    match proximal:
+        case "recompute":
+            return old_log_prob
+        case "bypass":
+            return rollout_log_prob
+        case "reuse":
+            return log_prob.detach()
+        case "loglinear":
+            assert alpha is not None, "validated with the correction"
+            dtype = torch.promote_types(torch.promote_types(rollout_log_prob.dtype, log_prob.dtype), torch.float32)
+            return torch.lerp(rollout_log_prob.to(dtype), log_prob.detach().to(dtype), alpha)

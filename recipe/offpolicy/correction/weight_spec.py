@@ -1,0 +1,98 @@
+"""What an importance weight is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .ratios import EXP_CLAMP
+from .units import Level
+from .validation import SpecError, choice, ratio_bounds, require_keys, truth
+
+WeightRatio = Literal["rollout", "full"]
+WeightAggregate = Literal["product", "geometric"]
+Kind = Literal["truncate", "clip", "reject"]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A detached importance weight on a ratio of policies.
+
+    Attributes:
+        level: tokens that share one weight: ``token`` each its own, ``sequence`` a row, ``turn`` a run of response
+            tokens between tool outputs, ``version`` the tokens of a row that one version of the weights sampled.
+        kind: ``truncate`` binds one side, ``clip`` both, ``reject`` drops what lies outside and leaves the rest
+            weighted (masked importance sampling).
+        lower, upper: inclusive bounds, > 0, or None for an open side.
+        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it.
+        ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
+        normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
+            at theirs; what is rejected counts as 0.
+    """
+
+    level: Level
+    kind: Kind
+    lower: float | None
+    upper: float | None
+    aggregate: WeightAggregate = "product"
+    ratio: WeightRatio = "rollout"
+    normalize: bool = False
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
+        """Build from plain values; ``key`` is the Hydra path that error messages show.
+
+        Raises:
+            SpecError: anything malformed.
+        """
+        require_keys(mapping, {"level", "kind", "lower", "upper"}, key, {"aggregate", "ratio", "normalize"})
+        kind = choice(mapping, "kind", Kind, key)
+        lower, upper = ratio_bounds(mapping, key)
+        for side, bound in (("lower", lower), ("upper", upper)):
+            if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
+                raise SpecError(
+                    f"{key}.{side}={bound}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never "
+                    f"leaves [{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}]. Set a bound inside, or "
+                    f"null to leave that side open."
+                )
+        if kind == "truncate" and lower is not None and upper is not None:
+            raise SpecError(
+                f"{key}.lower={lower} with {key}.upper={upper}: kind 'truncate' binds one side. "
+                f"Set {key}.kind=clip to bind both, or one of the bounds to null."
+            )
+        if kind == "clip" and (lower is None or upper is None):
+            raise SpecError(
+                f"{key}.kind=clip with lower={lower}, upper={upper}: 'clip' binds both sides. "
+                f"Give both bounds, or set {key}.kind=truncate."
+            )
+        if kind == "reject" and lower is None and upper is None:
+            raise SpecError(
+                f"{key}.kind=reject with lower=null, upper=null: nothing would be rejected. "
+                f"Give a bound, or set {key}.kind=truncate."
+            )
+        weight = cls(
+            level=choice(mapping, "level", Level, key),
+            kind=kind,
+            lower=lower,
+            upper=upper,
+            aggregate=choice(mapping, "aggregate", WeightAggregate, key, "product"),
+            ratio=choice(mapping, "ratio", WeightRatio, key, "rollout"),
+            normalize=truth(mapping, "normalize", key),
+        )
+        if weight.normalize and weight.needs_step:
+            raise SpecError(
+                f"{key}.normalize=true with {key}.ratio=full: the batch's mean would move with the current policy, so "
+                f"that the loss would depend on the split into micro-batches. Set {key}.normalize=false."
+            )
+        return weight
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values from which ``from_mapping`` makes an equal spec."""
+        return asdict(self)
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether it waits for the current policy."""
+        return self.ratio != "rollout"

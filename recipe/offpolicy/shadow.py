@@ -1,0 +1,149 @@
+"""Shadow mode: what corrections that are off would have done to the batches of this run.
+
+They decide through the same two stages as the correction that is on, and nothing of it reaches a gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .correction import BatchConstants, CorrectionSpec, SpecError, Statistic, rollout_stage, step_stage
+
+_MISSING = "???"  # what OmegaConf leaves where a value is mandatory
+_KEY = "offpolicy.shadow"
+
+_KEEP = re.compile(
+    r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
+    r"|length/\w+/keep_sequence_share"
+    r"|turn/\w+/keep_token_share"
+)
+_WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
+
+
+@torch.no_grad()
+def shadow_statistics(
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+    staleness: Tensor | None = None,
+    constants: Mapping[str, BatchConstants] | None = None,
+) -> dict[str, Statistic]:
+    """What each correction would have kept and weighed, under ``shadow/<name>/``; see ``correction.catalogue``.
+
+    Args:
+        shadows: name -> correction.
+        old_log_prob, rollout_log_prob, response_mask, log_prob, advantages: (B, T), see the stages.
+        segment_ids, versions: (B, T) integers, for the levels that need them.
+        staleness: (B,) integers; accepted as the stages accept it.
+        constants: name -> what is fixed for the batch; None: these rows are the whole batch.
+
+    Raises:
+        ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
+            that needs them.
+    """
+    statistics: dict[str, Statistic] = {}
+    for name, spec in shadows.items():
+        if constants is not None and spec.needs_constants and name not in constants:
+            raise ValueError(f"shadow {name} fixes something for the whole batch: constants has no {name!r}.")
+        try:
+            stage = rollout_stage(
+                spec,
+                old_log_prob=old_log_prob,
+                rollout_log_prob=rollout_log_prob,
+                response_mask=response_mask,
+                segment_ids=segment_ids,
+                versions=versions,
+                staleness=staleness,
+                constants=(constants or {}).get(name),
+                measure="decisions",
+            )
+            step = step_stage(spec, stage, log_prob=log_prob, advantages=advantages)
+        except ValueError as error:
+            raise ValueError(f"shadow {name}: {error}") from error
+        statistics |= {f"shadow/{name}/{key}": s for key, s in _reported(spec, step.statistics)}
+    return statistics
+
+
+def parse_shadows(
+    names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
+) -> tuple[dict[str, CorrectionSpec], list[str]]:
+    """The corrections that are to be reported on, by the names of their options.
+
+    Args:
+        names: options of the group ``correction``.
+        values: the plain values of an option; a mandatory value that the option leaves open is "???".
+        default_delta: in nats a token, for OPSM's delta where it is left open: a report needs a number, a run must be
+            given one.
+
+    Returns:
+        Name -> correction, and a sentence for each delta that was filled in.
+
+    Raises:
+        SpecError: an option that cannot be reported on, or malformed values.
+    """
+    shadows: dict[str, CorrectionSpec] = {}
+    notes: list[str] = []
+    for name in names:
+        if name in shadows:
+            raise SpecError(f"{_KEY}: {name} is named twice. Leave one of them out.")
+        if not re.fullmatch(r"[a-z0-9_]+", name) or "min" in name or "max" in name:
+            raise SpecError(
+                f"{_KEY}={name}: an option to report on is named in lower case letters, digits and _, without 'min' or "
+                f"'max' (verl reduces metrics by those). Give the correction an option of another name."
+            )
+        try:
+            plain, filled = _with_delta(values(name), default_delta)
+            spec = CorrectionSpec.from_mapping(plain)
+        except SpecError as error:
+            raise SpecError(f"{_KEY}={name}: {error}") from error
+        if spec.proximal != "recompute":
+            raise SpecError(
+                f"{_KEY}={name}: correction.proximal={spec.proximal} changes pi_old and with it the run itself, so "
+                f"that it cannot be reported on beside another. Remove {name} from {_KEY}."
+            )
+        if spec.weight is None and not spec.masks:
+            raise SpecError(
+                f"{_KEY}={name}: it has no weight and no mask, so that there is nothing to report. "
+                f"Remove {name} from {_KEY}."
+            )
+        shadows[name] = spec
+        notes += [
+            f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
+        ]
+    return shadows, notes
+
+
+def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:
+    """What a shadow reports, by its key below the shadow's name."""
+    for key, statistic in statistics.items():
+        if found := _KEEP.fullmatch(key):
+            share = found["share"]
+            if found["sign"] and share == "sequence":
+                continue
+            yield (f"{found['sign'] or ''}keep_{share}_share" if share else key), statistic
+        elif spec.weight is not None and key in _WEIGHT:
+            yield key, statistic
+
+
+def _with_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
+    """The values with each mask's open delta filled in, and the keys of these."""
+    masks = plain.get("masks")
+    if not isinstance(masks, Mapping):
+        return dict(plain), []
+    filled, open_keys = dict(masks), []
+    for name, mask in masks.items():
+        if isinstance(mask, Mapping) and mask.get("delta") == _MISSING:
+            filled[name] = {**mask, "delta": default_delta}
+            open_keys.append(f"correction.masks.{name}.delta")
+    return {**plain, "masks": filled}, open_keys

@@ -1,0 +1,116 @@
+"""The picture: bias by mismatch, bias against variance, rows kept by length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keep_rates
+from estimator_catalogue import ESTIMATORS, SELF_NORMALISED, SEQUENCE_IS_FULL, Family
+from estimator_evidence import Evidence
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+COLOURS: dict[Family, str] = {
+    "none": INK,
+    "token weight": "#2563eb",
+    "sequence weight": "#059669",
+    "mask": "#d97706",
+    "both": "#9333ea",
+}
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", ":", "-.")
+FLOOR = 1e-3  # biases below are not drawn
+# At pi = pi_old these two coincide with sequence IS.
+DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
+# Token weights lie on one line, masks that remove nothing on that of no correction: one or two of each will do.
+GROWING = (
+    "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
+    "product mask [0.5, 2]", "OPSM, delta 0.1",
+)  # fmt: skip
+STYLE: Any = {
+    "font.size": 9.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "text.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.axisbelow": True,
+}  # fmt: skip
+
+
+def draw(evidence: Evidence, path: Path) -> None:
+    """Writes a PNG; makes the folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyplot.rc_context(STYLE):
+        figure, (growth, plane, kept) = pyplot.subplots(1, 3, figsize=(14, 5.6), layout="constrained")
+        _growth(evidence, growth)
+        _plane(evidence, plane)
+        _kept(evidence, kept)
+        figure.legend(
+            *plane.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8.5
+        )
+        # No version and no date in the file, so that equal figures make equal files.
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+
+
+def _styles() -> dict[str, dict[str, Any]]:
+    """A colour for each family, a marker for each member."""
+    seen: dict[Family, int] = {}
+    styles: dict[str, dict[str, Any]] = {}
+    for estimator in DRAWN:
+        member = seen[estimator.family] = seen.get(estimator.family, -1) + 1
+        styles[estimator.name] = {"color": COLOURS[estimator.family], "marker": MARKERS[member], "markersize": 6}
+    return styles
+
+
+def _growth(evidence: Evidence, axes: Any) -> None:
+    styles = _styles()
+    for name in GROWING:
+        points = [(level, row[name].bias) for level, row in evidence.mismatches.items()]
+        visible = [(level, bias if bias >= FLOOR else float("nan")) for level, bias in points]
+        axes.plot(*zip(*visible, strict=True), linewidth=1.2, alpha=0.85, **styles[name])
+    axes.set(
+        xscale="log", yscale="log", ylim=(FLOOR, None), title="Bias grows with the mismatch",
+        xlabel="mismatch: std of mu's logits about pi_old's", ylabel="|E[g] − ∇J| / |∇J|",
+    )  # fmt: skip
+    axes.text(
+        0.97, 0.03, "sequence IS: 0 to rounding; with cap 5,\ntoo, until the cap binds", ha="right", va="bottom",
+        color=COLOURS["sequence weight"], transform=axes.transAxes, fontsize=8.5,
+    )  # fmt: skip
+
+
+def _plane(evidence: Evidence, axes: Any) -> None:
+    level = evidence.settings.plane
+    for name, style in _styles().items():
+        measurement = evidence.mismatches[level][name]
+        axes.plot(
+            measurement.bias, measurement.variance / evidence.on_policy_variance, linestyle="none", alpha=0.8,
+            label=name, **(style | {"markersize": 9}),
+        )  # fmt: skip
+    axes.axhline(1.0, color=MUTED, linewidth=1, linestyle=":")
+    axes.set(
+        xlim=(-0.04, None), yscale="log", title=f"Bias against variance at mismatch {level:g}",
+        xlabel="|E[g] − ∇J| / |∇J|", ylabel="variance of one row's gradient, 1 = on-policy",
+    )  # fmt: skip
+
+
+def _kept(evidence: Evidence, axes: Any) -> None:
+    longest = max(evidence.settings.lengths)
+    lengths = sorted({round(10 * (longest / 10) ** (step / 120)) for step in range(121)})
+    for aggregate, colour in (("geometric", COLOURS["mask"]), ("product", COLOURS["token weight"])):
+        lower, upper = keep_rates.MASKS[aggregate]
+        for case, dashes in zip(keep_rates.CASES, DASHES, strict=True):
+            shares = [keep_rates.expected(aggregate, case, length) for length in lengths]
+            label = f"{aggregate} [{lower:g}, {upper:g}], {case.name}"
+            axes.plot(lengths, shares, color=colour, linestyle=dashes, linewidth=1.6, label=label)
+            if case.deviation:
+                dots = [evidence.shares[aggregate, case, length] for length in evidence.settings.lengths]
+                axes.plot(evidence.settings.lengths, dots, "o", color=colour, markersize=4.5)
+    axes.set(
+        xscale="log", ylim=(-0.03, 1.03), title="Rows kept by length", xlabel="T, tokens a row",
+        ylabel="share kept (dots: simulated, shipped masks)",
+    )  # fmt: skip
+    axes.legend(framealpha=1, edgecolor="none", fontsize=7.5, loc="lower left", bbox_to_anchor=(0.01, 0.1))

@@ -1,0 +1,105 @@
+"""What is fixed for a whole batch does not depend on how the batch is split; on a real verl TrainingWorker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from first_update import planned
+from specs import GSM, TIS_TOKEN
+
+from recipe.offpolicy.correction import CorrectionSpec
+
+M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "self-normalised": {"weight": TIS_TOKEN | {"normalize": True}},
+    "self-normalised by row": {"weight": TIS_TOKEN | {"level": "sequence", "upper": 5.0, "normalize": True}},
+    "budget": {"masks": {"m2po": M2PO}},
+    "kept": {"masks": {"gsm": GSM}, "denominator": "kept"},
+    "all": {
+        "weight": TIS_TOKEN | {"kind": "reject", "lower": 0.8, "upper": 1.25, "normalize": True},
+        "masks": {"gsm": GSM, "m2po": M2PO},
+        "denominator": "kept",
+    },
+}
+
+
+def gradients(engine: Any, mapping: dict[str, Any], mode: str, micro_batch_size: int) -> dict[str, torch.Tensor]:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    spec = CorrectionSpec.from_mapping(mapping)
+    data = planned(spec, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2), loss_agg_mode=mode)
+    loss = OffPolicyLoss(spec, tw.actor_config(loss_agg_mode=mode))
+    return tw.gradients(engine, loss, data, micro_batch_size=micro_batch_size)[1]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_split_into_micro_batches_changes_nothing(engine: Any, name: str, mode: str) -> None:
+    whole, single = (gradients(engine, CORRECTIONS[name], mode, size) for size in (8, 1))
+    scale = max(float(g.abs().max()) for g in whole.values())
+    assert scale > 0
+    for parameter in whole:
+        assert float((whole[parameter] - single[parameter]).abs().max()) <= 2e-5 * scale
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, mode: str) -> None:
+    """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
+    from verl.workers.utils.losses import ppo_loss
+
+    from recipe.offpolicy.batch_plan import kept
+
+    spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
+    rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
+    _, keep = kept(spec, rows.to_tensordict())
+    left = [row for row, some in enumerate(keep.any(-1).tolist()) if some]
+    assert 0 < len(left) < 8
+    ours = gradients(engine, {"masks": {"gsm": GSM}, "denominator": "kept"}, mode, 4)
+
+    alone = tw.Rollout(
+        *([column[row] for row in left] for column in (rows.prompts, rows.responses, rows.response_mask)),
+        advantages=[rows.advantages[row] for row in left],
+        rollout_log_probs=[rows.rollout_log_probs[row] for row in left],
+        old_log_probs=[rows.old_log_probs[row] for row in left],
+    )
+    from functools import partial
+
+    config = tw.actor_config(loss_agg_mode=mode)
+    _, verls = tw.gradients(engine, partial(ppo_loss, config), alone.to_tensordict(), micro_batch_size=len(left))
+    scale = max(float(g.abs().max()) for g in verls.values())
+    for name in verls:
+        assert float((ours[name] - verls[name]).abs().max()) <= 2e-5 * scale
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_a_batch_that_is_rejected_altogether_is_exactly_zero(engine: Any, mode: str, denominator: str) -> None:
+    if mode == "token-sum" and denominator == "kept":
+        pytest.skip("divides by nothing, and is refused at start-up")
+    nothing = {"masks": {"none_kept": GSM | {"lower": 1e-8, "upper": 1e-7}}, "denominator": denominator}
+    for gradient in gradients(engine, nothing, mode, 2).values():
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_shadows_touch_no_gradient(engine: Any) -> None:
+    from recipe.offpolicy.correction.statistics import merge_all
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    spec = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
+    shadows = {
+        "gsm": CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}),
+        "kept_none": CorrectionSpec.from_mapping({"masks": {"none_kept": GSM | {"lower": 1e-8, "upper": 1e-7}}}),
+    }
+    data = planned(spec, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2))
+    plain = tw.gradients(engine, OffPolicyLoss(spec, tw.actor_config()), data)[1]
+    metrics, shadowed = tw.gradients(engine, OffPolicyLoss(spec, tw.actor_config(), shadows=shadows), data)
+    for name in plain:
+        assert torch.equal(plain[name], shadowed[name])
+    seen = {k: s.value() for k, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
+    assert 0.0 < seen["shadow/gsm/keep_sequence_share"] < 1.0
+    assert seen["shadow/kept_none/keep_token_share"] == 0.0
+    assert seen["keep/token_share"] == 1.0

@@ -1,0 +1,260 @@
+"""Every word of the vocabulary is proved live, and dead ones are seen; on a real verl TrainingWorker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from first_update import adapter, first_update
+from specs import GSM, OPSM, TIS_TOKEN
+
+LEVELS = ["token", "sequence", "turn", "version"]
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "product": (0.9, 1.1),
+    "geometric": (0.9, 1.1),
+    "any": (None, 1.5),
+    **{f"k1_{how}": (-0.1, 0.1) for how in ("sum", "mean", "max")},
+    **{f"{k}_{how}": (None, 0.05) for k in ("k2", "k3", "tv") for how in ("sum", "mean", "max")},
+    "binary_tv": (-0.1, 0.1),
+}
+
+
+def with_versions(rows: tw.Rollout) -> tw.Rollout:
+    rows.versions = [0] * len(rows.prompts)
+    return rows
+
+
+def live(engine: Any, mapping: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+    verdict = first_update(engine, mapping, rollout=with_versions(tw.make_rollout()), **kwargs)
+    assert verdict["proved"] == 1.0
+    assert verdict["gradient_error"] < 1e-5
+    assert verdict["shift_error"] < 1e-4
+    return verdict
+
+
+@pytest.mark.parametrize("aggregate", BOUNDS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ratio", ["rollout", "full"])
+def test_masks(engine: Any, ratio: str, level: str, aggregate: str) -> None:
+    lower, upper = BOUNDS[aggregate]
+    mask = {"ratio": ratio, "level": level, "aggregate": aggregate, "lower": lower, "upper": upper, "when": "any"}
+    live(engine, {"masks": {"mask": mask}})
+
+
+@pytest.mark.parametrize("sign", ["row", "token"])
+@pytest.mark.parametrize("when", ["negative", "positive"])
+@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
+@pytest.mark.parametrize("ratio", ["rollout", "full", "ppo"])
+def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign: str) -> None:
+    # On pi / pi_old the side that PPO's own clip leaves a gradient on.
+    side = {"lower": None, "upper": 1.1} if when == "negative" else {"lower": 0.9, "upper": None}
+    mask = {"ratio": ratio, "level": level, "aggregate": "geometric", **side, "when": when, "sign": sign}
+    live(engine, {"masks": {"mask": mask}})
+
+
+@pytest.mark.parametrize("aggregate", ["product", "geometric"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["truncate", "clip", "reject"])
+def test_weights(engine: Any, kind: str, level: str, aggregate: str) -> None:
+    lower = None if kind == "truncate" else 0.5
+    weight = {"level": level, "kind": kind, "lower": lower, "upper": 1.5, "aggregate": aggregate}
+    live(engine, {"weight": weight})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_self_normalised_weights(engine: Any, level: str) -> None:
+    live(engine, {"weight": TIS_TOKEN | {"level": level, "normalize": True}})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_on_the_current_policy(engine: Any, level: str) -> None:
+    from verl.workers.config import PolicyLossConfig
+
+    weight = TIS_TOKEN | {"level": level, "ratio": "full"}
+    live(engine, {"weight": weight, "proximal": "bypass"}, policy_loss=PolicyLossConfig(loss_mode="gpg"))
+
+
+def test_second_moment_budget(engine: Any) -> None:
+    mask = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
+    live(engine, {"masks": {"m2po": mask}})
+
+
+@pytest.mark.parametrize(
+    "mapping", [{"proximal": "bypass"}, {"proximal": "reuse"}, {"proximal": "loglinear", "alpha": 0.3}]
+)
+@pytest.mark.parametrize("beside", [{}, {"masks": {"opsm": OPSM}}], ids=["alone", "opsm"])
+def test_proximal_policies(engine: Any, mapping: dict[str, Any], beside: dict[str, Any]) -> None:
+    live(engine, mapping | beside)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_denominator_of_what_is_kept(engine: Any, mode: str) -> None:
+    live(engine, {"masks": {"gsm": GSM}, "denominator": "kept"}, loss_agg_mode=mode)
+
+
+@pytest.mark.parametrize("kind", ["k3", "k2", "k3+"])
+def test_clipped_kl(engine: Any, kind: str) -> None:
+    live(
+        engine,
+        {"kl_clip": {"lower": 0.8, "upper": 1.2}, "masks": {"gsm": GSM}},
+        tamper=lambda rows: setattr(rows, "ref_log_probs", [old + 0.3 for old in rows.old_log_probs]),
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        kl_loss_type=kind,
+    )
+
+
+def stops(
+    match: str, engine: Any, mapping: dict[str, Any], error: type[Exception] | None = None, **kwargs: Any
+) -> None:
+    from recipe.offpolicy.liveness import LivenessError
+
+    with pytest.raises(error or LivenessError, match=match):
+        first_update(engine, mapping, rollout=with_versions(tw.make_rollout()), **kwargs)
+
+
+def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
+    """An adapter that says ``mapping`` and runs ``runs`` in its place."""
+    from recipe.offpolicy import micro_batch as mb
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    said, run = CorrectionSpec.from_mapping(mapping), CorrectionSpec.from_mapping(runs)
+    parts = {("masks", name): mask for name, mask in run.masks}
+
+    class Wrong(OffPolicyLoss):
+        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+            from dataclasses import replace
+
+            spec = self.spec
+            if spec.weight is not None:
+                spec = replace(spec, weight=run.weight)
+            spec = replace(spec, masks=tuple((name, parts[("masks", name)]) for name, _ in spec.masks))
+            return mb.with_tensors(
+                super().hand_over(batch, step, data), rollout_is_weights=mb.factor(spec, batch, mb.decide(spec, batch))
+            )
+
+    return Wrong(said, tw.actor_config(**config), prove=True)
+
+
+TURN_MASK = GSM | {"level": "turn"}
+SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "turn for sequence": ({"masks": {"m": GSM}}, {"masks": {"m": TURN_MASK}}),
+    "sequence for turn": ({"masks": {"m": TURN_MASK}}, {"masks": {"m": GSM}}),
+    "token for sequence": ({"masks": {"m": GSM | {"level": "token"}}}, {"masks": {"m": GSM}}),
+    "any for geometric": ({"masks": {"m": GSM | {"aggregate": "any"}}}, {"masks": {"m": GSM}}),
+    "k3 mean for max": (
+        {"masks": {"m": GSM | {"aggregate": "k3_max", "lower": None, "upper": 0.05}}},
+        {"masks": {"m": GSM | {"aggregate": "k3_mean", "lower": None, "upper": 0.05}}},
+    ),
+    "k2 for k3": (
+        {"masks": {"m": GSM | {"aggregate": "k3_mean", "lower": None, "upper": 0.05}}},
+        {"masks": {"m": GSM | {"aggregate": "k2_mean", "lower": None, "upper": 0.05}}},
+    ),
+    "row's sign for the token's": ({"masks": {"m": OPSM}}, {"masks": {"m": OPSM | {"sign": "token"}}}),
+    "token's sign for the row's": ({"masks": {"m": OPSM | {"sign": "token"}}}, {"masks": {"m": OPSM}}),
+    "inverted k1": (
+        {"masks": {"m": GSM | {"aggregate": "k1_mean", "lower": -0.2, "upper": 0.1}}},
+        {"masks": {"m": GSM | {"aggregate": "k1_mean", "lower": -0.1, "upper": 0.2}}},
+    ),
+    "truncate for reject": (
+        {"weight": TIS_TOKEN | {"kind": "reject"}},
+        {"weight": TIS_TOKEN},
+    ),
+    "geometric for product": (
+        {"weight": TIS_TOKEN | {"level": "sequence"}},
+        {"weight": TIS_TOKEN | {"level": "sequence", "aggregate": "geometric"}},
+    ),
+    "turn for sequence weights": (
+        {"weight": TIS_TOKEN | {"level": "sequence"}},
+        {"weight": TIS_TOKEN | {"level": "turn"}},
+    ),
+    "not normalised": ({"weight": TIS_TOKEN | {"normalize": True}}, {"weight": TIS_TOKEN}),
+    "another budget's cut": (
+        {
+            "masks": {
+                "m": {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
+            }
+        },
+        {"masks": {"m": GSM | {"level": "token", "lower": 0.5, "upper": 2.0}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_another_correction_in_its_place(engine: Any, swap: str) -> None:
+    said, runs = SWAPS[swap]
+    stops("not weight x keep|does not act", engine, said, loss=wrong(said, runs), mismatch=1e-6)
+
+
+@pytest.mark.parametrize("proximal", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
+def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any]) -> None:
+    loss = adapter(proximal)
+    hand_over = loss.hand_over
+
+    def forgets(batch: Any, step: Any, data: Any) -> Any:
+        changed = hand_over(batch, step, data)
+        changed["old_log_probs"] = batch.log_prob.detach()
+        return changed
+
+    loss.hand_over = forgets
+    stops("not weight x keep|does not act", engine, proximal, loss=loss)
+
+
+def test_old_log_probs_computed_after_all(engine: Any) -> None:
+    def recomputed(data: Any) -> None:
+        data["old_log_probs"] = torch.nested.as_nested_tensor(
+            [row + 0.1 for row in data["rollout_log_probs"].unbind()], layout=torch.jagged
+        )
+
+    stops("Something computes old_log_probs after all", engine, {"proximal": "bypass"}, tamper_data=recomputed)
+
+
+def test_kl_without_its_clip(engine: Any) -> None:
+    mapping = {"kl_clip": {"lower": 0.8, "upper": 1.2}}
+    config: dict[str, Any] = dict(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3")
+    loss = adapter(mapping, **config)
+    loss.base_loss = loss.verl_loss
+    stops(
+        "kl_clip does not act",
+        engine,
+        mapping,
+        loss=loss,
+        tamper=lambda rows: setattr(rows, "ref_log_probs", [old + 0.3 for old in rows.old_log_probs]),
+        **config,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapping", "key"),
+    [
+        ({"weight": TIS_TOKEN | {"normalize": True}}, "offpolicy_plan"),
+        ({"masks": {"gsm": GSM}, "denominator": "kept"}, "offpolicy_scale"),
+    ],
+)
+def test_a_plan_that_does_not_arrive(engine: Any, mapping: dict[str, Any], key: str) -> None:
+    stops(key, engine, mapping, KeyError, tamper_data=lambda data: data.pop(key))
+
+
+def test_a_denominator_counted_over_other_mini_batches(engine: Any) -> None:
+    def dealt_otherwise(data: Any) -> None:
+        data["offpolicy_mini_batch_tokens"] = data["offpolicy_mini_batch_tokens"] - 1
+
+    mapping = {"masks": {"gsm": GSM}, "denominator": "kept"}
+    stops("dealt otherwise", engine, mapping, ValueError, tamper_data=dealt_otherwise)
+
+
+def test_a_scale_that_is_ignored(engine: Any) -> None:
+    mapping = {"masks": {"gsm": GSM}, "denominator": "kept"}
+    loss = adapter(mapping)
+    hand_over = loss.hand_over
+
+    def without_scale(batch: Any, step: Any, data: Any) -> Any:
+        changed = hand_over(batch, step, data)
+        changed["rollout_is_weights"] = step.weight * step.keep
+        return changed
+
+    loss.hand_over = without_scale
+    stops("not weight x keep", engine, mapping, loss=loss)

@@ -1,0 +1,192 @@
+"""Corrections and batches for hypothesis.
+
+Log-probs are multiples of 1/64 above -4, so that their differences and sums are exact in every dtype and results can
+be compared to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from corrections import tensor
+from hypothesis import assume, settings
+from hypothesis import strategies as draw
+from reference import Batch
+from torch import Tensor
+
+from recipe.offpolicy.correction import (
+    BatchConstants,
+    CorrectionSpec,
+    StepStage,
+    batch_constants,
+    rollout_stage,
+    step_stage,
+)
+
+examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch; every tensor (B, T)."""
+
+    mu: Tensor
+    old: Tensor
+    pi: Tensor
+    mask: Tensor
+    advantages: Tensor
+    turns: Tensor
+    versions: Tensor
+
+    def __getitem__(self, rows: Any) -> Rows:
+        return Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        return replace(self, mu=self.mu.to(dtype), old=self.old.to(dtype), pi=self.pi.to(dtype))
+
+    @property
+    def lists(self) -> Batch:
+        return Batch(*(getattr(self, field.name).tolist() for field in fields(self)))
+
+
+def decide(
+    correction: CorrectionSpec,
+    rows: Rows,
+    constants: BatchConstants | None = None,
+    measure: Literal["all", "nothing"] = "all",
+) -> StepStage:
+    """Both stages."""
+    stage = rollout_stage(
+        correction,
+        old_log_prob=rows.old,
+        rollout_log_prob=rows.mu,
+        response_mask=rows.mask,
+        segment_ids=rows.turns,
+        versions=rows.versions,
+        constants=constants,
+        measure=measure,
+    )
+    return step_stage(correction, stage, log_prob=rows.pi, advantages=rows.advantages)
+
+
+def constants_of(correction: CorrectionSpec, rows: Rows) -> BatchConstants:
+    return batch_constants(
+        correction,
+        old_log_prob=rows.old,
+        rollout_log_prob=rows.mu,
+        response_mask=rows.mask,
+        segment_ids=rows.turns,
+        versions=rows.versions,
+    )
+
+
+@draw.composite
+def batches(draw_one: Any, min_rows: int = 0) -> Rows:
+    shape = (draw_one(draw.integers(min_rows, 4)), draw_one(draw.integers(1, 6)))
+    size = shape[0] * shape[1]
+
+    def numbers(low: int, high: int) -> Tensor:
+        drawn = draw_one(draw.lists(draw.integers(low, high), min_size=size, max_size=size))
+        return tensor(drawn).reshape(shape)
+
+    # Small steps between the policies as well as large ones, so that every band has rows on both sides.
+    width = draw_one(draw.sampled_from([1, 8, 60]))
+    mu = numbers(-190, -65)
+    old = (mu + numbers(-width, width)).clamp(-255, 0)
+    pi = (old + numbers(-width, width)).clamp(-255, 0)
+    return Rows(
+        mu / 64,
+        old / 64,
+        pi / 64,
+        mask=numbers(-1, 1) >= 0,
+        advantages=numbers(-2, 2),
+        turns=numbers(0, 2).long(),
+        versions=numbers(0, 1).long(),
+    )
+
+
+LEVELS = ("token", "sequence", "turn", "version")
+RATIOS = ("rollout", "full", "ppo")
+ON_RATIO = ("product", "geometric", "any")
+DIVERGENCES = tuple(f"{kind}_{how}" for kind in ("k1", "k2", "k3", "tv") for how in ("sum", "mean", "max"))
+AGGREGATES = (*ON_RATIO, *DIVERGENCES, "binary_tv")
+
+# Bands that hold the value of equal policies, so that agreement is a no-op: 1 for ratios, 0 for differences.
+Bounds = tuple[float | None, ...]
+LOWER: Bounds = (None, 0.5, 0.9, 0.99, 1.0)
+UPPER: Bounds = (None, 1.0, 1.01, 1.1, 2.0)
+BELOW: Bounds = (None, -0.5, -0.05, -0.003, 0.0)
+ABOVE: Bounds = (None, 0.0, 0.0003, 0.05, 0.5)
+
+
+@draw.composite
+def weights(draw_one: Any) -> dict[str, Any] | None:
+    level = draw_one(draw.sampled_from([*LEVELS, None]))
+    if level is None:
+        return None
+    lower, upper = draw_one(draw.sampled_from(LOWER)), draw_one(draw.sampled_from(UPPER))
+    kinds = ["truncate"] if lower is None or upper is None else ["clip"]
+    kinds += ["reject"] if lower is not None or upper is not None else []
+    ratio = draw_one(draw.sampled_from(["rollout", "full"]))
+    return dict(
+        level=level,
+        kind=draw_one(draw.sampled_from(kinds)),
+        lower=lower,
+        upper=upper,
+        aggregate=draw_one(draw.sampled_from(["product", "geometric"])),
+        ratio=ratio,
+        normalize=ratio == "rollout" and draw_one(draw.booleans()),
+    )
+
+
+@draw.composite
+def masks(draw_one: Any, aggregates: tuple[str, ...] = (*AGGREGATES, "second_moment")) -> dict[str, Any]:
+    aggregate = draw_one(draw.sampled_from(aggregates))
+    if aggregate == "second_moment":
+        budget = draw_one(draw.sampled_from([0.0001, 0.01, 0.2]))
+        return dict(ratio="rollout", level="token", aggregate=aggregate, budget=budget, when="any")
+    when = draw_one(draw.sampled_from(["any", "negative", "positive"]))
+    mapping = dict(
+        ratio=draw_one(draw.sampled_from(RATIOS)),
+        level=draw_one(draw.sampled_from(LEVELS)),
+        aggregate=aggregate,
+        when=when,
+        sign="row" if when == "any" else draw_one(draw.sampled_from(["row", "token"])),
+    )
+    if aggregate in ("product", "geometric") and draw_one(draw.booleans()):
+        return mapping | {"delta": draw_one(draw.sampled_from([0.0, 1 / 64, 0.125, 0.5]))}
+    lowers, uppers = (LOWER, UPPER) if aggregate in ON_RATIO else (BELOW, ABOVE)
+    if aggregate.startswith(("k2", "k3", "tv")):
+        lowers, uppers = (None, 0.0), uppers[1:]
+    lower, upper = draw_one(draw.sampled_from(lowers)), draw_one(draw.sampled_from(uppers))
+    assume(lower is not None or upper is not None)
+    if mapping["level"] == "token" and aggregate in ("product", "geometric") and when == "any":
+        assume(lower is not None and upper is not None)
+    return mapping | {"lower": lower, "upper": upper}
+
+
+@draw.composite
+def corrections(draw_one: Any) -> CorrectionSpec:
+    """Any weight and up to three masks, of the default proximal policy."""
+    named = dict(zip("abc", draw_one(draw.lists(masks(), max_size=3)), strict=False))
+    return CorrectionSpec.from_mapping({"weight": draw_one(weights()), "masks": named})
+
+
+@draw.composite
+def skyrl_corrections(draw_one: Any) -> CorrectionSpec:
+    """What SkyRL can say: outlier, token and sequence masks, and truncation by token or by sequence."""
+    masks: dict[str, Any] = {}
+    on_rollout = dict(ratio="rollout", when="any")
+    names = draw_one(draw.permutations("abcd"))
+    low, high = draw.sampled_from([0.5, 0.9, 0.98]), draw.sampled_from([1.02, 1.1, 2.0])
+    for name, level, aggregate in zip(
+        names, ("sequence", "token", "token", "sequence"), ("any", "product", "any", "geometric"), strict=True
+    ):
+        if draw_one(draw.booleans()):
+            bounds = {"lower": draw_one(low), "upper": draw_one(high)}
+            masks[name] = on_rollout | bounds | {"level": level, "aggregate": aggregate}
+    level = draw_one(draw.sampled_from(["token", "sequence", None]))
+    weight = level and dict(level=level, kind="truncate", lower=None, upper=draw_one(draw.sampled_from([1.1, 5.0])))
+    return CorrectionSpec.from_mapping({"weight": weight, "masks": masks, "skyrl_compat": True})

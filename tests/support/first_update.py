@@ -1,0 +1,67 @@
+"""The first update of a run, without Ray: what trainer and worker do between rollout and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import training_worker as tw
+from tensordict import TensorDict
+
+from recipe.offpolicy.correction import CorrectionSpec
+
+MISMATCH = 0.2
+
+
+def planned(spec: CorrectionSpec, rows: tw.Rollout, **loss: Any) -> TensorDict:
+    """The batch as the trainer sends it, with its plan; ``loss`` are fields of the ActorConfig."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.batch_plan import PLAN, Dealing, SharedPlan, constants_of, row_columns
+
+    if spec.proximal != "recompute":
+        rows.old_log_probs = rows.rollout_log_probs
+    data = rows.to_tensordict()
+    if spec.denominator == "kept":
+        dealing = Dealing(1, len(data), loss.get("loss_agg_mode", "token-mean"))
+        for name, column in row_columns(spec, data, dealing).items():
+            data[name] = column
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, constants=constants_of(spec, data))})
+    return data
+
+
+def adapter(mapping: dict[str, Any], **config: Any) -> Any:
+    """The loss as the trainer hands it over for the first update."""
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), tw.actor_config(**config), prove=True)
+
+
+def first_update(
+    worker: Any,
+    mapping: dict[str, Any],
+    *,
+    loss: Any = None,
+    rollout: tw.Rollout | None = None,
+    mismatch: float = MISMATCH,
+    tamper: Callable[[tw.Rollout], None] = lambda rows: None,
+    tamper_source: Callable[[tw.Rollout], None] = lambda rows: None,
+    tamper_data: Callable[[TensorDict], None] = lambda data: None,
+    allow_identical: bool = False,
+    micro_batch_size: int | None = 4,
+    **config: Any,
+) -> dict[str, float]:
+    """One update and its verdict; the tampers act in the rollout, between rollout and worker, on what was sent."""
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+
+    spec = CorrectionSpec.from_mapping(mapping)
+    rows = tw.add_log_probs(worker, rollout or tw.make_rollout(), mismatch=mismatch)
+    tamper_source(rows)
+    sampled = sampled_checksums(rows.to_tensordict())
+    tamper(rows)
+    data = planned(spec, rows, **config)
+    tamper_data(data)
+    metrics, _ = tw.gradients(worker, loss or adapter(mapping, **config), data, micro_batch_size=micro_batch_size)
+    return verify(take_packets(metrics), spec, sampled_rows=sampled, allow_identical=allow_identical)

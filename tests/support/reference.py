@@ -1,0 +1,263 @@
+"""The vocabulary of corrections read again: a token at a time, in float64, with lists and the math module.
+
+Shares nothing with the package but the plain mappings that describe a correction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = list[float]
+Plain = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Nested lists of one shape (B, T); ``segments`` and ``versions`` are the ids of turns and of weight versions."""
+
+    mu: list[Row]
+    old: list[Row]
+    pi: list[Row]
+    mask: list[list[bool]]
+    advantages: list[Row]
+    segments: list[list[int]]
+    versions: list[list[int]]
+
+
+@dataclass
+class Expected:
+    """What both stages are to give.
+
+    Attributes:
+        weight: (B, T), 0 where a token does not count.
+        keep: (B, T).
+        rejected: key of a part -> (b, t) of the counted tokens that it rejects.
+        margin: least distance of anything that was compared from its bound, relative where that is above 1.
+    """
+
+    weight: list[Row]
+    keep: list[list[bool]]
+    rejected: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    margin: float = math.inf
+
+
+Token = tuple[int, int]
+
+
+def expected(correction: Plain, batch: Batch) -> Expected:
+    """Weight and keep of ``CorrectionSpec.to_mapping()``; ``batch.old`` is pi_old, wherever it came from."""
+    counted = tokens_that_count(batch)
+    result = Expected([[0.0] * len(row) for row in batch.mask], [[False] * len(row) for row in batch.mask])
+    masks, weight = correction["masks"], correction["weight"]
+    left = set(counted)
+    if correction.get("skyrl_compat"):
+        # An outlier mask sees all tokens, a token mask decides by itself, and what goes by sequence sees the rest.
+        for by_token in (False, True):
+            for name, mask in masks.items():
+                if (mask["level"] == "token") == by_token and (by_token or mask["aggregate"] == "any"):
+                    result.rejected[f"masks.{name}"] = rejected_by(mask, batch, counted, result)
+                    left -= result.rejected[f"masks.{name}"]
+        seen = sorted(left)
+    else:
+        seen = counted
+    for name, mask in masks.items():
+        if (key := f"masks.{name}") not in result.rejected:
+            result.rejected[key] = rejected_by(mask, batch, seen, result)
+
+    for b, t in counted:
+        result.weight[b][t] = 1.0
+    if weight is not None:
+        dropped: set[Token] = set()
+        by_token = weight["level"] == "token"
+        for unit, value, drops in weighed(weight, batch, counted if by_token else seen, result):
+            # With skyrl_compat the tokens that are masked already still carry their row's weight.
+            for b, t in unit if by_token else [token for token in counted if same_unit(weight, batch, token, unit[0])]:
+                result.weight[b][t] = value
+            dropped |= set(unit) if drops else set()
+        if weight["kind"] == "reject":
+            result.rejected["weight"] = dropped
+
+    for drop in result.rejected.values():
+        left -= drop
+    for b, t in left:
+        result.keep[b][t] = True
+    return result
+
+
+def tokens_that_count(batch: Batch) -> list[Token]:
+    """(b, t) of the tokens in the response mask whose mu and pi_old are finite."""
+    return [
+        (b, t)
+        for b, row in enumerate(batch.mask)
+        for t, valid in enumerate(row)
+        if valid and math.isfinite(batch.mu[b][t]) and math.isfinite(batch.old[b][t])
+    ]
+
+
+def log_ratio(ratio: str, batch: Batch, token: Token) -> float:
+    numerator, denominator = policies(ratio, batch, token)
+    return numerator - denominator
+
+
+def policies(ratio: str, batch: Batch, token: Token) -> tuple[float, float]:
+    b, t = token
+    mu, old, pi = batch.mu[b][t], batch.old[b][t], batch.pi[b][t]
+    return {"rollout": (old, mu), "full": (pi, mu), "ppo": (pi, old)}[ratio]
+
+
+def label(level: str, batch: Batch, token: Token) -> tuple[int, ...]:
+    """Tokens of one label are one unit."""
+    b, t = token
+    match level:
+        case "token":
+            return (b, t)
+        case "sequence":
+            return (b,)
+        case "turn":
+            return (b, batch.segments[b][t])
+        case "version":
+            return (b, batch.versions[b][t])
+    raise ValueError(level)
+
+
+def same_unit(part: Plain, batch: Batch, one: Token, two: Token) -> bool:
+    return label(part["level"], batch, one) == label(part["level"], batch, two)
+
+
+def units(level: str, batch: Batch, tokens: list[Token]) -> list[list[Token]]:
+    found: dict[tuple[int, ...], list[Token]] = {}
+    for token in tokens:
+        found.setdefault(label(level, batch, token), []).append(token)
+    return list(found.values())
+
+
+def exp(value: float) -> float:
+    return math.exp(clamp(value))
+
+
+def clamp(value: float) -> float:
+    return min(max(value, -20.0), 20.0)
+
+
+# Weights ----------------------------------------------------------------------------------------------------
+
+
+def weighed(
+    weight: Plain, batch: Batch, tokens: list[Token], result: Expected
+) -> Iterator[tuple[list[Token], float, bool]]:
+    """Each unit, its weight, and whether it is rejected."""
+    found = []
+    for unit in units(weight["level"], batch, tokens):
+        value = math.fsum(log_ratio(weight["ratio"], batch, token) for token in unit)
+        if weight["aggregate"] == "geometric":
+            value /= len(unit)
+        low = None if weight["lower"] is None else math.log(weight["lower"])
+        high = None if weight["upper"] is None else math.log(weight["upper"])
+        drop, w = False, exp(value)
+        if weight["kind"] == "reject":
+            drop = beyond(value, low, high, result)
+        else:
+            w = w if low is None else max(w, weight["lower"])
+            w = w if high is None else min(w, weight["upper"])
+        found.append((unit, w, drop))
+    divisor = 1.0
+    if weight["normalize"] and found:
+        total = math.fsum(0.0 if drop else w for _, w, drop in found)
+        divisor = total / len(found) if total > 0 else 1.0
+    for unit, w, drop in found:
+        yield unit, w / divisor, drop
+
+
+# Masks ------------------------------------------------------------------------------------------------------
+
+
+def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected) -> set[Token]:
+    if mask["aggregate"] == "second_moment":
+        return beyond_budget(mask["budget"], batch, tokens, result)
+    low, high = bounds(mask)
+    dropped: set[Token] = set()
+    for unit in units(mask["level"], batch, tokens):
+        if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
+            dropped |= {token for token in unit if concerned(mask, batch, tokens, token, result)}
+    return dropped
+
+
+def bounds(mask: Plain) -> tuple[float | None, float | None]:
+    """On what ``statistics`` gives: log ratios for those that are bounded as ratios."""
+    if "delta" in mask:
+        return -mask["delta"], None
+    pair = mask["lower"], mask["upper"]
+    if mask["aggregate"] in ("product", "geometric", "any"):
+        return tuple(None if bound is None else math.log(bound) for bound in pair)  # type: ignore[return-value]
+    return pair
+
+
+def statistics(mask: Plain, batch: Batch, unit: list[Token]) -> list[float]:
+    """What has to lie inside the bounds, all of it: a number a unit, or a number a token."""
+    logs = [log_ratio(mask["ratio"], batch, token) for token in unit]
+    match mask["aggregate"].split("_"):
+        case ["product"]:
+            return [math.fsum(logs)]
+        case ["geometric"]:
+            return [math.fsum(logs) / len(logs)]
+        case ["any"]:
+            return logs
+        case ["binary", "tv"]:
+            pairs = [policies(mask["ratio"], batch, token) for token in unit]
+            return [math.exp(numerator) - math.exp(denominator) for numerator, denominator in pairs]
+        case [kind, reduction]:
+            each = [divergence(kind, value) for value in logs]
+            return [{"sum": math.fsum(each), "mean": math.fsum(each) / len(each), "max": max(each)}[reduction]]
+    raise ValueError(mask["aggregate"])
+
+
+def divergence(kind: str, log_r: float) -> float:
+    match kind:
+        case "k1":
+            return -log_r
+        case "k2":
+            return log_r * log_r / 2
+        case "k3":
+            return math.expm1(clamp(log_r)) - log_r
+        case "tv":
+            return abs(math.expm1(clamp(log_r))) / 2
+    raise ValueError(kind)
+
+
+def concerned(mask: Plain, batch: Batch, tokens: list[Token], token: Token, result: Expected) -> bool:
+    """Whether the mask looks at this token, by the sign of an advantage."""
+    if mask["when"] == "any":
+        return True
+    if mask["sign"] == "row":
+        row = [batch.advantages[b][t] for b, t in tokens if b == token[0]]
+        advantage = math.fsum(row) / len(row)
+    else:
+        advantage = batch.advantages[token[0]][token[1]]
+    if advantage:
+        result.margin = min(result.margin, abs(advantage))
+    return advantage < 0 if mask["when"] == "negative" else advantage > 0
+
+
+def beyond(value: float, low: float | None, high: float | None, result: Expected) -> bool:
+    for bound in (low, high):
+        # What lies at a bound exactly does so in any precision.
+        if bound is not None and value != bound:
+            result.margin = min(result.margin, abs(value - bound) / max(1.0, abs(bound)))
+    return (low is not None and value < low) or (high is not None and value > high)
+
+
+def beyond_budget(budget: float, batch: Batch, tokens: list[Token], result: Expected) -> set[Token]:
+    """M2PO: drop the tokens of largest (log rho)^2, equals together, until the mean of the rest is in the budget."""
+    squares = {token: log_ratio("rollout", batch, token) ** 2 for token in tokens}
+    dropped: set[Token] = set()
+    while rest := [token for token in tokens if token not in dropped]:
+        mean = math.fsum(squares[token] for token in rest) / len(rest)
+        result.margin = min(result.margin, abs(mean / budget - 1))
+        if mean <= budget:
+            break
+        largest = max(squares[token] for token in rest)
+        dropped |= {token for token in rest if squares[token] == largest}
+    return dropped

@@ -1,0 +1,67 @@
+"""The KL loss with its clipped ratio, by hand and against verl's own KL loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import kl_penalty
+
+from recipe.offpolicy.kl_term import clipped_kl
+
+
+def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:
+    leaf = pi.clone().requires_grad_()
+    clipped_kl(leaf, old, ref, kind=kind, lower=lower, upper=upper).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("kind", ["k2", "mse", "k3", "low_var_kl", "k3+", "k1+", "abs"])
+def test_at_ratio_one_its_gradient_is_verls(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pi, ref = (-torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)).unbind()
+    leaf = pi.clone().requires_grad_()
+    kl_penalty(leaf, ref, kind).sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(gradient(pi, pi, ref, kind), leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "above_reference", "expected"),
+    [
+        # k2: the slope is log(pi / ref) = +-0.5, and the gradient ratio x slope where it is not clipped.
+        (1.1, True, 1.1 * 0.5),
+        (1.1, False, -1.1 * 0.5),
+        # Beyond the upper side the loss still rises with a positive slope, and is cut off with a negative one.
+        (1.5, True, 1.5 * 0.5),
+        (1.5, False, 0.0),
+        (0.5, True, 0.0),
+        (0.5, False, -0.5 * 0.5),
+    ],
+)
+def test_by_hand(ratio: float, above_reference: bool, expected: float) -> None:
+    pi = torch.tensor([[-1.0]], dtype=torch.float64)
+    ref = pi - 0.5 if above_reference else pi + 0.5
+    assert gradient(pi, pi - math.log(ratio), ref, "k2").item() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
+    """Enumerated: E_old[ratio x slope x score] with k2 is the gradient of KL(pi, ref), which verl's is not."""
+    logits = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.0, 0.2, -0.3], dtype=torch.float64).log_softmax(-1)
+    ref = torch.tensor([-0.2, 0.1, 0.5], dtype=torch.float64).log_softmax(-1)
+
+    log_pi = logits.log_softmax(-1)
+    exact = torch.autograd.grad((log_pi.exp() * (log_pi - ref)).sum(), logits)[0]
+
+    log_pi = logits.log_softmax(-1)
+    surrogate = clipped_kl(log_pi[None], old[None], ref[None], kind="k2", lower=1e-6, upper=1e6)[0]
+    ours = torch.autograd.grad((old.exp() * surrogate).sum(), logits)[0]
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+    log_pi = logits.log_softmax(-1)
+    verls = torch.autograd.grad((old.exp() * kl_penalty(log_pi, ref, "k2")).sum(), logits)[0]
+    assert (verls - exact).abs().max() > 0.05

@@ -1,0 +1,373 @@
+"""``correction=auto``: every branch of the tree, what it reads, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.run_setup import Setup, read_setup, refuse_setup
+from recipe.offpolicy.selector import Requirement, Selection, check_requirements, lines, select
+
+PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def required(selection: Selection) -> dict[str, Any]:
+    return {one.key: one.value for one in selection.requires}
+
+
+# The tree -----------------------------------------------------------------------------------------------------
+
+# The six rows of "Common configurations": colocated engines are different ones.
+ROWS = {
+    "same engine, sync, dense, 1 epoch": (replace(PLAIN, engine="same"), ("none",), {}),
+    "colocated, sync, dense, multi-epoch": (replace(PLAIN, minibatches=4), ("tis_token",), {}),
+    "disaggregated, sync, dense": (PLAIN, ("tis_token",), {}),
+    "disaggregated, async, dense": (replace(PLAIN, mode="async"), ("decoupled_ppo",), {STALENESS: 9}),
+    "disaggregated, sync, MoE": (
+        replace(PLAIN, model="moe", minibatches=4),
+        ("tis_token",),
+        {REPLAY: "R3", RECORD: True},
+    ),
+    "disaggregated, async, MoE": (
+        replace(PLAIN, mode="async", model="moe", minibatches=4),
+        ("decoupled_ppo",),
+        {STALENESS: 9, REPLAY: "R3", RECORD: True},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_common_configurations(row: str) -> None:
+    setup, options, requires = ROWS[row]
+    selection = select(setup)
+    assert selection.options == options
+    assert required(selection) == requires
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode", "options"),
+    [
+        ("same", "sync", ("none",)),
+        ("same", "async", ("decoupled_ppo",)),
+        ("different", "sync", ("tis_token",)),
+        ("different", "async", ("decoupled_ppo",)),
+    ],
+)
+@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("trajectory", ["single", "tools"])
+@pytest.mark.parametrize("minibatches", [1, 2, 8])
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_engine_and_mode_decide_the_weight(
+    engine: Any, mode: Any, options: tuple[str, ...], model: Any, trajectory: Any, minibatches: int, strategy: str
+) -> None:
+    """Never two weights: asynchronous data has one, prox / mu."""
+    setup = Setup(engine, mode, model, trajectory, minibatches, strategy)
+    selection = select(setup)
+    assert selection.options == options
+    for name in ("engine", "mode", "model", "trajectory"):
+        assert any(f"setup.{name}={getattr(setup, name)}" in line for line in selection.reasons)
+    assert any(f"setup.minibatches={minibatches}" in line for line in selection.reasons)
+    assert (STALENESS in required(selection)) == (mode == "async")
+
+
+@pytest.mark.parametrize(
+    ("n", "requires"),
+    [
+        (1, {REPLAY: "disabled"}),
+        (2, {REPLAY: "R2", "correction.proximal": "recompute"}),
+        (3, {REPLAY: "R3", RECORD: True}),
+        (4, {REPLAY: "R3", RECORD: True}),
+        (8, {REPLAY: "R3", RECORD: True}),
+    ],
+)
+def test_minibatches_decide_the_replay(n: int, requires: dict[str, Any]) -> None:
+    """R2 fails at 8, and one step on a batch wants none."""
+    assert required(select(replace(PLAIN, model="moe", minibatches=n))) == requires
+    assert required(select(replace(PLAIN, minibatches=n))) == {}
+
+
+def test_replay_on_another_backend() -> None:
+    setup = replace(PLAIN, model="moe", minibatches=4, strategy="veomni")
+    assert required(select(setup)) == {REPLAY.replace("megatron", "veomni"): "R3", RECORD: True}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "torchtitan"])
+def test_without_replay_in_verl(strategy: str) -> None:
+    selection = select(replace(PLAIN, model="moe", minibatches=4, strategy=strategy))
+    assert selection.requires == ()
+    assert any(f"verl has no replay on actor_rollout_ref.actor.strategy={strategy}" in r for r in selection.reasons)
+    assert any("gsm" in line and f"{LOSS}=gspo" in line for line in selection.advice)
+    # Nothing is missing where nothing would be replayed.
+    assert not any("verl has no replay" in r for r in select(replace(PLAIN, model="moe", strategy=strategy)).reasons)
+
+
+def test_advice() -> None:
+    assert select(PLAIN).advice == ()
+    (staleness,) = select(replace(PLAIN, mode="async")).advice
+    assert staleness == f"{STALENESS}=5 for code, 9 for maths: 4 and 8 steps."
+    (turns,) = select(replace(PLAIN, trajectory="tools")).advice
+    assert "tis_turn" in turns
+    assert "gsm_turn" in turns
+
+
+def test_a_decision_a_line() -> None:
+    selection = Selection(("tis_token",), ("one.", "two."), (), ("three.",))
+    assert list(lines(selection)) == [
+        "correction=auto is correction=[tis_token]:",
+        "  one.",
+        "  two.",
+        "  advice: three.",
+    ]
+
+
+# What is read ---------------------------------------------------------------------------------------------------
+
+
+def configuration(**changes: Any) -> DictConfig:
+    """The keys of verl's that are read, as a synchronous run on FSDP has them."""
+    config = OmegaConf.create(
+        {
+            "setup": {"engine": None, "mode": None, "model": "dense", "trajectory": None, "minibatches": None},
+            "data": {"train_batch_size": 64},
+            "trainer": {"v1": {"trainer_mode": "sync", "sampler": {"max_off_policy_threshold": 8}}},
+            "correction": {"proximal": "recompute"},
+            "actor_rollout_ref": {
+                "actor": {
+                    "strategy": "fsdp",
+                    "ppo_mini_batch_size": 64,
+                    "ppo_epochs": 1,
+                    "policy_loss": {"loss_mode": "vanilla"},
+                },
+                "rollout": {
+                    "name": "vllm",
+                    "enable_rollout_routing_replay": False,
+                    "multi_turn": {"enable": False},
+                    "agent": {"default_agent_loop": "single_turn_agent"},
+                },
+            },
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
+SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({f"{ROLLOUT}__name": "sglang"}, {}),
+        ({"trainer__v1__trainer_mode": "colocate_async"}, {"mode": "async"}),
+        ({"trainer__v1__trainer_mode": "separate_async"}, {"mode": "async"}),
+        ({"setup__model": "moe"}, {"model": "moe"}),
+        ({f"{ROLLOUT}__multi_turn__enable": True}, {"trajectory": "tools"}),
+        ({f"{ROLLOUT}__agent__default_agent_loop": "tool_agent"}, {"trajectory": "tools"}),
+        ({f"{ACTOR}__ppo_mini_batch_size": 16}, {"minibatches": 4}),
+        ({f"{ACTOR}__ppo_mini_batch_size": 32, f"{ACTOR}__ppo_epochs": 3}, {"minibatches": 6}),
+        ({f"{ACTOR}__ppo_mini_batch_size": 48}, {"minibatches": 2}),
+        ({f"{ACTOR}__strategy": "megatron"}, {"strategy": "megatron"}),
+        # Replay says what the model is.
+        (
+            {"setup__model": None, f"{ACTOR}__megatron__router_replay__mode": "R2"},
+            {"model": "moe"},
+        ),
+        ({"setup__model": None, f"{ROLLOUT}__enable_rollout_routing_replay": True}, {"model": "moe"}),
+        # Given beside what cannot be told for sure: a data set may name an agent by row.
+        ({"setup__trajectory": "tools"}, {"trajectory": "tools"}),
+        ({"setup__trajectory": "single", f"{ROLLOUT}__agent__default_agent_loop": "mine"}, {"trajectory": "single"}),
+        # Given and the same.
+        ({"setup__engine": "different", "setup__mode": "sync", "setup__minibatches": 1}, {}),
+        # Given where nothing can be read.
+        ({f"{ROLLOUT}__name": "mine", "setup__engine": "same"}, {"engine": "same"}),
+        ({f"{ROLLOUT}__name": "vllm", "setup__engine": "same"}, {"engine": "same"}),
+        ({"data__train_batch_size": None, "setup__minibatches": 5}, {"minibatches": 5}),
+    ],
+)
+def test_the_set_up_of_a_run(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert read_setup(configuration(**changes)) == replace(SYNC, **expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"setup__mode": "async"}, ["setup.mode=async", "trainer.v1.trainer_mode=sync"]),
+        (
+            {"setup__mode": "sync", "trainer__v1__trainer_mode": "colocate_async"},
+            ["setup.mode=sync", "trainer.v1.trainer_mode=colocate_async"],
+        ),
+        (
+            {f"{ACTOR}__megatron__router_replay__mode": "R3"},
+            ["setup.model=dense", "actor_rollout_ref.actor.megatron.router_replay.mode=R3"],
+        ),
+        (
+            {"setup__trajectory": "single", f"{ROLLOUT}__multi_turn__enable": True},
+            ["setup.trajectory=single", "actor_rollout_ref.rollout.multi_turn.enable=true"],
+        ),
+        (
+            {"setup__minibatches": 2, f"{ACTOR}__ppo_mini_batch_size": 16},
+            ["setup.minibatches=2", "data.train_batch_size=64", "ppo_mini_batch_size=16", "ppo_epochs=1", "says 4"],
+        ),
+    ],
+)
+def test_contradictions(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_setup(configuration(**changes))
+    for part in parts:
+        assert part in str(caught.value)
+    key = parts[0].split("=")[0]
+    assert f"Set {key}=null" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "fix"),
+    [
+        ({"setup__model": None}, "model", "setup.model=dense"),
+        ({f"{ROLLOUT}__name": "???"}, "engine", "setup.engine=different"),
+        ({"trainer": None}, "mode", "setup.mode=sync"),
+        ({f"{ROLLOUT}__multi_turn": None, f"{ROLLOUT}__agent": None}, "trajectory", "setup.trajectory=single"),
+        ({f"{ACTOR}__ppo_mini_batch_size": None}, "minibatches", "setup.minibatches=1"),
+    ],
+)
+def test_what_is_neither_given_nor_known(changes: dict[str, Any], name: str, fix: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_setup(configuration(**changes))
+    assert str(caught.value).startswith(f"setup.{name}=null: correction=auto needs it")
+    assert f"Set {fix}" in str(caught.value)
+
+
+def test_without_the_node() -> None:
+    config = configuration()
+    del config["setup"]
+    with pytest.raises(SpecError, match=r"setup\.model=null"):
+        read_setup(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("engine", "vllm", "setup.engine='vllm': set one of same, different"),
+        ("mode", "colocate_async", "setup.mode='colocate_async': set one of sync, async"),
+        ("model", True, "setup.model=True: set one of dense, moe"),
+        ("trajectory", "multi", "setup.trajectory='multi': set one of single, tools"),
+        ("minibatches", 0, "setup.minibatches=0: a number of gradient steps"),
+        ("minibatches", 2.0, "setup.minibatches=2.0: a number of gradient steps"),
+        ("minibatches", True, "setup.minibatches=True: a number of gradient steps"),
+        ("staleness", 4, "setup.staleness=4: unknown key. Known under setup: engine, mode, model"),
+    ],
+)
+def test_malformed_values(key: str, value: Any, part: str) -> None:
+    config = configuration(**{f"setup__{key}": value})
+    for read in (read_setup, refuse_setup):
+        with pytest.raises(SpecError) as caught:
+            read(config)
+        assert part in str(caught.value)
+
+
+def test_what_nothing_would_read() -> None:
+    refuse_setup(configuration(setup__model=None))
+    with pytest.raises(SpecError, match=r"setup\.model=dense: only correction=auto reads it\. Set correction=auto, or"):
+        refuse_setup(configuration())
+
+
+# What is required -----------------------------------------------------------------------------------------------
+
+
+def held(changes: dict[str, Any]) -> None:
+    config = configuration(**changes)
+    check_requirements(config, select(read_setup(config)).requires)
+
+
+MOE: dict[str, Any] = {"setup__model": "moe", f"{ACTOR}__strategy": "megatron"}
+MODE = f"{ACTOR}__megatron__router_replay__mode"
+
+
+def moe(n: int, **changes: Any) -> dict[str, Any]:
+    return MOE | {f"{ACTOR}__ppo_mini_batch_size": 64 // n, MODE: "disabled"} | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"trainer__v1__trainer_mode": "colocate_async"},
+        {"trainer__v1__trainer_mode": "colocate_async", STALENESS.replace(".", "__"): 9},
+        moe(1),
+        moe(2, **{MODE: "R2"}),
+        moe(4, **{MODE: "R3", f"{ROLLOUT}__enable_rollout_routing_replay": True}),
+        moe(4, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
+        moe(2, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
+        MOE | {f"{ACTOR}__strategy": "fsdp", f"{ACTOR}__ppo_mini_batch_size": 16},
+    ],
+)
+def test_configurations_that_fit(changes: dict[str, Any]) -> None:
+    held(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (moe(2), [f"{REPLAY}=disabled: R2", f"Set {REPLAY}=R2, or {LOSS}=gspo"]),
+        (moe(4), [f"{REPLAY}=disabled: R3", f"Set {REPLAY}=R3", f"{RECORD}=false: ", f"Set {RECORD}=true"]),
+        (moe(8, **{MODE: "R2"}), [f"{REPLAY}=R2: R3", f"Set {REPLAY}=R3"]),
+        (moe(4, **{MODE: "R3"}), [f"{RECORD}=false: ", f"Set {RECORD}=true"]),
+        (moe(1, **{MODE: "R2"}), [f"{REPLAY}=R2: no routing replay", f"Set {REPLAY}=disabled, or choose"]),
+        (moe(1, **{MODE: "R3", f"{ACTOR}__policy_loss__loss_mode": "gspo"}), [f"Set {REPLAY}=disabled, or choose"]),
+        (
+            moe(2, **{MODE: "R2", "correction__proximal": "bypass"}),
+            ["correction.proximal=bypass: R2 records routes", "Set correction.proximal=recompute"],
+        ),
+        (
+            {"trainer__v1__trainer_mode": "separate_async", STALENESS.replace(".", "__"): None},
+            [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
+        ),
+        (
+            {"trainer__v1__trainer_mode": "separate_async", STALENESS.replace(".", "__"): 10},
+            [f"{STALENESS}=10: ", f"Set {STALENESS}=9"],
+        ),
+    ],
+)
+def test_configurations_that_do_not(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        held(changes)
+    for part in parts:
+        assert part in str(caught.value)
+    assert "choose corrections by name instead of correction=auto" in str(caught.value)
+
+
+def test_all_requirements_are_reported_at_once() -> None:
+    requires = (Requirement("a.b", 1, "Why."), Requirement("c", True, "Why not."))
+    with pytest.raises(SpecError) as caught:
+        check_requirements(configuration(a__b=2), requires)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("a.b=2: Why. Set a.b=1")
+    assert second.startswith("c=null: Why not. Set c=true")
+
+
+def test_every_set_up_is_decided() -> None:
+    """No combination is left without an option and without reasons, and none has two."""
+    setups: Any = itertools.product(
+        ("same", "different"),
+        ("sync", "async"),
+        ("dense", "moe"),
+        ("single", "tools"),
+        range(1, 10),
+        ("fsdp", "veomni"),
+    )
+    for values in setups:
+        selection = select(Setup(*values))
+        assert len(selection.options) == 1
+        assert len(selection.reasons) == 5 + ("async" in values)
+        assert all(line.endswith(".") for line in [*selection.reasons, *selection.advice])
