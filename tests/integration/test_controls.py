@@ -94,10 +94,8 @@ def test_what_is_fixed_for_a_batch_travels_with_it(run_program: Callable[..., An
         "correction.baseline=exclude",
         "offpolicy.shadow=[opsm,m2po]",
         "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
     )
     assert finished.returncode == 0, finished.output[-3000:]
-    assert "shadow opsm: correction.masks.opsm.delta is not set; 0.1 nats a token is used" in finished.output
     assert len(steps) == 2
     for step in steps:
         assert step["offpolicy/live/proved"] == 1.0
@@ -119,7 +117,6 @@ def test_bypass_reaches_the_worker(run_program: Callable[..., Any]) -> None:
         run_program,
         "correction=[bypass,opsm_trl]",
         "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
     )
     assert finished.returncode == 0, finished.output[-3000:]
     assert len(steps) == 2

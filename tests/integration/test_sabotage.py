@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import first_update as shared
 import pytest
 import torch
 import training_worker as tw
@@ -14,34 +15,13 @@ from specs import GSM, OPSM, STALENESS, TIS_TOKEN
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
 
+MISMATCH = shared.MISMATCH
 SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}
-MISMATCH = 0.2
 
 
-def first_update(
-    worker: Any,
-    *,
-    mapping: dict[str, Any] = SPEC,
-    loss: Any = None,
-    mismatch: float = MISMATCH,
-    tamper: Callable[[tw.Rollout], None] = lambda rows: None,
-    tamper_source: Callable[[tw.Rollout], None] = lambda rows: None,
-    allow_identical: bool = False,
-    micro_batch_size: int | None = 4,
-) -> dict[str, float]:
-    """One update and its verdict; ``tamper`` acts between rollout and worker, ``tamper_source`` in the rollout."""
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
-
-    spec = CorrectionSpec.from_mapping(mapping)
-    rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=mismatch)
-    tamper_source(rows)
-    sampled = sampled_checksums(rows.to_tensordict())
-    tamper(rows)
-    loss = loss or adapter(spec=mapping)
-    metrics, _ = tw.gradients(worker, loss, rows.to_tensordict(), micro_batch_size=micro_batch_size)
-    return verify(take_packets(metrics), spec, sampled_rows=sampled, allow_identical=allow_identical)
+def first_update(worker: Any, *, mapping: dict[str, Any] = SPEC, loss: Any = None, **kwargs: Any) -> dict[str, float]:
+    """One update and its verdict."""
+    return shared.first_update(worker, mapping, loss=loss or adapter(spec=mapping), **kwargs)
 
 
 def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
@@ -253,7 +233,7 @@ def wrong_decision(change: Callable[[CorrectionSpec], CorrectionSpec]) -> Any:
     from recipe.offpolicy import micro_batch
 
     decide = micro_batch.decide
-    return lambda spec, batch: decide(change(spec), batch)
+    return lambda spec, batch, **kwargs: decide(change(spec), batch, **kwargs)
 
 
 def each_mask(**changes: Any) -> Callable[[CorrectionSpec], CorrectionSpec]:
@@ -345,7 +325,7 @@ def test_the_decision_reads_something_else(engine: Any, monkeypatch: pytest.Monk
     from recipe.offpolicy import micro_batch
 
     decide = micro_batch.decide
-    monkeypatch.setattr(micro_batch, "decide", lambda spec, batch: decide(spec, tamper(batch)))
+    monkeypatch.setattr(micro_batch, "decide", lambda spec, batch, **kwargs: decide(spec, tamper(batch), **kwargs))
     stops("does not act|cannot be seen", engine, micro_batch_size=None)
 
 

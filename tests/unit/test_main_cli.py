@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from recipe.offpolicy import main_offpolicy
-from recipe.offpolicy.checks import spec_of
+from recipe.offpolicy.checks import shadows_of, spec_of
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.main_offpolicy import prepare
 from recipe.offpolicy.run_setup import read_setup
@@ -355,3 +355,36 @@ def test_the_launch_script_passes_the_checks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "'upper': 3.0" in done.stdout
     assert "'gsm'" in done.stdout
+
+
+def test_shadows_are_options_by_name(launch: Launcher) -> None:
+    result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
+    assert result.status == 0, result.status
+    said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; 0.2 nats a token is used to report"
+    assert said in result.printed
+    (config,) = result.trained
+    shadows = shadows_of(config)
+    assert list(shadows) == ["gsm", "opsm"]
+    assert dict(shadows["opsm"].masks)["opsm"].delta == 0.2
+    assert dict(shadows["gsm"].masks)["gsm"].upper == 1.01
+    # What is on stays as it was chosen.
+    assert spec_of(config).weight is not None
+    assert not spec_of(config).masks
+
+
+@pytest.mark.parametrize(
+    ("shadow", "parts"),
+    [
+        ("[gsm,gsm]", ["offpolicy.shadow", "gsm is named twice"]),
+        ("[nonsense]", ["nonsense"]),
+        ("[none]", ["offpolicy.shadow=none", "nothing to report"]),
+        ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
+    ],
+)
+def test_shadows_that_cannot_be_reported(shadow: str, parts: list[str], launch: Launcher) -> None:
+    result = launch("correction=tis_token", f"offpolicy.shadow={shadow}", *NEEDED)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    for part in parts:
+        assert part in result.status
+    assert result.trained == []
