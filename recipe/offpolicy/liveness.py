@@ -155,8 +155,8 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
             raise LivenessError(f"{name} was not tried on every micro-batch.")
         if not shift.error <= proof.tolerance:
             raise LivenessError(
-                f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by "
-                f"{shift.error:.3g} of the uncorrected one, tolerance {proof.tolerance:.3g}."
+                f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by a share of "
+                f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
             )
         errors.append(shift.error)
         seen = seen or not shift.vacuous

@@ -47,7 +47,8 @@ class Shift:
     """One correction made to act by shifted log-probs.
 
     Attributes:
-        error: greatest difference between the gradient seen and the one demanded, relative to the uncorrected one.
+        error: greatest difference between the gradient seen and the one demanded, relative to the greater of the
+            one demanded and the uncorrected one.
         vacuous: the uncorrected gradient is zero, so that nothing could be seen.
     """
 
@@ -110,7 +111,7 @@ def prove(
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter, seen, model_output, data, factor)
     proof.gradient_tokens = int((policy != 0).sum())
-    _watch(proof, model_output["log_probs"], loss, predicted, policy.abs().max())
+    _watch(proof, model_output["log_probs"], loss, predicted, _scale(predicted, policy))
     for name, spec in each_alone(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
     return proof
@@ -198,6 +199,11 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
     log_probs.register_hook(at_log_probs)
 
 
+def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
+    """What an error is relative to: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    return torch.maximum(demanded.abs().max(), policy.abs().max())
+
+
 def _relative(error: Tensor, scale: Tensor) -> float:
     return float(error / scale) if float(scale) else float(error)
 
@@ -217,7 +223,7 @@ def _tried(
         moved = replace(trial.batch, old_log_prob=_expected_proximal(spec, trial.batch))
         demanded, policy = _demanded(adapter, moved, output, data, trial.factor)
         gradient = _adapter_gradient(adapter, spec, trial, output, data)
-        errors.append(_relative((gradient - demanded).abs().max(), policy.abs().max()))
+        errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
         acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
         if trial.label:
             seen[trial.label] = seen.get(trial.label, False) or bool((acts & (policy != 0)).any())

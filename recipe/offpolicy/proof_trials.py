@@ -53,9 +53,11 @@ def weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     constants = BatchConstants(weight_mean=mean)
     units = _unit_ids(spec.level, batch)
     hit = units % 2 == 0
+    # On one token: spread over thousands, the rounding of each would add up to more than the proof tolerates.
+    first = hit & _opens(units, batch.response_mask)
+    size = _sizes(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
     for raw, weight in demanded.items():
-        size = torch.ones_like(units) if spec.aggregate == "geometric" else _sizes(units, batch.response_mask)
-        shift = torch.where(hit & batch.response_mask, math.log(raw) / size, 0.0)
+        shift = torch.where(first, math.log(raw) * size, 0.0)
         # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
         # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
         old_log_prob = batch.log_prob.double() + BEYOND

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import training_worker as tw
+from dense import micro_batch
 from first_update import first_update
 from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "correction"
 
@@ -77,3 +81,26 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
     from verl.workers.config import PolicyLossConfig
 
     return first_update(engine, OPTIONS[name], policy_loss=PolicyLossConfig(loss_mode=loss_mode), **clip)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    [((8192, 700, 33, 1), torch.float32), ((2048, 33), torch.bfloat16)],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "kl_clip"])
+def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
+    from recipe.offpolicy.packet import METRIC_KEY
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    spec = CorrectionSpec.from_mapping(OPTIONS[name])
+    model_output, data = micro_batch(spec, lengths, dtype=dtype)
+    config = {key: value for key, value in changes(name).items() if key == "policy_loss"}
+    loss, metrics = OffPolicyLoss(spec, tw.actor_config(**config), prove=True)(model_output, data)
+    loss.backward()
+    proof = metrics[METRIC_KEY].proof
+    assert proof.gradient_error <= proof.tolerance
+    for correction, shift in proof.shifts.items():
+        assert shift.error <= proof.tolerance, correction
+        assert not shift.vacuous, correction
