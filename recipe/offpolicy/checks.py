@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches import engine_loss
 from verl_patches.contract import PatchError
@@ -20,7 +20,6 @@ from .baseline import GROUP_ESTIMATORS
 from .correction import CorrectionSpec, SpecError
 from .correction.denominator import HAS_DENOMINATOR
 from .correction.mask_spec import ON_RATIO
-from .correction.ratios import EXP_CLAMP
 
 TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
 WIDE_CAP = 10.0
@@ -98,12 +97,15 @@ def run_checks(config: DictConfig) -> CorrectionSpec:
 
 def advice(spec: CorrectionSpec) -> list[str]:
     """What is allowed and rarely meant."""
+    lines = []
+    if "version" in spec.levels:
+        lines.append("level=version: in synchronous training each row has one version, and this is level=sequence.")
     if spec.weight is not None and (spec.weight.upper is None or spec.weight.upper > WIDE_CAP):
-        return [
+        lines.append(
             f"correction.weight.upper={'null' if spec.weight.upper is None else spec.weight.upper}: above {WIDE_CAP:g} "
             f"single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
-        ]
-    return []
+        )
+    return lines
 
 
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -133,12 +135,6 @@ def _own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     value = OmegaConf.select(config, "offpolicy.allow_identical_log_probs")
     if not isinstance(value, bool):
         yield Problem("offpolicy.allow_identical_log_probs", value, "not a truth value.", "Set true or false.")
-    delta = OmegaConf.select(config, "offpolicy.shadow_delta")
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta <= EXP_CLAMP:
-        yield Problem("offpolicy.shadow_delta", delta, "a drift in nats a token, a number > 0.", "Set it to 0.1.")
-    shadow = OmegaConf.select(config, "offpolicy.shadow")
-    if not isinstance(shadow, str | ListConfig | DictConfig):
-        yield Problem("offpolicy.shadow", shadow, "not a list of names of corrections.", "Set it to [gsm], or to [].")
 
 
 def _bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -191,6 +187,43 @@ def gradient_steps(config: DictConfig) -> float:
     """Optimizer steps that each batch gets."""
     actor = config.actor_rollout_ref.actor
     return config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+
+
+def _one_gradient_step(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """What looks at pi / pi_old needs a second gradient step on a batch to find them apart."""
+    if spec.proximal != "recompute" or gradient_steps(config) != 1:
+        return
+    reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
+    fix = "Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or remove it."
+    for name, mask in spec.masks:
+        if mask.ratio == "ppo":
+            yield Problem(f"correction.masks.{name}.ratio", "ppo", reason, fix)
+    if spec.kl_clip is not None:
+        yield Problem("correction.kl_clip", spec.to_mapping()["kl_clip"], reason, fix)
+
+
+def _unread_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    alone = spec.weight is None and not spec.masks and spec.kl_clip is None
+    if spec.proximal != "recompute" and alone and mode == "gpg":
+        reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
+        fix = "Set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or correction=none."
+        yield Problem("correction.proximal", spec.proximal, reason, fix)
+
+
+def _versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    mode = config.trainer.v1.trainer_mode
+    for name, part in {"correction": spec, **shadows_of(config)}.items():
+        if "version" in part.levels and mode != "sync":
+            key = "level" if name == "correction" else f"offpolicy.shadow={name}, level"
+            reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
+            yield Problem(key, "version", reason, "Set level=turn or level=sequence.")
+
+
+def _order_of_skyrl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    if spec.skyrl_compat and not spec.masks:
+        reason = "without a mask there is no order."
+        yield Problem("correction.skyrl_compat", True, reason, "Set correction.skyrl_compat=false.")
 
 
 def _kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -266,7 +299,7 @@ def _rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 
 
 def _truncated_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    if spec.is_none:
+    if spec.is_none and not OmegaConf.select(config, "offpolicy.shadow"):
         return
     if (
         not OmegaConf.select(config, f"{_ROLLOUT}.do_sample", default=True)
@@ -369,6 +402,10 @@ CHECKS: tuple[Check, ...] = (
     _bounds_without_agreement,
     _weight_beside_the_loss,
     _proximal,
+    _unread_proximal,
+    _one_gradient_step,
+    _versions,
+    _order_of_skyrl,
     _kl_clip,
     _denominator,
     _baseline,

@@ -60,7 +60,10 @@ def verify(
     elif not allow_identical:
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
-    shift_error = max(_verify_shift(proofs, name) for name, _ in each_alone(spec))
+    # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
+    unread = (spec.weight is not None or bool(spec.masks)) and not _seen(proofs, "proximal")
+    names = [name for name, _ in each_alone(spec) if not (unread and name == "proximal")]
+    shift_error = max(_verify_shift(proofs, name) for name in names)
     moved = sum(proof.gradient_tokens for proof in proofs)
     tokens = sum(proof.tokens for proof in proofs)
     return {
@@ -70,6 +73,7 @@ def verify(
         "gradient_tokens": float(moved),
         "gradient_error": gradient_error,
         "shift_error": shift_error,
+        "parts": float(len(names)),
         "identical_share": sum(proof.identical_tokens for proof in proofs) / tokens,
         "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
     }
@@ -143,6 +147,10 @@ def _verify_gradient(proofs: Sequence[Proof]) -> float:
             )
         errors.append(proof.gradient_error)
     return max(errors)
+
+
+def _seen(proofs: Sequence[Proof], name: str) -> bool:
+    return any(name in proof.shifts and not proof.shifts[name].vacuous for proof in proofs)
 
 
 def _verify_shift(proofs: Sequence[Proof], name: str) -> float:

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from .checks import CheckError, advice, run_checks, verl_correction_changes
+from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
 from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
 from .correction import CorrectionSpec, SpecError
 from .run_setup import read_setup, refuse_setup
 from .selector import check_requirements, lines, select
-from .shadow import parse_shadows
+from .shadow import check_beside, parse_shadows
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
@@ -32,8 +32,9 @@ def prepare(config: DictConfig) -> CorrectionSpec:
         options = _choose(config)
     else:
         refuse_setup(config)
-    spec = run_checks(config)
     _resolve_shadows(config)
+    spec = run_checks(config)
+    check_beside(spec, shadows_of(config))
     if spec.is_none and not EMPTY.issuperset(options):
         raise SpecError(
             f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
@@ -47,10 +48,16 @@ def prepare(config: DictConfig) -> CorrectionSpec:
 
 def _resolve_shadows(config: DictConfig) -> None:
     """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
-    names = config.offpolicy.shadow
+    names = OmegaConf.select(config, "offpolicy.shadow", default=[])
+    if not isinstance(names, str | ListConfig | list):
+        raise SpecError(f"offpolicy.shadow={names}: expected names of corrections. Set offpolicy.shadow=[gsm], or [].")
     shadows, notes = parse_shadows(
-        [names] if isinstance(names, str) else list(names), option_values, config.offpolicy.shadow_delta
+        [names] if isinstance(names, str) else list(names),
+        option_values,
+        OmegaConf.select(config, "offpolicy.shadow_delta", default=0.1),
     )
+    if not shadows:
+        return
     with open_dict(config):
         config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
     for note in notes:

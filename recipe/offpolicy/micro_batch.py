@@ -100,13 +100,15 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
     return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
 
 
-def decide_shadows(shadows: Mapping[str, CorrectionSpec], batch: MicroBatch) -> dict[str, Statistic]:
-    """What corrections that are off would have done to this micro-batch."""
+def decide_shadows(
+    spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
+) -> dict[str, Statistic]:
+    """What corrections that are off would have done to this micro-batch, beside ``spec``, whose pi_old they see."""
     levels = {level for spec in shadows.values() for level in spec.levels}
     needy = any(spec.needs_constants for spec in shadows.values())
     return shadow_statistics(
         shadows,
-        old_log_prob=batch.old_log_prob,
+        old_log_prob=proximal(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.response_mask,
         log_prob=batch.log_prob,

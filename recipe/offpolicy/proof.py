@@ -99,7 +99,7 @@ def prove(
     proof = Proof(
         rows=mb.row_checksums(batch.responses, mask, batch.rollout_log_prob),
         tokens=int(mask.sum()),
-        identical_tokens=int((mask & (batch.rollout_log_prob == batch.old_log_prob)).sum()),
+        identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
         log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
     )
@@ -115,6 +115,10 @@ def prove(
     for name, spec in each_alone(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
     return proof
+
+
+def _identical(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (torch.isnan(one) & torch.isnan(other))
 
 
 def _distances(batch: mb.MicroBatch) -> tuple[float, float, float]:
@@ -224,9 +228,15 @@ def _tried(
         demanded, policy = _demanded(adapter, moved, output, data, trial.factor)
         gradient = _adapter_gradient(adapter, spec, trial, output, data)
         errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
-        acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
+        if spec.proximal != "recompute":
+            # Were the value in pi_old's place read after all, would the gradient be another?
+            decoy, _ = _demanded(adapter, trial.batch, output, data, trial.factor)
+            visible = bool((decoy != demanded).any())
+        else:
+            acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
+            visible = bool((acts & (policy != 0)).any())
         if trial.label:
-            seen[trial.label] = seen.get(trial.label, False) or bool((acts & (policy != 0)).any())
+            seen[trial.label] = seen.get(trial.label, False) or visible
     return Shift(error=max(errors), vacuous=not all(seen.values()))
 
 
@@ -246,7 +256,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
         advantages=torch.ones_like(batch.advantages),
         scale=None,
     )
-    return Trial("", moved, torch.ones_like(log_prob), BatchConstants())
+    return Trial("pi_old", moved, torch.ones_like(log_prob), BatchConstants())
 
 
 def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:

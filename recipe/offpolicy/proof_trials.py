@@ -146,6 +146,8 @@ def _placed(
     # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
     # otherwise beyond or inside a bound.
     drift = free * 1.5 * shift.abs()
+    # A token by itself has to keep a gradient of its own, within PPO's second clip of large ratios.
+    drift = torch.where(_sizes(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
     ppo, rollout = {
         "rollout": (drift, shift),
         "full": (drift, shift - drift),

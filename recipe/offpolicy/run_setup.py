@@ -33,6 +33,7 @@ class Setup:
         trajectory: ``tools`` where tool outputs stand between the model's own tokens.
         minibatches: gradient steps on each batch: global batch over mini-batch, times epochs.
         strategy: verl's name of the training backend, which decides whether routes can be replayed.
+        objective: verl's name of the base loss; GSPO takes the place of routing replay.
     """
 
     engine: Engine
@@ -41,6 +42,7 @@ class Setup:
     trajectory: Trajectory
     minibatches: int
     strategy: str
+    objective: str = "vanilla"
 
 
 def read_setup(config: DictConfig) -> Setup:
@@ -64,7 +66,9 @@ def read_setup(config: DictConfig) -> Setup:
             )
         else:
             values[name] = given[name]
-    return Setup(**values, strategy=str(OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"))
+    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"
+    objective = OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") or "vanilla"
+    return Setup(**values, strategy=str(strategy), objective=str(objective))
 
 
 def refuse_setup(config: DictConfig) -> None:
@@ -91,7 +95,9 @@ class _Seen:
 
 def _given(config: DictConfig) -> dict[str, Any]:
     node = config.get("setup")
-    given: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
+    given: Any = {} if node is None else node
+    if OmegaConf.is_config(node):
+        given = OmegaConf.to_container(node, resolve=True)
     if not isinstance(given, Mapping):
         raise SpecError(f"setup={given!r}: expected the keys {', '.join(_LOOKS)}.")
     for name, value in given.items():

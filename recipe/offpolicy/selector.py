@@ -122,6 +122,8 @@ def _routing(setup: Setup) -> Selection:
         "R3": "R3, the rollout engine's routes are replayed; from here on the engines' discrepancy dominates",
     }[replay]
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
+    if setup.objective == "gspo" and replay != "disabled":
+        return Selection((), (f"setup.model=moe: {_LOSS}=gspo, in the place of routing replay {replay}.",))
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.strategy not in REPLAYING:
         if replay != "disabled":

@@ -94,13 +94,17 @@ def parse_shadows(
     """
     shadows: dict[str, CorrectionSpec] = {}
     notes: list[str] = []
+    if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
+        raise SpecError(f"{_KEY}_delta={default_delta}: a drift in nats a token, a number > 0. Set {_KEY}_delta=0.1.")
     for name in names:
+        if not isinstance(name, str):
+            raise SpecError(f"{_KEY}: {name!r} is no option of the group correction. Set {_KEY}=[gsm] for example.")
         if name in shadows:
             raise SpecError(f"{_KEY}: {name} is named twice. Leave one of them out.")
         if not re.fullmatch(r"[a-z0-9_]+", name) or "min" in name or "max" in name:
             raise SpecError(
-                f"{_KEY}={name}: an option to report on is named in lower case letters, digits and _, without 'min' or "
-                f"'max' (verl reduces metrics by those). Give the correction an option of another name."
+                f"{_KEY}={name!r}: one option is named in lower case letters, digits and _, without 'min' or 'max' "
+                f"(verl reduces metrics by those). Write several as a list, {_KEY}=[gsm,opsm]."
             )
         try:
             plain, filled = _with_delta(values(name), default_delta)
@@ -122,6 +126,19 @@ def parse_shadows(
             f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
         ]
     return shadows, notes
+
+
+def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
+    """Whether shadows can be reported on in a run with ``spec``, whose pi_old they see.
+
+    Raises:
+        SpecError: a shadow that would be malformed with the run's ``proximal``.
+    """
+    for name, shadow in shadows.items():
+        try:
+            CorrectionSpec.from_mapping(shadow.to_mapping() | {"proximal": spec.proximal, "alpha": spec.alpha})
+        except SpecError as error:
+            raise SpecError(f"{_KEY}={name}: {error} Or remove {name} from {_KEY}.") from error
 
 
 def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:

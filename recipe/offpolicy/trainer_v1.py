@@ -191,7 +191,8 @@ def _zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
 def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
     if spec.is_none:
         return "no correction is configured; statistics only."
-    names = ", ".join(name for name, _ in each_alone(spec))
+    parts = [name for name, _ in each_alone(spec)]
+    names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
     return (
         f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
         f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."

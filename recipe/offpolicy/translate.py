@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .correction.dialects.verl import verl_rejections, verl_weight_bounds
-from .correction.ratios import EXP_CLAMP, divergence, exp_clamped, log_ratio, valid_tokens
+from .correction.ratios import EXP_CLAMP, divergence, exp_clamped, log_ratio, valid_tokens, weight_dtype
 from .correction.spec import SpecError
 from .verl_metrics import (
     Measure,
@@ -82,7 +82,7 @@ def verl_rollout_correction(
         if rollout_is_batch_normalize:
             factor = _mean_weight(applied, valid, tokens, rollout_is == "sequence")
             applied, metrics["rollout_is_batch_norm_factor"] = applied / factor, factor
-        weights = applied.to(log_rho.dtype)
+        weights = applied.to(weight_dtype(old_log_prob, rollout_log_prob))
 
     keep = valid
     options = verl_rejections(rollout_rs, rollout_rs_threshold, "")

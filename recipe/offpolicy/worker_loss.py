@@ -115,4 +115,4 @@ class OffPolicyLoss:
         return mb.with_tensors(data, **{mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob})
 
     def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
-        return to_host(mb.decide_shadows(self.shadows, batch)) if self.shadows else {}
+        return to_host(mb.decide_shadows(self.spec, self.shadows, batch)) if self.shadows else {}

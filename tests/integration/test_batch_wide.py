@@ -84,6 +84,22 @@ def test_a_batch_that_is_rejected_altogether_is_exactly_zero(engine: Any, mode: 
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+@pytest.mark.parametrize("proximal", [{"proximal": "reuse"}, {"proximal": "loglinear", "alpha": 0.5}])
+def test_shadows_see_the_pi_old_of_the_run(engine: Any, proximal: dict[str, Any]) -> None:
+    """Where mu stands in for pi_old on its way, every ratio that is read from what was shipped would be 1."""
+    from recipe.offpolicy.correction.statistics import merge_all
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    mask = GSM | {"lower": 0.99, "upper": 1.01}
+    on = CorrectionSpec.from_mapping(proximal | {"masks": {"gsm": mask}})
+    shadows = {"gsm": CorrectionSpec.from_mapping({"masks": {"gsm": mask}})}
+    data = planned(on, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2))
+    metrics, _ = tw.gradients(engine, OffPolicyLoss(on, tw.actor_config(), shadows=shadows), data)
+    seen = {k: s.value() for k, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
+    assert seen["shadow/gsm/keep_token_share"] == seen["keep/token_share"] < 1.0
+
+
 def test_shadows_touch_no_gradient(engine: Any) -> None:
     from recipe.offpolicy.correction.statistics import merge_all
     from recipe.offpolicy.packet import take_packets

@@ -203,6 +203,36 @@ def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any
     stops("not weight x keep|does not act", engine, proximal, loss=loss)
 
 
+@pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
+def test_a_base_loss_that_reads_no_pi_old(engine: Any, mapping: dict[str, Any]) -> None:
+    """REINFORCE has no ratio: where pi_old comes from is nothing to it, and that is no correction."""
+    from verl.workers.config import PolicyLossConfig
+
+    gpg = dict(policy_loss=PolicyLossConfig(loss_mode="gpg"))
+    stops("proximal cannot be seen to act", engine, mapping, **gpg)
+    # With a weight on pi / mu that does the work there is something to prove, and proximal is not counted.
+    weighted = {"weight": TIS_TOKEN | {"ratio": "full"}, "proximal": "bypass"}
+    assert live(engine, weighted, **gpg)["parts"] == 1.0
+    assert live(engine, {"masks": {"opsm": OPSM}, "proximal": "bypass"})["parts"] == 2.0
+
+
+@pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"weight": TIS_TOKEN, "proximal": "reuse"}])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_mu_that_is_not_finite_is_no_tampering(engine: Any, mapping: dict[str, Any], value: float) -> None:
+    def broken(rows: tw.Rollout) -> None:
+        rows.rollout_log_probs[1][2] = value
+
+    assert live(engine, mapping, tamper_source=broken)["proved"] == 1.0
+
+
+@pytest.mark.parametrize("delta", [0.1, 0.5, 1.0, 2.0])
+def test_responses_of_one_token(engine: Any, delta: float) -> None:
+    rows = tw.make_rollout(tool_tokens=False)
+    for name in ("responses", "response_mask", "advantages"):
+        setattr(rows, name, [row[:1] for row in getattr(rows, name)])
+    assert first_update(engine, {"masks": {"opsm": OPSM | {"delta": delta}}}, rollout=rows)["proved"] == 1.0
+
+
 def test_old_log_probs_computed_after_all(engine: Any) -> None:
     def recomputed(data: Any) -> None:
         data["old_log_probs"] = torch.nested.as_nested_tensor(

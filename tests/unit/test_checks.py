@@ -120,8 +120,30 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "verl's cap": ({f"{VERL}.rollout_is_threshold": 3.0}, (f"{VERL}.rollout_is_threshold=3.0", "default is 2.0")),
     "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "default is False")),
     "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
-    "shadow": ({"offpolicy.shadow": 3}, ("offpolicy.shadow=3", "Set it to [gsm]")),
-    "shadow's delta": ({"offpolicy.shadow_delta": 0}, ("offpolicy.shadow_delta=0", "Set it to 0.1")),
+    "a ratio that is 1 at the only gradient step": (
+        {"correction.masks.gsm.ratio": "ppo", "data.train_batch_size": 256},
+        ("correction.masks.gsm.ratio=ppo", "one gradient step", "below data.train_batch_size"),
+    ),
+    "KL's clip of a ratio that is 1": (
+        {
+            "correction.kl_clip": {"lower": 0.8, "upper": 1.2},
+            f"{ACTOR}.use_kl_loss": True,
+            "data.train_batch_size": 256,
+        },
+        ("correction.kl_clip=", "one gradient step"),
+    ),
+    "pi_old that nothing reads": (
+        {**NONE, "correction.proximal": "bypass", f"{ACTOR}.policy_loss.loss_mode": "gpg"},
+        ("correction.proximal=bypass", "loss_mode gpg has no ratio", "loss_mode=vanilla"),
+    ),
+    "versions that verl does not note by token": (
+        {"correction.masks.gsm.level": "version", "trainer.v1.trainer_mode": "colocate_async"},
+        ("version", "trainer_mode=colocate_async", "level=sequence"),
+    ),
+    "an order of nothing": (
+        {**NONE, "correction.skyrl_compat": True},
+        ("correction.skyrl_compat=true", "Set correction.skyrl_compat=false"),
+    ),
     "k1 that leaves out 0": (
         {"correction.masks.gsm": GSM | {"aggregate": "k1_mean", "lower": 0.1, "upper": 0.2}},
         ("correction.masks.gsm.lower=0.1", "leave out 0", "Set correction.masks.gsm.lower <= 0"),

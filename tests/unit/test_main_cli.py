@@ -372,6 +372,16 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
     assert not spec_of(config).masks
 
 
+def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
+    """Where pi_old is mu, what looks at their ratio would report that all is well."""
+    for name, part in (("gsm", "masks.gsm.ratio=rollout"), ("tis_token", "correction.weight.ratio=rollout")):
+        result = launch("correction=bypass", f"offpolicy.shadow=[{name}]", *NEEDED)
+        assert isinstance(result.status, str)
+        assert f"offpolicy.shadow={name}: " in result.status
+        assert part in result.status
+        assert result.trained == []
+
+
 @pytest.mark.parametrize(
     ("shadow", "parts"),
     [
@@ -379,6 +389,8 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
         ("[nonsense]", ["nonsense"]),
         ("[none]", ["offpolicy.shadow=none", "nothing to report"]),
         ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
+        ("[1]", ["offpolicy.shadow", "1 is no option", "Set offpolicy.shadow=[gsm]"]),
+        ("3", ["offpolicy.shadow=3", "Set offpolicy.shadow=[gsm]"]),
     ],
 )
 def test_shadows_that_cannot_be_reported(shadow: str, parts: list[str], launch: Launcher) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from corrections import opsm, run, spec, tensor, values
 
-from recipe.offpolicy.correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens
+from recipe.offpolicy.correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens, weight_dtype
 
 NAN, INF = math.nan, math.inf
 
@@ -32,7 +32,7 @@ def test_log_ratio_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numerator", "denominator", "wide"),
+    ("numerator", "denominator", "weight"),
     [
         (torch.bfloat16, torch.bfloat16, torch.float32),
         (torch.float16, torch.bfloat16, torch.float32),
@@ -41,12 +41,21 @@ def test_log_ratio_by_hand() -> None:
         (torch.bfloat16, torch.float64, torch.float64),
     ],
 )
-def test_log_ratio_is_float32_or_wider(numerator: torch.dtype, denominator: torch.dtype, wide: torch.dtype) -> None:
+def test_log_ratio_is_float64_and_weights_float32_or_wider(
+    numerator: torch.dtype, denominator: torch.dtype, weight: torch.dtype
+) -> None:
     """In bfloat16 itself -7 - (-7.03125) = 0.03125 has no error, but a sum of 300 of them stops growing at 8."""
     a, b = torch.full((1, 300), -7.0, dtype=numerator), torch.full((1, 300), -7.03125, dtype=denominator)
     result = log_ratio(a, b, torch.ones(1, 300, dtype=torch.bool))
-    assert result.dtype is wide
-    assert result.sum().item() == pytest.approx(300 * 0.03125, abs=1e-6)
+    assert result.dtype is torch.float64
+    assert result.sum().item() == pytest.approx(300 * 0.03125, abs=1e-9)
+    assert weight_dtype(a, b) is weight
+
+
+def test_log_ratio_of_policies_far_apart_is_not_rounded() -> None:
+    """-1 - (-2^-30) has 30 binary digits, more than float32 holds: 32768 of them would be off by 3e-5 together."""
+    a, b = torch.full((1, 1), -1.0), torch.full((1, 1), -(2.0**-30))
+    assert log_ratio(a, b, torch.ones(1, 1, dtype=torch.bool)).item() == -1.0 + 2.0**-30
 
 
 def test_log_ratio_is_detached() -> None:

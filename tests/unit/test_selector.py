@@ -371,3 +371,10 @@ def test_every_set_up_is_decided() -> None:
         assert len(selection.options) == 1
         assert len(selection.reasons) == 5 + ("async" in values)
         assert all(line.endswith(".") for line in [*selection.reasons, *selection.advice])
+
+
+def test_gspo_takes_the_place_of_routing_replay() -> None:
+    chosen = select(replace(PLAIN, model="moe", minibatches=2, strategy="megatron", objective="gspo"))
+    assert chosen.requires == ()
+    assert any("loss_mode=gspo, in the place of routing replay R2" in line for line in chosen.reasons)
+    assert not any("routes are replayed" in line for line in chosen.reasons)

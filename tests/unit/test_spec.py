@@ -652,7 +652,7 @@ def test_a_kl_clip_that_is_not_around_one(bounds: tuple[float | None, float | No
 
 def test_a_kl_clip_that_is_malformed() -> None:
     refused({"kl_clip": 0.2}, "correction.kl_clip=0.2", "mapping")
-    refused({"kl_clip": {"lower": 0.8}}, "correction.kl_clip.upper", "not set")
+    refused({"kl_clip": {"lower": 0.8}}, "correction.kl_clip", "upper: None", "Set correction.kl_clip.lower=0.8")
     refused({"kl_clip": {"lower": 0.8, "upper": 1.2, "low": 1}}, "correction.kl_clip.low=1", "unknown key")
     refused({"kl_clip": {"lower": 0.8, "upper": "1.2"}}, "correction.kl_clip.upper=", "expected a number")
     refused({"kl_clip": {"lower": -0.8, "upper": 1.2}}, "correction.kl_clip.lower=-0.8", "Set a bound > 0")

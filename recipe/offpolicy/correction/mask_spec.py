@@ -91,7 +91,7 @@ class MaskSpec:
             delta = _delta(mapping["delta"], aggregate, key)
             lower = math.exp(-delta)
         elif "budget" in mapping:
-            budget = number(mapping["budget"], f"{key}.budget")
+            budget = number(mapping["budget"], f"{key}.budget", nullable=False)
             if budget is None or budget <= 0:
                 raise SpecError(
                     f"{key}.budget={mapping['budget']}: a mean of (log ratio)^2, a number > 0. Set {key}.budget=0.04."
@@ -172,7 +172,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 
 
 def _delta(value: Any, aggregate: str, key: str) -> float:
-    delta = number(value, f"{key}.delta") if value != "???" else None
+    delta = number(value, f"{key}.delta", nullable=False) if value != "???" else None
     if aggregate not in ("geometric", "product"):
         raise SpecError(
             f"{key}.delta={value} with {key}.aggregate={aggregate}: delta bounds a mean or a sum of log ratios. "

@@ -26,7 +26,7 @@ def outside(
     sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
-        log_ratio: (B, T) float32 or wider, log r_t in nats, 0 off ``units.valid``.
+        log_ratio: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
         units: of ``spec.level``.
         numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
         cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``second_moment_cutoff``.

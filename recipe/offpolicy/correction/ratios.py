@@ -33,11 +33,19 @@ def log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
         valid: (B, T) bool.
 
     Returns:
-        (B, T) in float32 or wider, 0 where not valid, whatever stands there.
+        (B, T) float64, 0 where not valid, whatever stands there. The difference of two float32 is not a float32 once
+        they are a factor of 2 apart, and a sum over thousands of tokens would show it.
     """
-    dtype = torch.promote_types(torch.promote_types(numerator.dtype, denominator.dtype), torch.float32)
-    difference = numerator.detach().to(dtype) - denominator.detach().to(dtype)
-    return torch.where(valid, difference, torch.zeros((), dtype=dtype, device=difference.device))
+    difference = numerator.detach().double() - denominator.detach().double()
+    return torch.where(valid, difference, torch.zeros((), dtype=torch.float64, device=difference.device))
+
+
+def weight_dtype(*log_probs: Tensor) -> torch.dtype:
+    """The dtype of weights made from log-probs: theirs, and float32 at least."""
+    dtype = torch.float32
+    for log_prob in log_probs:
+        dtype = torch.promote_types(dtype, log_prob.dtype)
+    return dtype
 
 
 def exp_clamped(log_value: Tensor) -> Tensor:

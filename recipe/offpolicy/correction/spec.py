@@ -182,8 +182,10 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
         return None
     key = "correction.kl_clip"
     mapping = mapping_at(value, key)
-    require_keys(mapping, {"lower", "upper"}, key)
-    lower, upper = ratio_bounds(mapping, key)
+    known_keys(mapping, {"lower", "upper"}, key)
+    bounds = {"lower": None, "upper": None, **mapping}
+    require_keys(bounds, {"lower", "upper"}, key)
+    lower, upper = ratio_bounds(bounds, key)
     if lower is None or upper is None or not lower < 1 < upper:
         raise SpecError(
             f"{key}={{lower: {lower}, upper: {upper}}}: a clip of pi / pi_old, two bounds around 1. "

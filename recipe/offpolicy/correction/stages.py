@@ -16,7 +16,7 @@ from torch import Tensor
 from . import telemetry
 from .mask_spec import MaskSpec
 from .masks import applies, outside, second_moment_cutoff
-from .ratios import exp_clamped, log_ratio, valid_tokens
+from .ratios import exp_clamped, log_ratio, valid_tokens, weight_dtype
 from .spec import CorrectionSpec
 from .statistics import Statistic
 from .units import Level, Units, units_of
@@ -171,7 +171,8 @@ def rollout_stage(
         )
 
     units = {level: units_of(level, valid, ids[level]) for level in spec.levels}
-    weight, weighed = valid.to(log_rho.dtype), None
+    dtype = weight_dtype(old_log_prob, rollout_log_prob)
+    weight, weighed = valid.to(dtype), None
     keep, drops = valid, dict[str, Tensor]()
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
@@ -179,7 +180,7 @@ def rollout_stage(
             seen = torch.where(keep, log_rho, torch.zeros_like(log_rho))
             basis = units_of(part.level, keep, ids[part.level])
         if isinstance(part, WeightSpec):
-            weighed = _weigh(part, seen, basis, valid, _mean(part, constants))
+            weighed = _weigh(part, seen, basis, valid, _mean(part, constants), dtype)
             weight, drop = weighed.weight, weighed.drop
         else:
             cutoff = constants.cutoffs.get(key.removeprefix("masks."))
@@ -246,7 +247,7 @@ def step_stage(
 
     weight, weighed, drops, keep = stage.weight, None, dict(stage.rejected), stage.keep
     if spec.weight is not None and spec.weight.needs_step:
-        weighed = _weigh(spec.weight, log_full, stage.units[spec.weight.level], valid, 1.0)
+        weighed = _weigh(spec.weight, log_full, stage.units[spec.weight.level], valid, 1.0, stage.weight.dtype)
         weight = weighed.weight
         if spec.weight.kind == "reject":
             drops["weight"] = weighed.drop
@@ -289,11 +290,13 @@ def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
     return iter(sorted(parts, key=place))
 
 
-def _weigh(spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float) -> telemetry.Weighed:
+def _weigh(
+    spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
+) -> telemetry.Weighed:
     """Raw weight, bounded weight, and what it rejects."""
     by_unit = log_weight(spec, log_value, units)
-    zero = torch.zeros((), dtype=log_value.dtype, device=log_value.device)
-    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(log_value.dtype), zero)
+    zero = torch.zeros((), dtype=dtype, device=log_value.device)
+    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(dtype), zero)
     weight = torch.where(valid, bounded(spec, raw), zero)
     return telemetry.Weighed(
         units=units, by_unit=by_unit, raw=raw, weight=weight / mean, drop=units.spread(rejected(spec, by_unit))

@@ -63,12 +63,13 @@ def truth(mapping: Mapping[str, Any], name: str, key: str) -> bool:
     return value
 
 
-def number(value: Any, key: str) -> float | None:
-    """A finite number or None."""
+def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
+    """A finite number or None; ``nullable`` is for messages."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SpecError(f"{key}={value!r}: expected a number or null, not {type(value).__name__}.")
+        expected = "a number or null" if nullable else "a number"
+        raise SpecError(f"{key}={value!r}: expected {expected}, not {type(value).__name__}. Set {key}=0.5, unquoted.")
     try:
         converted = float(value)
     except OverflowError:  # an integer beyond float64

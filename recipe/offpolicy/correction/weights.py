@@ -18,7 +18,7 @@ def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
     ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t.
 
     Args:
-        log_ratio: (B, T) float32 or wider, log r_t in nats, 0 where not valid.
+        log_ratio: (B, T) float64, log r_t in nats, 0 where not valid.
         units: of ``spec.level``.
 
     Returns:

@@ -41,7 +41,7 @@ def ratio(value: Any, key: str) -> float | None:
     if abs(math.log(bound)) > EXP_CLAMP:
         raise SpecError(
             f"{key}={value}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that this bound never acts. "
-            f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}, or null to leave a side open."
+            f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}."
         )
     return bound
 

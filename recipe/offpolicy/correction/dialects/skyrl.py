@@ -47,8 +47,8 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
             for key, other in ((low, high), (high, low)):
                 if bounds[key] is None:
                     raise SpecError(
-                        f"{where}.{key}=null with {where}.{other}={bounds[other]}: both are needed, and SkyRL ignores "
-                        f"a token mask with one. Set {where}.{key}."
+                        f"{where}.{key}=null with {where}.{other}={bounds[other]}: both are needed; SkyRL leaves a "
+                        f"token mask with one of them out, in silence. Set {where}.{key}."
                     )
         if lower is not None and upper is not None and lower > upper:
             raise SpecError(f"{where}.{low}={lower} > {where}.{high}={upper}: nothing lies between. Swap them.")
