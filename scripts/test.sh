@@ -3,7 +3,7 @@
 #
 #   --quick        lint, types and the unit tests that are not marked slow
 #   VENV=path      use this environment as it is; by default .venv, made or brought up to date first
-#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 1500)
+#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 2400)
 #
 # Further arguments go to pytest; a path among them replaces the default test folders.
 set -uo pipefail
@@ -82,7 +82,7 @@ types() {
 
 tests() {
     # An interrupt first, so that pytest still reports and fixtures still clean up; a kill a minute later.
-    timeout --foreground --signal=INT --kill-after=60 "${TEST_LIMIT:-1500}" \
+    timeout --foreground --signal=INT --kill-after=60 "${TEST_LIMIT:-2400}" \
         python -m pytest ${arguments[@]+"${arguments[@]}"} "${paths[@]}"
 }
 
