@@ -67,7 +67,8 @@ class Proof:
         tolerance: for every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
-            token and the token after; they tell a mu that is off by one where it was made.
+            token and the token after; they tell a mu that is off by one where it was made. Where pi_old is not
+            computed, pi takes its place.
         shifts: correction name -> what the shifted micro-batch showed.
         gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
@@ -105,7 +106,8 @@ def prove(
     )
     if not proof.tokens:
         return proof
-    proof.distances = _distances(batch)
+    trainer = batch.old_log_prob if adapter.spec.proximal == "recompute" else batch.log_prob.detach()
+    proof.distances = _distances(trainer, batch)
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
@@ -121,9 +123,9 @@ def _identical(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | (torch.isnan(one) & torch.isnan(other))
 
 
-def _distances(batch: mb.MicroBatch) -> tuple[float, float, float]:
-    """|log pi_old - log mu| summed over the inner tokens of each row, against mu one token before, here and after."""
-    old, mu = batch.old_log_prob.float(), batch.rollout_log_prob.float()
+def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, float]:
+    """|log trainer's policy - log mu| summed over inner tokens of rows, against mu one token before, here and after."""
+    old, mu = trainer.float(), batch.rollout_log_prob.float()
     usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
     inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
     here = old[:, 1:-1]

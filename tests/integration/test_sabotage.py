@@ -162,6 +162,8 @@ def test_mu_shifted_by_one_token_at_the_source(engine: Any, by: int) -> None:
         rows.rollout_log_probs = [mu.roll(by) for mu in rows.rollout_log_probs]
 
     stops("off by one token", engine, tamper_source=shift)
+    # Where pi_old is mu itself, the current policy tells.
+    stops("off by one token", engine, tamper_source=shift, mapping={"proximal": "bypass", "masks": {"opsm": OPSM}})
 
 
 def test_mu_of_rows_permuted(engine: Any) -> None:
