@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import training_worker as tw
-from specs import GSM, STACK, STALENESS
+from first_update import planned
+from specs import BATCH_WIDE, GSM, STACK, STALENESS
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.statistics import merge_all
@@ -141,8 +142,7 @@ def test_split_into_micro_batches_changes_nothing(worker: Any, loss_agg_mode: st
 
 
 def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
-    rows = rollout(worker)
-    metrics, gradient = tw.gradients(worker, our_loss(STACK, tw.actor_config()), rows.to_tensordict())
+    """Also what is fixed for the whole batch: self-normalised weights, a budget and the count of what is kept."""
     script = Path(tw.__file__).with_name("two_ranks.py")
     result = subprocess.run(
         [sys.executable, str(script), str(worker.model_config.path), str(tmp_path)],
@@ -152,10 +152,14 @@ def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    ranks = torch.load(tmp_path / "ranks.pt", weights_only=True)
-    assert ranks["loss"] == pytest.approx(metrics["loss"][0], rel=1e-5)
-    assert_same(ranks["gradient"], gradient, 1e-5)
-    assert ranks["statistics"] == pytest.approx(statistics(metrics), rel=1e-4, abs=1e-5, nan_ok=True)
+    of_two = torch.load(tmp_path / "ranks.pt", weights_only=True)
+    for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
+        data = planned(spec_of(mapping), rollout(worker))
+        metrics, gradient = tw.gradients(worker, our_loss(mapping, tw.actor_config()), data)
+        ranks = of_two[name]
+        assert ranks["loss"] == pytest.approx(metrics["loss"][0], rel=1e-5)
+        assert_same(ranks["gradient"], gradient, 1e-5)
+        assert ranks["statistics"] == pytest.approx(statistics(metrics), rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def test_fully_masked_micro_batches_contribute_exactly_zero(worker: Any) -> None:

@@ -13,8 +13,11 @@ from recipe.offpolicy.correction import CorrectionSpec
 MISMATCH = 0.2
 
 
-def planned(spec: CorrectionSpec, rows: tw.Rollout, **loss: Any) -> TensorDict:
-    """The batch as the trainer sends it, with its plan; ``loss`` are fields of the ActorConfig."""
+def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: Any) -> TensorDict:
+    """The batch as the trainer sends it, with its plan; ``loss`` are fields of the ActorConfig.
+
+    Each of ``ranks`` takes a contiguous share of the rows.
+    """
     from verl.utils import tensordict_utils as tu
 
     from recipe.offpolicy.batch_plan import PLAN, Dealing, SharedPlan, constants_of, row_columns
@@ -23,7 +26,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, **loss: Any) -> TensorDict:
         rows.old_log_probs = rows.rollout_log_probs
     data = rows.to_tensordict()
     if spec.denominator == "kept":
-        dealing = Dealing(1, len(data), loss.get("loss_agg_mode", "token-mean"))
+        dealing = Dealing(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
         for name, column in row_columns(spec, data, dealing).items():
             data[name] = column
     tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, constants=constants_of(spec, data))})

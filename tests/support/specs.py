@@ -21,4 +21,13 @@ OPSM: dict[str, Any] = {
     "when": "negative",
 }
 STALENESS: dict[str, Any] = OPSM | {"ratio": "ppo"}
+BATCH_WIDE: dict[str, Any] = {
+    "weight": TIS_TOKEN | {"normalize": True},
+    "masks": {
+        "gsm": GSM,
+        "m2po": {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.02, "when": "any"},
+    },
+    "denominator": "kept",
+}
+"""Everything that is fixed for a whole batch."""
 STACK: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM}}

@@ -14,7 +14,8 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     import training_worker as tw
 
     tw.join_process_group(rank, 2, port)
-    from specs import STACK
+    from first_update import planned
+    from specs import BATCH_WIDE, STACK
 
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.correction.statistics import merge_all
@@ -22,17 +23,22 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     from recipe.offpolicy.worker_loss import OffPolicyLoss
 
     worker = tw.start_worker(Path(model))
-    mine = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2).rows(slice(rank, None, 2)).to_tensordict()
-    loss = OffPolicyLoss(CorrectionSpec.from_mapping(STACK), tw.actor_config())
-    metrics, gradient = tw.gradients(worker, loss, mine, micro_batch_size=2)
+    rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2)
+    results = {}
+    for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
+        spec = CorrectionSpec.from_mapping(mapping)
+        mine = planned(spec, rows, ranks=2).chunk(2)[rank]
+        loss = OffPolicyLoss(spec, tw.actor_config())
+        metrics, gradient = tw.gradients(worker, loss, mine, micro_batch_size=2)
+        if rank == 0:
+            merged = merge_all(packet.statistics for packet in take_packets(metrics))
+            results[name] = {
+                "loss": float(metrics["loss"][0]),
+                "gradient": gradient,
+                "statistics": {key: statistic.value() for key, statistic in merged.items()},
+            }
     if rank == 0:
-        merged = merge_all(packet.statistics for packet in take_packets(metrics))
-        result = {
-            "loss": float(metrics["loss"][0]),
-            "gradient": gradient,
-            "statistics": {name: statistic.value() for name, statistic in merged.items()},
-        }
-        torch.save(result, Path(out) / "ranks.pt")
+        torch.save(results, Path(out) / "ranks.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
