@@ -172,8 +172,8 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         why = (
             "verl's loss has the same gradient whatever pi_old is."
             if name == "proximal"
-            else "just beyond its bound verl's loss has no gradient left to remove. Either its own clip is narrower, and "
-            "the correction changes nothing, or no row has two tokens."
+            else "just beyond its bound verl's loss has no gradient left to remove. Either its own clip is narrower, "
+            "and the correction changes nothing, or no row has two tokens."
         )
         raise LivenessError(f"{name} cannot be seen to act: {why}")
     return max(errors)
