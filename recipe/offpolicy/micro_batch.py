@@ -146,11 +146,14 @@ def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 
 
 def staleness(batch: MicroBatch) -> Tensor | None:
-    """(B,) int64: optimizer steps between the weights that sampled a row and those at the start of this step."""
+    """(B,) int64, on the batch's device: steps from the weights that sampled a row to those that this step began with.
+
+    None where verl does not tell the versions, or the trainer sent no plan.
+    """
     if batch.plan is None or batch.versions is None:
         return None
     # The weights at the start of step s are those of version s - 1.
-    return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0)
+    return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0).to(batch.response_mask.device)
 
 
 def padded(model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
