@@ -65,7 +65,7 @@ def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
 
 def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
     """The response mask and what the rollout stage of ``spec`` keeps of it, each (B, T) bool."""
-    stage = rollout_stage(spec, **_tensors(spec, rows))
+    stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
     return stage.response_mask, stage.keep
 
 

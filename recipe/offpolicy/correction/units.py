@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -54,12 +55,12 @@ class Units:
             return values.expand(self.valid.shape)
         return values.gather(1, self.index)
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """(B, U) float64, valid tokens of each unit."""
         return self.total(self.valid)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(B, U)."""
         rows, width = self.valid.shape
