@@ -158,7 +158,10 @@ def staleness(batch: MicroBatch) -> Tensor | None:
 
 def padded(model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
     """log pi of the responses, (B, T), zeros on padding; differentiable."""
-    return no_padding_2_padding(model_output["log_probs"], data)
+    log_probs = model_output["log_probs"]
+    # The legacy actors' forward pass has cut out and padded the responses already.
+    already = not log_probs.is_nested and log_probs.dim() == 2
+    return log_probs if already else no_padding_2_padding(log_probs, data)
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
     ("baseline", "composition", "run_setup", "shadow", "verl_metrics", "versions"),
     ("batch_plan", "selector", "translate"),
-    ("micro_batch",),
+    ("handover", "micro_batch"),
     ("base_loss_probe", "kl_term", "proof_trials"),
     ("proof",),
     ("packet",),
