@@ -5,13 +5,16 @@ The plan travels beside the batch: what is one number for all rows as a non-tens
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 
+from .baseline import regroup
 from .correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from .correction.denominator import kept_scale, mini_batches
 from .versions import EXTRA_FIELDS, row_versions, token_versions
@@ -25,7 +28,7 @@ MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
-"""What a plan is made from."""
+"""What a plan is made from; where verl does not keep ``EXTRA_FIELDS``, ``VERSIONS`` or neither."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,37 @@ class Dealing:
     mini_batch_rows: int
     loss_agg_mode: str
 
+    @classmethod
+    def of(cls, config: DictConfig, ranks: int) -> Dealing:
+        """That of a configured run."""
+        actor = config.actor_rollout_ref.actor
+        rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        return cls(ranks, rows, actor.loss_agg_mode)
+
+
+def planned(
+    spec: CorrectionSpec,
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    step: int,
+    rows: Callable[[], TensorDict],
+    dealing: Callable[[], Dealing],
+) -> tuple[SharedPlan, dict[str, Tensor]]:
+    """The plan of one batch and the columns that travel beside it.
+
+    Args:
+        step: the trainer's step.
+        rows: the batch with ``COLUMNS``; called only if something in it is needed.
+        dealing: how verl will deal the batch; likewise.
+    """
+    counts = spec.denominator == "kept"
+    if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
+        return SharedPlan(step), {}
+    batch = rows()
+    shadow_constants = {name: constants_of(shadow, batch) for name, shadow in shadows.items()}
+    plan = SharedPlan(step, constants_of(spec, batch), shadow_constants)
+    return plan, row_columns(spec, batch, dealing()) if counts else {}
+
 
 def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
     """The constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
@@ -67,6 +101,30 @@ def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
     """The response mask and what the rollout stage of ``spec`` keeps of it, each (B, T) bool."""
     stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
     return stage.response_mask, stage.keep
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a batch with ``baseline=exclude``.
+
+    Attributes:
+        uids: of each row, for verl's estimator.
+        silent: whether a row's advantage is 0, see ``baseline.regroup``.
+        metrics: for the user's logger.
+    """
+
+    uids: list[str]
+    silent: list[bool]
+    metrics: dict[str, float]
+
+
+def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
+    """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
+    mask, keep = kept(spec, rows)
+    rejected = mask.any(-1) & ~keep.any(-1)
+    regrouped, silent = regroup(uids, rejected)
+    counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
+    return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
 
 
 def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:

@@ -6,22 +6,21 @@ and yields problems that name the key, its value and the fix.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches import engine_loss
+from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError
 
 from .baseline import GROUP_ESTIMATORS
 from .correction import CorrectionSpec, SpecError
 from .correction.denominator import HAS_DENOMINATOR
 from .correction.mask_spec import ON_RATIO
+from .live_path import live_path, uncovered
 
-TRAINER_MODES = ("sync", "colocate_async")  # of verl's V1 trainers, those that are covered
 WIDE_CAP = 10.0
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -109,20 +108,18 @@ def advice(spec: CorrectionSpec) -> list[str]:
 
 
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    path = live_path(config)
+    trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
         engine_loss.check()
+        engine_loss.check(trainer.SEAMS)
     except PatchError as error:
-        yield Problem("verl", importlib.metadata.version("verl"), str(error), "")
+        yield Problem("verl", path.release, str(error), "")
 
 
-def _trainer(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    if not config.trainer.use_v1:
-        yield Problem("trainer.use_v1", False, "the correction is threaded through the V1 trainer.", "Set it to true.")
-    mode = config.trainer.v1.trainer_mode
-    if mode not in TRAINER_MODES:
-        yield Problem(
-            "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(TRAINER_MODES)}."
-        )
+def _path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    for key, value, reason, fix in uncovered(config, live_path(config)):
+        yield Problem(key, value, reason, fix)
 
 
 def _own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -212,10 +209,11 @@ def _unread_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 
 
 def _versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    mode = config.trainer.v1.trainer_mode
+    synchronous = live_path(config).trainer == "v0" or config.trainer.v1.trainer_mode == "sync"
     for name, part in {"correction": spec, **shadows_of(config)}.items():
-        if "version" in part.levels and mode != "sync":
+        if "version" in part.levels and not synchronous:
             key = "level" if name == "correction" else f"offpolicy.shadow={name}, level"
+            mode = config.trainer.v1.trainer_mode
             reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
             yield Problem(key, "version", reason, "Set level=turn or level=sequence.")
 
@@ -397,7 +395,7 @@ def _base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 CHECKS: tuple[Check, ...] = (
     _seams,
-    _trainer,
+    _path,
     _own_keys,
     _bounds_without_agreement,
     _weight_beside_the_loss,

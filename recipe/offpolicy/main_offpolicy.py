@@ -16,6 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
 from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
 from .correction import CorrectionSpec, SpecError
+from .live_path import live_path
 from .run_setup import read_setup, refuse_setup
 from .selector import check_requirements, lines, select
 from .shadow import check_beside, parse_shadows
@@ -83,11 +84,14 @@ def train(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from .task_runner import RemoteOffPolicyTaskRunner
+    if live_path(config).trainer == "v1":
+        from .task_runner_v1 import RemoteTaskRunner
+    else:
+        from .task_runner_v0 import RemoteTaskRunner
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    run_ppo(config, task_runner_class=RemoteOffPolicyTaskRunner)
+    run_ppo(config, task_runner_class=RemoteTaskRunner)
 
 
 def main() -> None:

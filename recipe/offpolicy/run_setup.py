@@ -119,6 +119,8 @@ def _engine(config: DictConfig) -> _Seen | None:
 
 
 def _mode(config: DictConfig) -> _Seen | None:
+    if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
+        return _Seen("sync", "the V0 trainer")
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     return None if mode is None else _Seen("sync" if mode == "sync" else "async", f"trainer.v1.trainer_mode={mode}")
 

@@ -9,8 +9,6 @@ Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOT
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,30 +17,19 @@ import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
-from verl.utils.config import omega_conf_to_dataclass
 
-from .baseline import regroup
-from .batch_plan import COLUMNS, PLAN, Dealing, SharedPlan, constants_of, kept, row_columns
-from .checks import TRAINER_MODES, shadows_of, spec_of
-from .correction import CorrectionSpec
+from verl_patches.trainer_v1 import substitute
+
+from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
+from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
-from .correction.statistics import merge_all
-from .liveness import LivenessError, verify, verify_fingerprint
-from .micro_batch import ROLLOUT_LOG_PROBS, sampled_checksums
-from .packet import take_packets
-from .proof import each_alone
-from .worker_loss import OffPolicyLoss
+from .live_path import V1_MODES
+from .micro_batch import ROLLOUT_LOG_PROBS
+from .supervision import SAMPLED, Supervision
+from .worker_loss import loss_of
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
-
-# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
-logger = logging.getLogger("verl.offpolicy")
-
-_COARSE = (
-    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
-    "reject by it. Let the trainer compute log-probs in float32."
-)
 
 
 class OffPolicyTrainer:
@@ -55,18 +42,15 @@ class OffPolicyTrainer:
     def on_init_end(self) -> None:
         self.correction = spec_of(self.config)
         self.shadows = shadows_of(self.config)
-        self._proving = True
-        self._sampled_rows: list[int] = []
-        self._live: dict[str, float] = {}
-        self._statistics: dict[str, float] = {}
+        self.supervision = Supervision(self.correction, self.config)
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
-        if self._proving and not self.correction.is_none:
-            self._sampled_rows = sampled_checksums(_columns(batch, "responses", "response_mask", ROLLOUT_LOG_PROBS))
+        if self.supervision.wants_sampled:
+            self.supervision.sampled(_columns(batch, *SAMPLED))
         if self.correction.proximal in WITHOUT_FORWARD:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
@@ -78,80 +62,44 @@ class OffPolicyTrainer:
             return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
         rows = _columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
-        mask, keep = kept(self.correction, rows)
-        rejected = mask.any(-1) & ~keep.any(-1)
-        regrouped, silent = regroup(uids, rejected)
-        batch = super()._compute_advantage(_put(batch, uid=NonTensorStack(*regrouped)), metrics)  # type: ignore[misc]
+        groups = groups_without_rejected(self.correction, rows, uids)
+        regrouped = _put(batch, uid=NonTensorStack(*groups.uids))
+        batch = super()._compute_advantage(regrouped, metrics)  # type: ignore[misc]
         results = _columns(batch, "advantages", "returns")
-        silenced = {name: _zero_rows(results[name], silent) for name in ("advantages", "returns")}
-        metrics["offpolicy/baseline/excluded_sequences"] = float(rejected.sum())
-        metrics["offpolicy/baseline/silent_sequences"] = float(sum(silent))
+        silenced = {name: _zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
+        metrics.update(groups.metrics)
         return _put(batch, uid=NonTensorStack(*uids), **silenced)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        self._statistics = {}
+        self.supervision.begin()
         batch = super()._update_actor(self._with_plan(batch), metrics)  # type: ignore[misc]
-        if not self._statistics:
-            raise LivenessError("the update went past the correction: nothing was collected from the workers.")
-        metrics.update({f"offpolicy/{name}": value for name, value in self._statistics.items()})
+        metrics.update(self.supervision.metrics())
         return batch
 
     def _with_plan(self, batch: Any) -> Any:
         """The batch with what its workers have to know of the whole of it."""
-        spec = self.correction
-        plan = SharedPlan(step=self.global_steps)
-        if spec.needs_constants or spec.denominator == "kept" or any(s.needs_constants for s in self.shadows.values()):
-            rows = _columns(batch, *COLUMNS)
-            plan = replace(
-                plan,
-                constants=constants_of(spec, rows),
-                shadow_constants={name: constants_of(shadow, rows) for name, shadow in self.shadows.items()},
-            )
-            if spec.denominator == "kept":
-                batch = _put(batch, **row_columns(spec, rows, self._dealing()))
+        plan, columns = planned(
+            self.correction,
+            self.shadows,
+            step=self.global_steps,
+            rows=lambda: _columns(batch, *COLUMNS),
+            # verl's trainer has filled this in when it balanced the batch.
+            dealing=lambda: Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1),
+        )
+        if columns:
+            batch = _put(batch, **columns)
         batch.extra_info[PLAN] = plan
         return batch
 
-    def _dealing(self) -> Dealing:
-        actor = self.config.actor_rollout_ref.actor
-        return Dealing(
-            # verl's trainer has filled this in when it balanced the batch.
-            ranks=max(self.actor_rollout_wg._dispatch_info["actor"]) + 1,
-            mini_batch_rows=actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
-            loss_agg_mode=actor.loss_agg_mode,
-        )
-
     def _hand_over_loss(self) -> None:
-        actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        self.actor_rollout_wg.set_loss_fn(
-            OffPolicyLoss(self.correction, actor_config, prove=self._proving, shadows=self.shadows)
-        )
+        loss = loss_of(self.config, self.correction, self.shadows, prove=self.supervision.proving)
+        self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
         output = update(batch)
-        packets = take_packets(output["metrics"])
-        if self._proving:
-            self._live = verify(
-                packets,
-                self.correction,
-                sampled_rows=self._sampled_rows,
-                epochs=self.config.actor_rollout_ref.actor.ppo_epochs,
-                allow_identical=self.config.offpolicy.allow_identical_log_probs,
-            )
-            if self.correction.is_none or self._live["proved"]:
-                self._proving = False
-                self._hand_over_loss()
-                logger.info(_sentence(self.correction, self._live))
-                if self._live.get("log_prob_bits", 32) < 32:
-                    logger.warning(_COARSE)
-            else:
-                logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
-        else:
-            verify_fingerprint(packets, self.correction)
-        merged = merge_all(packet.statistics for packet in packets)
-        self._statistics = {name: statistic.value() for name, statistic in merged.items()}
-        self._statistics |= {f"live/{name}": value for name, value in self._live.items()}
+        if self.supervision.collect(output["metrics"]):
+            self._hand_over_loss()
         return output
 
 
@@ -161,17 +109,9 @@ def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
 
 
 def install_trainers() -> None:
-    """Put the corrected trainers under verl's own mode names, in this process; idempotent.
-
-    verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of
-    our own would change the training.
-    """
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
-
-    for mode in TRAINER_MODES:
-        trainer = get_trainer_cls(mode)
-        if not issubclass(trainer, OffPolicyTrainer):
-            TRAINER_REGISTRY[mode] = with_correction(trainer)
+    """Put the corrected trainers under verl's own mode names, in this process; idempotent."""
+    for mode in V1_MODES:
+        substitute(mode, with_correction)
 
 
 def _columns(batch: Any, *names: str) -> TensorDict:
@@ -186,14 +126,3 @@ def _put(batch: Any, **columns: Any) -> Any:
 def _zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
     rows = [row * (not quiet) for row, quiet in zip(nested.unbind(), silent, strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
-    if spec.is_none:
-        return "no correction is configured; statistics only."
-    parts = [name for name, _ in each_alone(spec)]
-    names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
-    return (
-        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
-        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
-    )

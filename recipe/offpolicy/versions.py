@@ -1,4 +1,4 @@
-"""Which version of the weights sampled a row, as verl's agent loop notes it in each row's ``extra_fields``."""
+"""Which version of the weights sampled a row, as verl's agent loop notes it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 EXTRA_FIELDS = "extra_fields"
+"""Key of the rows' mappings in which verl's V1 trainer keeps them."""
+VERSIONS = "offpolicy_versions"
+"""Key of the (B, 2) int64 of the oldest and newest version by row, which the V0 trainer sends along."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class RowVersions:
 
 def row_versions(data: TensorDict) -> RowVersions | None:
     """The versions of the rows of a batch; None where verl does not tell."""
+    if VERSIONS in data.keys():
+        return RowVersions(*data[VERSIONS].unbind(-1))
     if EXTRA_FIELDS not in data.keys():
         return None
     fields = [getattr(row, "data", row) for row in data[EXTRA_FIELDS]]

@@ -1,7 +1,8 @@
 """The loss that runs in the worker: weight x keep into verl's own policy loss, statistics and proof out.
 
-The seam is verl 0.9.1's ``TrainingWorker.set_loss_fn(self, loss_fn)``, whose function the engine calls at each
-micro-batch. It is handed over by value, so the spec never travels through a config that workers copied earlier.
+The seam is verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, whose function the
+engine calls at each micro-batch. It is handed over by value, so the spec never travels through a config that workers
+copied earlier.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
@@ -116,3 +119,11 @@ class OffPolicyLoss:
 
     def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
         return to_host(mb.decide_shadows(self.spec, self.shadows, batch)) if self.shadows else {}
+
+
+def loss_of(
+    config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], *, prove: bool
+) -> OffPolicyLoss:
+    """The loss of a run, ready to be handed to the workers of the engine path."""
+    actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows)

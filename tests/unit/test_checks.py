@@ -69,7 +69,6 @@ def test_the_defaults_pass(base: DictConfig) -> None:
 
 # Changes that must stop: what is changed, and what the message must say (key, value and fix).
 STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "old trainer": ({"trainer.use_v1": False}, ("trainer.use_v1=false", "Set it to true")),
     "trainer mode": (
         {"trainer.v1.trainer_mode": "separate_async"},
         ("trainer.v1.trainer_mode=separate_async", "sync, colocate_async"),
@@ -232,6 +231,7 @@ def test_what_stops(name: str, base: DictConfig) -> None:
 
 PASSED: dict[str, dict[str, Any]] = {
     "asynchronous": {"trainer.v1.trainer_mode": "colocate_async"},
+    "the V0 trainer": {"trainer.use_v1": False},
     "identical log-probs are meant": {"offpolicy.allow_identical_log_probs": True},
     "neutral sampling": {f"{ROLLOUT}.top_p": 1.0, f"{ROLLOUT}.top_k": -1, f"{ENGINE}.min_p": 0.0},
     "vLLM's other way to say no top-k": {f"{ROLLOUT}.top_k": 0},
@@ -263,7 +263,7 @@ def test_without_a_correction_the_rest_is_the_users(name: str, base: DictConfig)
     assert problems(base, STOPPED[name][0] | NONE) == []
 
 
-@pytest.mark.parametrize("name", ["old trainer", "trainer mode", "unknown key", "distillation"])
+@pytest.mark.parametrize("name", ["trainer mode", "unknown key", "distillation"])
 def test_what_stops_also_without_a_correction(name: str, base: DictConfig) -> None:
     """These are about our loss being in the worker, which it is to measure the mismatch."""
     assert problems(base, STOPPED[name][0] | NONE)
@@ -336,7 +336,7 @@ def test_verl_itself_must_be_where_it_was(base: DictConfig, monkeypatch: pytest.
     from verl_patches import engine_loss
     from verl_patches.contract import PatchError
 
-    def moved() -> None:
+    def moved(*_: object) -> None:
         raise PatchError("set_loss_fn is not where the adapter expects it. Install verl==0.9.1.")
 
     monkeypatch.setattr(engine_loss, "check", moved)

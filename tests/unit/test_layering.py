@@ -22,7 +22,7 @@ RECIPE = "recipe.offpolicy"
 # Each module may import those of earlier rows. A new module gets its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
-    ("baseline", "composition", "run_setup", "shadow", "verl_metrics", "versions"),
+    ("baseline", "composition", "live_path", "run_setup", "shadow", "verl_metrics", "versions"),
     ("batch_plan", "selector", "translate"),
     ("handover", "micro_batch"),
     ("base_loss_probe", "kl_term", "proof_trials"),
@@ -30,12 +30,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("packet",),
     ("worker_loss",),
     ("checks", "liveness"),
+    ("supervision",),
     ("trainer_v0", "trainer_v1"),
-    ("task_runner",),
+    ("task_runner_v0", "task_runner_v1"),
     ("main_offpolicy",),
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
-MAY_IMPORT_PATCHES = {"checks", "trainer_v0", "trainer_v1", "task_runner", "main_offpolicy"}
+MAY_IMPORT_PATCHES = {"checks", "trainer_v0", "trainer_v1", "task_runner_v0", "main_offpolicy"}
 PATCHES_MAY_IMPORT = {"correction", "worker_loss"}
 OURS = ("recipe", "verl_patches", "scripts", "tests")
 

@@ -138,7 +138,7 @@ def configuration(**changes: Any) -> DictConfig:
         {
             "setup": {"engine": None, "mode": None, "model": "dense", "trajectory": None, "minibatches": None},
             "data": {"train_batch_size": 64},
-            "trainer": {"v1": {"trainer_mode": "sync", "sampler": {"max_off_policy_threshold": 8}}},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync", "sampler": {"max_off_policy_threshold": 8}}},
             "correction": {"proximal": "recompute"},
             "actor_rollout_ref": {
                 "actor": {
@@ -171,6 +171,7 @@ SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
         ({}, {}),
         ({f"{ROLLOUT}__name": "sglang"}, {}),
         ({"trainer__v1__trainer_mode": "colocate_async"}, {"mode": "async"}),
+        ({"trainer__use_v1": False, "trainer__v1__trainer_mode": "colocate_async"}, {"mode": "sync"}),
         ({"trainer__v1__trainer_mode": "separate_async"}, {"mode": "async"}),
         ({"setup__model": "moe"}, {"model": "moe"}),
         ({f"{ROLLOUT}__multi_turn__enable": True}, {"trajectory": "tools"}),

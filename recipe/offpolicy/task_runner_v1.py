@@ -14,7 +14,7 @@ from .trainer_v1 import install_trainers
 _TaskRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class
 
 
-class OffPolicyTaskRunner(_TaskRunner):
+class OffPolicyTaskRunnerV1(_TaskRunner):
     """Runs in its own Ray process, which is where verl looks the trainer up."""
 
     def run(self, config: DictConfig) -> None:
@@ -22,4 +22,4 @@ class OffPolicyTaskRunner(_TaskRunner):
         super().run(config)
 
 
-RemoteOffPolicyTaskRunner = ray.remote(OffPolicyTaskRunner)
+RemoteTaskRunner = ray.remote(OffPolicyTaskRunnerV1)

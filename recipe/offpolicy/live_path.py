@@ -1,0 +1,73 @@
+"""Which of verl's trainers and workers the configured run will go through: detected, never asked for.
+
+| verl | trainer | worker |
+|---|---|---|
+| 0.7.1 | ``RayPPOTrainer`` (V0) | legacy actor, or engine with ``trainer.use_legacy_worker_impl=disable`` |
+| 0.8.0 | V0 | engine |
+| 0.9.1 | V1, or V0 with ``trainer.use_v1=false`` | engine |
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+V1_MODES = ("sync", "colocate_async")
+"""verl's V1 trainers that are covered."""
+_LEGACY = "trainer.use_legacy_worker_impl"
+
+
+@dataclass(frozen=True)
+class LivePath:
+    """The path from the rollout to the gradient.
+
+    Attributes:
+        release: of the installed verl.
+        trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
+        worker: what computes the loss.
+        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron.
+    """
+
+    release: str
+    trainer: Literal["v0", "v1"]
+    worker: Literal["engine", "legacy"]
+    strategy: str
+
+    def __str__(self) -> str:
+        worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
+        return f"verl {self.release}, {self.trainer.upper()} trainer, {worker} on {self.strategy}"
+
+
+def live_path(config: DictConfig, release: str | None = None) -> LivePath:
+    """The path of a composed configuration; ``release`` is the installed verl's by default."""
+    legacy = OmegaConf.select(config, _LEGACY, default="disable")
+    return LivePath(
+        release=release or importlib.metadata.version("verl"),
+        trainer="v1" if OmegaConf.select(config, "trainer.use_v1", default=False) else "v0",
+        worker="engine" if legacy == "disable" else "legacy",
+        strategy=config.actor_rollout_ref.actor.strategy,
+    )
+
+
+def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object, str, str]]:
+    """What of the path the correction cannot go through, as (key, value, reason, fix)."""
+    legacy = OmegaConf.select(config, _LEGACY, default=None)
+    if legacy not in (None, "auto", "enable", "disable"):
+        yield _LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them."
+    if path.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) not in V1_MODES:
+        yield "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(V1_MODES)}."
+    if path.worker == "legacy" and path.strategy not in ("fsdp", "fsdp2", "megatron"):
+        key = "actor_rollout_ref.actor.strategy"
+        yield key, path.strategy, "verl has no legacy actor for it.", f"Set {_LEGACY}=disable."
+    padded = not OmegaConf.select(config, "actor_rollout_ref.model.use_remove_padding")
+    if path.release == "0.7.1" and path.worker == "engine" and padded:
+        yield (
+            "actor_rollout_ref.model.use_remove_padding",
+            False,
+            "verl 0.7.1's engine makes its attention mask of the loss mask and gets other log-probs than the model's.",
+            f"Set it to true, or {_LEGACY}=enable.",
+        )

@@ -1,0 +1,122 @@
+"""What a trainer keeps between updates: whether the correction is proved yet, and what the last update showed.
+
+The same for every trainer; where batches and metrics come from is the trainer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from omegaconf import DictConfig
+from tensordict import TensorDict
+
+from .correction import CorrectionSpec
+from .correction.statistics import merge_all
+from .liveness import LivenessError, verify, verify_fingerprint
+from .micro_batch import sampled_checksums
+from .packet import take_packets
+from .proof import each_alone
+
+# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
+logger = logging.getLogger("verl.offpolicy")
+
+SAMPLED = ("responses", "response_mask", "rollout_log_probs")
+"""What ``sampled`` reads of a rollout."""
+
+_COARSE = (
+    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
+    "reject by it. Let the trainer compute log-probs in float32."
+)
+
+
+class Supervision:
+    """Judges updates by the packets that the workers' loss sent.
+
+    Args:
+        spec: the correction that the workers were handed.
+        config: the composed configuration of the run.
+
+    Attributes:
+        proving: the workers are to prove the correction at the next update.
+    """
+
+    def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
+        self.spec = spec
+        self.proving = True
+        self._epochs = config.actor_rollout_ref.actor.ppo_epochs
+        self._allow_identical = config.offpolicy.allow_identical_log_probs
+        self._sampled_rows: list[int] = []
+        self._live: dict[str, float] = {}
+        self._statistics: dict[str, float] = {}
+
+    @property
+    def wants_sampled(self) -> bool:
+        """Whether ``sampled`` has to see this batch."""
+        return self.proving and not self.spec.is_none
+
+    def sampled(self, rows: TensorDict) -> None:
+        """Remember the rollout ``rows``, which hold ``SAMPLED``, before anything can touch its log-probs."""
+        self._sampled_rows = sampled_checksums(rows)
+
+    def collect(self, metrics: dict[str, Any]) -> bool:
+        """Take the packets of one update out of the workers' ``metrics`` and judge them.
+
+        Returns:
+            Whether this was the update that proved the correction, so that the next need not.
+
+        Raises:
+            LivenessError: the correction is configured and was not seen to act.
+        """
+        packets = take_packets(metrics)
+        proved = False
+        if self.proving:
+            self._live = verify(
+                packets,
+                self.spec,
+                sampled_rows=self._sampled_rows,
+                epochs=self._epochs,
+                allow_identical=self._allow_identical,
+            )
+            proved = self.spec.is_none or bool(self._live["proved"])
+            self.proving = not proved
+            self._say(proved)
+        else:
+            verify_fingerprint(packets, self.spec)
+        merged = merge_all(packet.statistics for packet in packets)
+        self._statistics = {name: statistic.value() for name, statistic in merged.items()}
+        self._statistics |= {f"live/{name}": value for name, value in self._live.items()}
+        return proved
+
+    def begin(self) -> None:
+        """Forget the last update, so that one which goes past the correction is noticed."""
+        self._statistics = {}
+
+    def metrics(self) -> dict[str, float]:
+        """What the update since ``begin`` showed, by the names that the logger gets.
+
+        Raises:
+            LivenessError: nothing was collected.
+        """
+        if not self._statistics:
+            raise LivenessError("the update went past the correction: nothing was collected from the workers.")
+        return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
+
+    def _say(self, proved: bool) -> None:
+        if not proved:
+            logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
+            return
+        logger.info(_sentence(self.spec, self._live))
+        if self._live.get("log_prob_bits", 32) < 32:
+            logger.warning(_COARSE)
+
+
+def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
+    if spec.is_none:
+        return "no correction is configured; statistics only."
+    parts = [name for name, _ in each_alone(spec)]
+    names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
+    return (
+        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
+        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
+    )

@@ -1,0 +1,25 @@
+"""verl's V0 task runner with the corrected trainer in the place of ``RayPPOTrainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+
+from verl_patches.trainer_v0 import task_runner
+
+from .trainer_v0 import install_trainer
+
+_TaskRunner: Any = task_runner()
+
+
+class OffPolicyTaskRunnerV0(_TaskRunner):
+    """Runs in its own Ray process, which is where verl looks the trainer up."""
+
+    def run(self, config: DictConfig) -> None:
+        install_trainer()
+        super().run(config)
+
+
+RemoteTaskRunner = ray.remote(num_cpus=1)(OffPolicyTaskRunnerV0)

@@ -1,0 +1,140 @@
+"""verl's V0 trainer, ``RayPPOTrainer``, with a correction: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
+
+Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
+``compute_advantage`` around which ``fit`` is one block, and ``update_actor`` / ``set_loss_fn`` of the actor's worker
+group. Batches are DataProto; the engine's workers get the loss by ``set_loss_fn``, the legacy actors take it from a
+``Handover`` in ``meta_info``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch import Tensor
+from verl import DataProto
+
+from verl_patches.trainer_v0 import around_advantage, substitute
+
+from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
+from .checks import shadows_of, spec_of
+from .correction.proximal import WITHOUT_FORWARD
+from .handover import HANDOVER, Handover
+from .live_path import live_path
+from .micro_batch import ROLLOUT_LOG_PROBS
+from .supervision import SAMPLED, Supervision
+from .versions import VERSIONS
+from .worker_loss import loss_of
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class OffPolicyRayTrainer:
+    """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
+
+    config: DictConfig
+    actor_rollout_wg: Any
+    global_steps: int
+
+    def init_workers(self) -> None:
+        super().init_workers()  # type: ignore[misc]
+        self.correction = spec_of(self.config)
+        self.shadows = shadows_of(self.config)
+        self.supervision = Supervision(self.correction, self.config)
+        self._by_engine = live_path(self.config).worker == "engine"
+        self._hand_over_loss()
+        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        self._advantage_metrics: dict[str, float] = {}
+        around_advantage(self._around_advantage)
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
+        if self.supervision.wants_sampled:
+            self.supervision.sampled(batch.batch.select(*SAMPLED))
+        if self.correction.proximal in WITHOUT_FORWARD:
+            # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
+            # entropy of the forward pass that there is none of.
+            mu = batch.batch[ROLLOUT_LOG_PROBS]
+            unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
+            return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
+        return super()._compute_old_log_prob(batch)  # type: ignore[misc]
+
+    def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        if self.correction.baseline == "include":
+            return compute(data, *args, **kwargs)
+        uids = data.non_tensor_batch["uid"]
+        groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
+        data.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
+        data = compute(data, *args, **kwargs)
+        data.non_tensor_batch["uid"] = uids
+        loud = ~torch.tensor(groups.silent)
+        for name in ("advantages", "returns"):
+            data.batch[name] = data.batch[name] * loud[:, None].to(data.batch[name].dtype)
+        self._advantage_metrics = groups.metrics
+        return data
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        self.supervision.begin()
+        output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
+        output.meta_info["metrics"].update(self.supervision.metrics() | self._advantage_metrics)
+        return output
+
+    def _with_plan(self, batch: DataProto) -> DataProto:
+        """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
+        if (versions := _versions(batch)) is not None:
+            batch.batch[VERSIONS] = versions
+        plan, columns = planned(
+            self.correction,
+            self.shadows,
+            step=self.global_steps,
+            rows=lambda: _rows(batch),
+            dealing=lambda: Dealing.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor")),  # type: ignore[attr-defined]
+        )
+        for name, column in columns.items():
+            batch.batch[name] = column
+        if self._by_engine:
+            batch.meta_info[PLAN] = plan
+        else:
+            batch.meta_info[HANDOVER] = Handover(self.correction, plan, self.supervision.proving, self.shadows)
+        return batch
+
+    def _hand_over_loss(self) -> None:
+        if self._by_engine:
+            loss = loss_of(self.config, self.correction, self.shadows, prove=self.supervision.proving)
+            self.actor_rollout_wg.set_loss_fn(loss)
+
+    def _update_and_collect(self, update: Any, batch: Any) -> Any:
+        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        output = update(batch)
+        metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
+        if self.supervision.collect(metrics):
+            self._hand_over_loss()
+        return output
+
+
+def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    return type(f"OffPolicy{trainer.__name__}", (OffPolicyRayTrainer, trainer), {})
+
+
+def install_trainer() -> None:
+    """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent."""
+    substitute(with_correction)
+
+
+def _rows(batch: DataProto) -> TensorDict:
+    present = [name for name in (*COLUMNS, VERSIONS) if name in batch.batch.keys()]
+    return batch.batch.select(*present)
+
+
+def _versions(batch: DataProto) -> Tensor | None:
+    """(B, 2) int64: the versions of the weights that sampled a row's first and last token; None where unknown."""
+    spans = [batch.non_tensor_batch.get(f"{end}_global_steps") for end in ("min", "max")]
+    if any(span is None or any(step is None for step in span) for span in spans):
+        return None
+    return torch.tensor([[int(step) for step in span] for span in spans]).T.contiguous()

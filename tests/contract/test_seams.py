@@ -1,0 +1,153 @@
+"""The seams of every path hold on the installed verl, and a seam that moves stops the run by name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches.contract import PatchError, bare_signature, resolve
+
+ONLY_V1 = pytest.mark.verl("==0.9.1")
+GROUPS = [
+    pytest.param(engine_loss, id="engine"),
+    pytest.param(trainer_v0, id="trainer_v0"),
+    pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
+]
+
+
+def quoted(module: Any, *marks: Any) -> list[Any]:
+    return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_seam_is_where_it_was(group: Any) -> None:
+    engine_loss.check(group.SEAMS)
+
+
+@pytest.mark.parametrize("seam", [*quoted(engine_loss), *quoted(trainer_v0), *quoted(trainer_v1, ONLY_V1)])
+def test_a_moved_seam_is_named(seam: Any) -> None:
+    with pytest.raises(PatchError) as caught:
+        engine_loss.check([replace(seam, signature="(self, something_else)")])
+    assert seam.target in str(caught.value)
+    assert bare_signature(resolve(seam.target)) in str(caught.value)
+
+
+def test_a_loss_that_no_longer_reads_the_weights_is_named() -> None:
+    (seam,) = [seam for seam in engine_loss.SEAMS if seam.name == "ppo_loss"]
+    with pytest.raises(PatchError, match="some_other_weights"):
+        engine_loss.check([replace(seam, keys=("rollout_is_weights", "some_other_weights"))])
+
+
+def test_another_release_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = [replace(seam, releases="==0.9.2") for seam in engine_loss.SEAMS]
+    with pytest.raises(PatchError, match="OFFPOLICY_ALLOW_UNTESTED_VERL=1"):
+        engine_loss.check(newer)
+    monkeypatch.setenv("OFFPOLICY_ALLOW_UNTESTED_VERL", "1")
+    engine_loss.check(newer)
+
+
+def overridden(ours: type, theirs: type) -> set[str]:
+    return {name for name in vars(ours) if not name.startswith("__") and hasattr(theirs, name)}
+
+
+@ONLY_V1
+def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
+    """An override of a hook that verl no longer calls would leave the correction dead in silence."""
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    from recipe.offpolicy.trainer_v1 import OffPolicyTrainer
+
+    names = overridden(OffPolicyTrainer, PPOTrainer)
+    assert names == {"on_init_end", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
+    assert names <= {seam.name for seam in trainer_v1.SEAMS}
+
+
+def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer
+
+    names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
+    assert names == {"init_workers", "_compute_old_log_prob", "_update_actor"}
+    assert names <= {seam.name for seam in trainer_v0.SEAMS}
+
+
+@ONLY_V1
+def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+
+    from recipe.offpolicy.live_path import V1_MODES
+    from recipe.offpolicy.trainer_v1 import OffPolicyTrainer, install_trainers
+
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
+    before = {mode: get_trainer_cls(mode) for mode in V1_MODES}
+    install_trainers()
+    install_trainers()
+    for mode, trainer in before.items():
+        ours = get_trainer_cls(mode)
+        assert ours.__mro__[1:3] == (OffPolicyTrainer, trainer)
+
+
+def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer, install_trainer
+
+    module = importlib.import_module(trainer_v0.home())
+    trainer = module.RayPPOTrainer
+    monkeypatch.setattr(module, "RayPPOTrainer", trainer)
+    install_trainer()
+    install_trainer()
+    assert module.RayPPOTrainer.__mro__[1:3] == (OffPolicyRayTrainer, trainer)
+    # The task runner's own code reads the name from that module, not a copy of its own.
+    run = inspect.unwrap(trainer_v0.task_runner().run)
+    assert run.__globals__ is vars(module)
+    assert "RayPPOTrainer" in run.__code__.co_names
+
+
+def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo import ray_trainer
+
+    monkeypatch.setattr(ray_trainer, "compute_advantage", ray_trainer.compute_advantage)
+    seen: list[object] = []
+    trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
+    trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
+    assert ray_trainer.compute_advantage("a batch") == ("second", "a batch")
+    assert seen == []
+    assert "compute_advantage" in ray_trainer.RayPPOTrainer.fit.__code__.co_names
+    assert ray_trainer.RayPPOTrainer.fit.__globals__ is vars(ray_trainer)
+
+
+def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:
+    import verl.trainer.config
+    import yaml
+
+    from recipe.offpolicy.checks import VERL_CORRECTION_DEFAULTS
+
+    shipped = Path(verl.trainer.config.__file__).parent / "algorithm" / "rollout_correction.yaml"
+    assert yaml.safe_load(shipped.read_text()) == VERL_CORRECTION_DEFAULTS
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: int) -> None:
+    """Contiguous shares by rank, cut in order: ``make_iterator`` is what a worker cuts its share with."""
+    import torch
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.correction.denominator import mini_batches
+
+    rows, size = 12, 6
+    expected = mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
+    batch = TensorDict({"row": torch.arange(rows), "group": expected}, batch_size=rows)
+    for share in batch.chunk(ranks):
+        pieces = tu.make_iterator(
+            share, mini_batch_size=size // ranks, epochs=1, seed=1, dataloader_kwargs={"shuffle": False}
+        )
+        seen = [piece["group"].unique().tolist() for piece in pieces]
+        assert seen == [[number] for number in range(rows // size)]

@@ -1,0 +1,63 @@
+"""The seam of verl's V0 trainer, ``RayPPOTrainer``: methods that a subclass overrides, and where it is put in.
+
+``fit`` is one block that calls the module's own ``compute_advantage``, so what has to happen around the advantages
+wraps that name. Both changes are made in the task runner's process alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from .contract import wrap
+from .engine_loss import seam
+
+_TRAINER = "verl.trainer.ppo.ray_trainer"
+_ADVANTAGE = seam(
+    "compute_advantage",
+    f"{_TRAINER}:compute_advantage",
+    "(data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True, config=None)",
+)
+
+SEAMS = (
+    seam("init_workers", f"{_TRAINER}:RayPPOTrainer.init_workers", "(self)"),
+    seam("_compute_old_log_prob", f"{_TRAINER}:RayPPOTrainer._compute_old_log_prob", "(self, batch)"),
+    seam("_update_actor", f"{_TRAINER}:RayPPOTrainer._update_actor", "(self, batch)"),
+    _ADVANTAGE,
+)
+
+Advantages = Callable[..., Any]
+"""verl's ``compute_advantage``: takes and returns a DataProto."""
+_around: list[Callable[..., Any]] = []
+
+
+def home() -> str:
+    """The module that holds the V0 task runner of the installed release, and the trainer's name that it reads."""
+    v0 = "verl.trainer.main_ppo_v0"
+    return v0 if importlib.util.find_spec(v0) else "verl.trainer.main_ppo"
+
+
+def task_runner() -> Any:
+    """verl's V0 TaskRunner, as the plain class that it is before Ray wraps it."""
+    runner = importlib.import_module(home()).TaskRunner
+    # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
+    metadata = getattr(runner, "__ray_metadata__", None)
+    return metadata.modified_class if metadata else runner
+
+
+def substitute(subclass: Callable[[type], type]) -> None:
+    """Put ``subclass(RayPPOTrainer)`` where the task runner looks the trainer up, in this process; once."""
+    module: Any = importlib.import_module(home())
+    trainer = module.RayPPOTrainer
+    if not getattr(trainer, "__offpolicy__", False):
+        replaced: Any = subclass(trainer)
+        replaced.__offpolicy__ = True
+        module.RayPPOTrainer = replaced
+
+
+def around_advantage(hook: Callable[..., Any]) -> None:
+    """Let ``hook(compute, data, *args, **kwargs)`` run in the place of ``compute_advantage``; the last one given."""
+    _around[:] = [hook]
+    wrap(_ADVANTAGE, lambda original, *args, **kwargs: _around[-1](original, *args, **kwargs))
