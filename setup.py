@@ -7,9 +7,11 @@ the YAML files are copied into wheels by content and resolve as `pkg://recipe.of
 
 from setuptools import find_namespace_packages, setup
 
-VERL = "verl==0.9.1"
+# The releases that have an environment in requirements/ and are tested; contracts in verl_patches guard the seams.
+VERL = "verl>=0.7.1,<=0.9.1"
 RAY = "ray[default]>=2.41"
 VLLM = "vllm>=0.18"
+MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
 EVIDENCE = ["matplotlib", "rich"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff", "setuptools>=77.0.3"]
@@ -27,12 +29,15 @@ setup(
         include=["recipe.*", "verl_patches", "verl_patches.*"], exclude=["*.__pycache__", "*.outputs*"]
     ),
     package_data={"": ["*.yaml", "*.md", "*.sh", "REQUIRED_VERL.txt", "py.typed"]},
+    # verl 0.9 and later load it in every process; it does nothing unless the environment asks for patches.
+    entry_points={"verl.plugins": ["offpolicy = verl_patches.plugin"]},
     # What the package imports by itself; everything that needs a particular build is an extra.
     install_requires=["hydra-core>=1.3", "omegaconf>=2.3", "packaging>=20", "torch>=2.6"],
     extras_require={
         "verl": [VERL, RAY],
         "ray": [RAY],
         "vllm": [VLLM],
+        "megatron": MEGATRON,
         "evidence": EVIDENCE,
         "quickstart": QUICKSTART,
         "test": TEST,

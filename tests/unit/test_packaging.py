@@ -14,8 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "requirements"
+RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
 SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")
 CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 
@@ -64,20 +68,69 @@ def test_the_config_folder_is_a_relative_link() -> None:
     assert os.readlink(link) == "../../configs"
 
 
-def test_cpu_requirements_are_pinned_and_free_of_cuda() -> None:
-    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()]
-    pins = [line for line in lines if line]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+( *;.*)?", pin) for pin in pins)
-    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
-    assert len(names) == len(set(names))
-    assert not [name for name in names if name.startswith(("nvidia-", "cuda"))]
-    assert re.search(r"^torch==[0-9.]+\+cpu$", "\n".join(pins), re.M)
+def pins(file: Path) -> dict[str, str]:
+    """The versions that a requirements file pins, by normalised name; nothing else but `-r cpu.txt` is in it."""
+    found = {}
+    for line in file.read_text().splitlines():
+        requirement = line.split("#")[0].strip()
+        if not requirement or requirement == "-r cpu.txt":
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)", requirement)
+        assert match, f"{file.name}: {line}"
+        name = re.sub(r"[-_.]+", "-", match[1]).lower()
+        assert name not in found, f"{file.name} pins {name} twice"
+        found[name] = match[2]
+    return found
+
+
+def test_every_release_pins_what_the_others_pin() -> None:
+    """One file is shared; what differs between releases is pinned by each of them, and by name the same."""
+    shared = pins(REQUIREMENTS / "cpu.txt")
+    assert re.fullmatch(r"[0-9.]+\+cpu", shared["torch"])
+    assert not [name for name in shared if name.startswith(("nvidia-", "cuda"))]
+    own = {file.stem.removeprefix("verl-"): pins(file) for file in RELEASES}
+    assert set(own) == {"0.7.1", "0.8.0", "0.9.1"}
+    for release, versions in own.items():
+        assert versions["verl"] == release
+        assert not set(versions) & set(shared)
+        assert set(versions) == set(own["0.9.1"])
+
+
+@pytest.mark.parametrize("file", RELEASES, ids=lambda file: file.stem)
+def test_a_release_file_includes_the_shared_one(file: Path) -> None:
+    assert file.read_text().splitlines().count("-r cpu.txt") == 1
+
+
+def test_the_package_admits_the_releases_that_have_an_environment() -> None:
+    (admitted,) = re.findall(r'^VERL = "verl(.+)"$', (ROOT / "setup.py").read_text(), re.M)
+    releases = sorted(Version(file.stem.removeprefix("verl-")) for file in RELEASES)
+    assert SpecifierSet(admitted) == SpecifierSet(f">={releases[0]},<={releases[-1]}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--release", "0.7.2"], "--release with one of: 0.7.1 0.8.0 0.9.1"),
+        (["--release"], "--release names no release"),
+        (["--relase=0.7.1"], "unknown option --relase=0.7.1"),
+        (["one", "two"], "name one"),
+        ([str(ROOT / "tests")], "not a virtual environment"),
+    ],
+)
+def test_the_installer_says_what_it_cannot_do(arguments: list[str], message: str, tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "install_cpu.sh"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing was made"
 
 
 @pytest.mark.slow
 def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+        (metadata,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        entries = archive.read(f"{metadata}/entry_points.txt").decode()
         licence = [name for name in names if name.endswith("LICENSE")]
         for config in CONFIGS:
             content = archive.read(f"recipe/offpolicy/config/{config}").decode()
@@ -85,6 +138,7 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"recipe", "verl_patches"}
     assert "recipe/__init__.py" not in names
     assert "verl_patches/cpu/platform.py" in names
+    assert entries == "[verl.plugins]\noffpolicy = verl_patches.plugin\n"
     assert not [name for name in names if "__pycache__" in name]
     assert len(licence) == 1
 

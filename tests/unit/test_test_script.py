@@ -1,0 +1,165 @@
+"""scripts/test.sh: which tests run in which environment, and what the caller sees at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Stand-ins: the installer makes environments whose programs note how they were called.
+INSTALL = """#!/usr/bin/env bash
+echo "install $*" >>"$NOTES"
+[[ $* == *"${FAIL_INSTALL:-none}" ]] && exit 1
+mkdir -p "$1/bin"
+cp stub "$1/bin/python"; cp stub "$1/bin/ruff"; cp stub "$1/bin/mypy"
+"""
+STUB = """#!/usr/bin/env bash
+folder=$(basename "$(dirname "$(dirname "$0")")")
+echo "$folder $(basename "$0") $*" >>"$NOTES"
+if [[ $2 == pytest ]]; then
+    echo "=== 1 passed in $folder ==="
+    [[ $folder == "${FAIL_IN:-none}" ]] && exit 1
+    [[ $folder == "${HANG_IN:-none}" ]] && exec sleep 60
+fi
+exit 0
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with every test folder, three releases, and stand-ins for the environments."""
+    for folder in ("scripts", "requirements", "recipe/offpolicy", "tests/unit", "tests/contract", "tests/integration"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests" / "releases").mkdir()
+    (tmp_path / "tests" / "unit" / "test_one.py").touch()
+    (tmp_path / "recipe" / "offpolicy" / "module.py").touch()
+    for release in ("0.7.1", "0.10.0", "0.9.1"):
+        (tmp_path / "requirements" / f"verl-{release}.txt").touch()
+    shutil.copy(ROOT / "scripts" / "test.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "install_cpu.sh").write_text(INSTALL)
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+    return tmp_path
+
+
+def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], list[str]]:
+    """Exit status, what was called, and the lines printed."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
+    notes = tree / "notes"
+    notes.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", *arguments],
+        cwd=tree,
+        env={**kept, "NOTES": str(notes), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    called = notes.read_text().splitlines() if notes.exists() else []
+    return done.returncode, called, (done.stdout + done.stderr).splitlines()
+
+
+NEWEST = ".venv python -m pytest tests/unit tests/contract tests/integration tests/releases"
+LINT = [".venv ruff check .", ".venv ruff format --check .", ".venv mypy recipe/offpolicy"]
+
+
+def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree: Path) -> None:
+    status, called, lines = run(tree)
+    assert status == 0
+    assert called == [
+        f"install {tree}/.venv-0.7.1 --release 0.7.1",
+        f"install {tree}/.venv --release 0.10.0",
+        *LINT,
+        ".venv-0.7.1 python -m pytest -m not extended tests/releases tests/contract",
+        NEWEST,
+    ]
+    summary = lines[lines.index("--- summary") + 1 :]
+    assert [line.split()[:2] for line in summary[:-2]] == [
+        [name, "ok"] for name in ("install-0.7.1", "install-0.10.0", "lint", "types", "tests-0.7.1", "tests-0.10.0")
+    ]
+    assert summary[-2:] == ["=== 1 passed in .venv-0.7.1 ===", "=== 1 passed in .venv ==="]
+
+
+def test_one_release_has_all_its_tests(tree: Path) -> None:
+    _, called, lines = run(tree, "--release", "0.9.1", "-x")
+    assert called == [
+        f"install {tree}/.venv-0.9.1 --release 0.9.1",
+        ".venv-0.9.1 python -m pytest -x tests/releases tests/contract",
+    ]
+    assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
+    _, called, _ = run(tree, "--release", "0.10.0")
+    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, NEWEST]
+
+
+def test_all_releases_end_with_the_newest(tree: Path) -> None:
+    _, called, lines = run(tree, "--release", "all")
+    assert called[3:] == [
+        *LINT,
+        ".venv-0.7.1 python -m pytest tests/releases tests/contract",
+        ".venv-0.9.1 python -m pytest tests/releases tests/contract",
+        NEWEST,
+    ]
+    assert [line.split()[-2] for line in lines[-3:]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
+
+
+def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
+    _, called, _ = run(tree, "--quick")
+    assert called[-1] == ".venv python -m pytest -m not slow and not extended and not gpu tests/unit"
+    assert not [call for call in called if "0.7.1" in call]
+    _, called, _ = run(tree, "tests/unit/test_one.py::test_it", "-k", "it")
+    assert called[-1] == ".venv python -m pytest -k it tests/unit/test_one.py::test_it"
+    assert not [call for call in called if "0.7.1" in call]
+
+
+def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
+    run(tree, "--release", "0.9.1")
+    _, called, _ = run(tree, VENV=str(tree / ".venv-0.9.1"))
+    assert called == [call.replace(".venv ", ".venv-0.9.1 ") for call in [*LINT, NEWEST]]
+    _, called, _ = run(tree, "--release", "0.9.1", VENV=".venv-0.9.1")
+    assert called == [".venv-0.9.1 python -m pytest tests/releases tests/contract"]
+
+
+@pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
+def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
+    status, called, lines = run(tree, FAIL_IN=failing)
+    assert status == 1
+    assert called[-1] == NEWEST, "the others still run"
+    assert len([line for line in lines if "FAILED (exit 1)" in line]) == 1
+
+
+def test_all_tests_share_one_limit(tree: Path) -> None:
+    (tree / "stub").write_text(STUB.replace('echo "=== 1 passed in $folder ==="', ""))
+    status, _, lines = run(tree, HANG_IN=".venv", TEST_LIMIT="2")
+    assert status == 1
+    assert any(line.startswith("tests-0.10.0") and "FAILED (exit 124)" in line for line in lines)
+    assert lines[-1] == "tests-0.10.0: pytest did not come to its end"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--release", "0.7.2"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
+        (["--release"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
+        (["--release", "all"], {"VENV": "."}, "Fix: leave one of them out."),
+        ([], {"VENV": "nowhere"}, "Fix: name a virtual environment"),
+    ],
+)
+def test_what_cannot_be_run_is_said_at_once(
+    arguments: list[str], variables: dict[str, str], message: str, tree: Path
+) -> None:
+    status, called, lines = run(tree, *arguments, **variables)
+    assert status == 2
+    assert not called
+    assert message in lines[-1]
+
+
+def test_no_tests_run_without_their_environment(tree: Path) -> None:
+    status, called, _ = run(tree, FAIL_INSTALL="0.7.1")
+    assert status == 2
+    assert called == [f"install {tree}/.venv-0.7.1 --release 0.7.1"]
