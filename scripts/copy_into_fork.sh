@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Copies the recipe, its patches and its configuration into a verl checkout, and tries them there.
+#
+#   bash scripts/copy_into_fork.sh PATH              copy, or bring an earlier copy up to date; then a smoke test
+#   bash scripts/copy_into_fork.sh PATH --dry-run    say what would be done, and do nothing
+#   bash scripts/copy_into_fork.sh PATH --undo       remove what was copied
+#
+#   --no-smoke   copy only
+#   --force      overwrite edits that were made to copied files; files that were never copied are never overwritten
+#   VENV=path    the environment that runs the fork, for the smoke test; by default the `python` in PATH
+#
+# Exit codes: 0 done, 1 the smoke test failed (the copy stays), 2 refused, and nothing was written, 3 stopped half way
+# (the same command finishes it, --undo takes it back).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+if [[ -n ${VENV:-} ]]; then
+    python=$VENV/bin/python
+    if [[ ! -x $python ]]; then
+        echo "copy_into_fork: VENV=$VENV: there is no bin/python in it" >&2
+        exit 2
+    fi
+else
+    python=$(command -v python || command -v python3) || {
+        echo "copy_into_fork: there is no python in PATH. Fix: VENV=path of the fork's environment" >&2
+        exit 2
+    }
+fi
+# -B: no bytecode of this run stays behind, here or in the fork.
+exec "$python" -B "$root/scripts/fork/fork_main.py" "$@"

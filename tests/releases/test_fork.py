@@ -1,0 +1,198 @@
+"""A copy inside a checkout of the installed release runs there: with the checkout's verl, in every layout of `recipe`.
+
+The checkout is made of the installed package, so that this runs without a network, in the environment of any release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ".offpolicy-manifest.json"
+RELEASE = importlib.metadata.version("verl").partition("+")[0]
+STEPS = ("imports", "--cfg job", "contracts", "one CPU update")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(*command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command in an environment that knows nothing of this checkout or of a platform."""
+    leaks = ("GIT_", "VERL_", "PYTHON")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(leaks)}
+    return subprocess.run(
+        command, cwd=cwd, env=kept | variables, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+def git(root: Path, *arguments: str) -> str:
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    done = run("git", "-C", str(root), *settings, *arguments, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def content(root: Path) -> dict[str, str]:
+    """Digest of every file below `root`, git's own aside; links and folders by name."""
+    found = {}
+    for path in root.rglob("*"):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(".git/"):
+            plain = path.is_file() and not path.is_symlink()
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if plain else ""
+    return found
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """verl's package with the files that make it a checkout."""
+    import verl
+
+    root = tmp_path_factory.mktemp("tree")
+    shutil.copytree(Path(verl.__file__).parent, root / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "pyproject.toml").write_text(f'[project]\nname = "verl"\nversion = "{RELEASE}"\n')
+    (root / ".gitignore").write_text("__pycache__/\n*.py[cod]\n**/outputs\n*.lock\nlogs\n")
+    return root
+
+
+@pytest.fixture
+def fork(request: pytest.FixtureRequest, tree: Path, tmp_path: Path) -> Iterator[Path]:
+    """A git checkout with local changes, and `recipe` as the parameter says."""
+    root = tmp_path / "fork"
+    shutil.copytree(tree, root)
+    git(root, "init", "-q")
+    if request.param == "own recipe":
+        (root / "recipe" / "dapo").mkdir(parents=True)
+        (root / "recipe" / "dapo" / "main_dapo.py").write_text("NAME = 'dapo'\n")
+    if request.param.startswith("submodule"):
+        recipes = tmp_path / "recipes"
+        (recipes / "dapo").mkdir(parents=True)
+        (recipes / "dapo" / "main_dapo.py").write_text("NAME = 'dapo'\n")
+        git(recipes, "init", "-q")
+        git(recipes, "add", "-A")
+        git(recipes, "commit", "-qm", "recipes")
+        git(root, "submodule", "--quiet", "add", str(recipes), "recipe")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "verl")
+    if request.param == "submodule, not initialised":
+        git(root, "submodule", "--quiet", "deinit", "-f", "recipe")
+    with (root / "pyproject.toml").open("a") as changed:
+        changed.write("# a local change\n")
+    (root / "local_notes.md").write_text("notes\n")
+    yield root
+    shutil.rmtree(root)
+
+
+def script(fork: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ("bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork), *options)
+    return run(*command, cwd=ROOT.parent, VENV=sys.prefix, OMP_NUM_THREADS="1")
+
+
+def copied_files(fork: Path, before: dict[str, str], status: str) -> set[str]:
+    """What a copy added; all else must be as before, also to git."""
+    after = content(fork)
+    assert {path: after[path] for path in before} == before, "the smoke test leaves nothing, and changes nothing"
+    added = {path for path in after.keys() - before.keys() if (fork / path).is_file()}
+    shown = {*git(fork, "status", "--porcelain", "-uall").splitlines()} - {*status.splitlines()}
+    assert shown == {f"?? {path}" for path in added}
+    place = place_in(fork)
+    ours = (f"{place}recipe/offpolicy/", f"{place}verl_patches/")
+    assert {path for path in added if not path.startswith(ours)} == {MANIFEST}
+    return added
+
+
+def place_in(fork: Path) -> str:
+    return "offpolicy_correction/" if (fork / ".gitmodules").exists() else ""
+
+
+@pytest.mark.parametrize("fork", ["own recipe", "submodule, populated"], indirect=True)
+def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
+    before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
+    copied = script(fork)
+    assert copied.returncode == 0, copied.stdout + copied.stderr
+    assert tuple(re.findall(r"^    (\S.*?) +ok +[\d.]+ s", copied.stdout, re.M)) == STEPS
+    assert f"LIVE through verl {RELEASE} in {fork / 'verl'}: 14 tokens" in copied.stdout
+    copied_files(fork, before, status)
+    _run_as_printed(fork, copied.stdout)
+    undone = script(fork, "--undo")
+    assert undone.returncode == 0, undone.stderr
+    assert content(fork) == before
+    assert git(fork, "status", "--porcelain", "-uall") == status
+
+
+@pytest.mark.parametrize("fork", ["no recipe", "submodule, not initialised"], indirect=True)
+def test_a_copy_is_found_where_there_is_no_other_recipe(fork: Path) -> None:
+    before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
+    copied = script(fork, "--no-smoke")
+    assert copied.returncode == 0, copied.stderr
+    assert "smoke" not in copied.stdout
+    copied_files(fork, before, status)
+    code = "import verl, recipe.offpolicy as r, verl_patches as p; print(verl.__file__, r.__file__, p.__file__)"
+    command = f"cd {fork} && {exported(copied.stdout)} && {sys.executable} -B -c {code!r}"
+    found = run("bash", "-c", command, cwd=fork.parent)
+    here = fork / place_in(fork)
+    wanted = (fork / "verl", here / "recipe/offpolicy", here / "verl_patches")
+    assert found.stdout.split() == [str(package / "__init__.py") for package in wanted], found.stderr
+    assert script(fork, "--undo").returncode == 0
+    assert content(fork) == before
+
+
+def exported(printed: str) -> str:
+    export = re.search(r"^    (export PYTHONPATH=.*)$", printed, re.M)
+    assert export is not None
+    return export[1]
+
+
+def _run_as_printed(fork: Path, printed: str) -> None:
+    """The printed commands themselves, in a shell that knows nothing else; and the checkout's other recipes beside."""
+    # With bytecode, as a user would run it: the undo has to cope.
+    where = f"cd {fork} && {exported(printed)} && {sys.executable}"
+    module = "-m recipe.offpolicy.main_offpolicy"
+    job = run("bash", "-c", f"{where} {module} 'correction=[tis_token,gsm]' --cfg job", cwd=fork.parent)
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"^  masks:\n    gsm:$", job.stdout, re.M)
+    launch = (fork / place_in(fork) / "recipe/offpolicy/run_grpo_fsdp_vllm.sh").relative_to(fork)
+    assert f"bash {launch} " in printed
+    started = run(
+        "bash",
+        "-c",
+        f"cd {fork} && {exported(printed)} && bash {launch} --cfg job",
+        cwd=fork.parent,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **dict.fromkeys(("MODEL", "TRAIN", "VAL"), "none"),
+    )
+    assert started.returncode == 0, started.stderr
+    assert re.search(r"^    adv_estimator: grpo$|^  adv_estimator: grpo$", started.stdout, re.M)
+    if (fork / "recipe/dapo").is_dir():
+        beside = "import recipe.dapo.main_dapo as dapo, recipe.offpolicy; print(dapo.NAME)"
+        done = run("bash", "-c", f'{where} -c "{beside}"', cwd=fork.parent)
+        assert done.stdout.strip() == "dapo", done.stderr
+    theirs = [*(fork / "verl").rglob("__pycache__"), *(fork / "recipe/dapo").rglob("__pycache__")]
+    for cache in theirs:
+        shutil.rmtree(cache)
+
+
+@pytest.mark.parametrize("fork", ["no recipe"], indirect=True)
+def test_a_fork_whose_seam_has_moved_fails_the_smoke_test(fork: Path) -> None:
+    """The contracts are those of the checkout, not of the verl that the environment has installed."""
+    losses = fork / "verl" / "workers" / "utils" / "losses.py"
+    text = losses.read_text()
+    assert text.count("def ppo_loss(config: ActorConfig, model_output, data: TensorDict, dp_group=None):") == 1
+    losses.write_text(text.replace("data: TensorDict, dp_group=None):", "data: TensorDict, dp_group=None, more=1):"))
+    done = script(fork)
+    assert done.returncode == 1
+    assert "the smoke test failed at contracts" in done.stdout
+    assert "more=1" in done.stdout
+    assert "To train" not in done.stdout
+    assert (fork / MANIFEST).exists()
+    assert script(fork, "--undo").returncode == 0
