@@ -56,34 +56,38 @@ def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = No
     )
 
 
-def actor_config(**changes: Any) -> Any:
+def actor_config(*, strategy: str = "fsdp2", **changes: Any) -> Any:
     """verl's ActorConfig with a fixed global batch; ``changes`` are its fields."""
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
     values: dict[str, Any] = dict(
-        strategy="fsdp2",
+        strategy=strategy,
         ppo_mini_batch_size=8,
         ppo_micro_batch_size_per_gpu=8,
         rollout_n=1,
         use_torch_compile=False,
         optim=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         fsdp_config=FSDPEngineConfig(
-            strategy="fsdp2",
+            strategy=strategy,
             dtype="float32",
             model_dtype="float32",
             use_torch_compile=False,
+            # Under FSDP1, parameters by their own names, so that gradients can be compared by name.
+            use_orig_params=True,
+            # verl before 0.9 looks for it in a place that newer releases of transformers hold a set in.
+            wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
             mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
         ),
     )
     return FSDPActorConfig(**(values | changes))
 
 
-def start_worker(model: Path) -> Any:
+def start_worker(model: Path, *, strategy: str = "fsdp2", use_remove_padding: bool = False) -> Any:
     """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it."""
     from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    actor = actor_config()
+    actor = actor_config(strategy=strategy)
     engine = actor.fsdp_config
     engine.use_dynamic_bsz = False
     worker = TrainingWorker(
@@ -91,7 +95,7 @@ def start_worker(model: Path) -> Any:
             model_type="language_model",
             model_config=HFModelConfig(
                 path=str(model),
-                use_remove_padding=False,
+                use_remove_padding=use_remove_padding,
                 enable_gradient_checkpointing=False,
                 override_config={"attn_implementation": "sdpa"},
             ),
@@ -190,25 +194,35 @@ def add_log_probs(worker: Any, rollout: Rollout, *, mismatch: float, seed: int =
 
 
 def update(
-    worker: Any, loss: Any, data: TensorDict, *, micro_batch_size: int | None = None, mini_batches: int = 1
+    worker: Any,
+    loss: Any,
+    data: TensorDict,
+    *,
+    micro_batch_size: int | None = None,
+    max_token_len: int | None = None,
+    mini_batches: int = 1,
+    calculate_entropy: bool = False,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
-    """``train_mini_batch`` as the trainer calls it; returns the worker's metrics."""
+    """``train_mini_batch`` as the trainer calls it; returns the worker's metrics. ``max_token_len``: dynamic sizes."""
     from verl.utils import tensordict_utils as tu
 
     worker.set_loss_fn(loss)
+    worker.engine_config.use_dynamic_bsz = max_token_len is not None
+    worker.engine_config.max_token_len_per_gpu = max_token_len
     worker.engine_config.micro_batch_size_per_gpu = micro_batch_size or len(data) // mini_batches
     data = data.clone(recurse=False)
     world_size = int(os.environ["WORLD_SIZE"])
     size = len(data) * world_size // mini_batches
     tu.assign_non_tensor(
         data,
-        calculate_entropy=False,
+        calculate_entropy=calculate_entropy,
         global_batch_size=size,
         mini_batch_size=size,
         epochs=1,
         seed=1,
         dataloader_kwargs={"shuffle": False},
-        temperature=1.0,
+        temperature=temperature,
     )
     return worker.train_mini_batch(data)["metrics"]
 
@@ -225,9 +239,8 @@ def gradients(
     engine, caught = worker.engine, {}
 
     def hold() -> float:
-        caught.update(
-            {n: _full(p.grad).detach().clone() for n, p in engine.module.named_parameters() if p.grad is not None}
-        )
+        named = {n.replace("_fsdp_wrapped_module.", ""): p.grad for n, p in engine.module.named_parameters()}
+        caught.update({name: _full(g).detach().clone() for name, g in named.items() if g is not None})
         return 0.0
 
     step, engine.optimizer_step = engine.optimizer_step, hold
@@ -240,4 +253,4 @@ def gradients(
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()

@@ -1,0 +1,86 @@
+"""verl's engine on a CUDA device: the corrected update of the float64 reference, the proof of life, the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import first_update as fu
+import parity
+import pytest
+import torch
+import training_worker as tw
+
+pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
+CASES = [(name, "token-mean") for name in parity.CORRECTIONS] + [("stacked", mode) for mode in parity.MODES[1:]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def case(folder: Path) -> parity.Case:
+    return parity.Case.of(folder)
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Any:
+    tw.join_process_group()
+    return tw.start_worker(folder)
+
+
+@pytest.fixture
+def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[parity.Witness]:
+    from verl.trainer.ppo import core_algos
+
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+    witness = parity.Witness(case)
+    witness.register()
+    return witness
+
+
+@pytest.mark.parametrize("layout", [parity.batch_v0, parity.batch_v1])
+@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_the_engine_makes_the_update_of_the_reference(
+    worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
+) -> None:
+    found = parity.update_by_engine(worker, witness, layout, name, mode, split)
+    assert next(worker.engine.module.parameters()).device.type == "cuda"
+    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+
+
+@pytest.mark.parametrize("name", parity.CORRECTIONS)
+def test_the_first_update_is_proved(worker: Any, name: str) -> None:
+    live = fu.first_update(worker, parity.CORRECTIONS[name])
+    assert live["proved"] == 1.0
+    assert live["gradient_error"] < 1e-4
+
+
+@pytest.mark.parametrize("name", parity.CORRECTIONS)
+def test_both_stages_decide_as_on_the_cpu(case: parity.Case, name: str) -> None:
+    from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage, turns
+
+    spec = CorrectionSpec.from_mapping(parity.CORRECTIONS[name])
+
+    def stages(device: str) -> Any:
+        columns = {key: value.to(device) for key, value in case.columns.items()}
+        stage = rollout_stage(
+            spec,
+            old_log_prob=columns["old_log_probs"],
+            rollout_log_prob=columns["rollout_log_probs"],
+            response_mask=columns["response_mask"].bool(),
+            segment_ids=turns(columns["response_mask"].bool()),
+            staleness=torch.arange(parity.ROWS, device=device) % 3,
+        )
+        return step_stage(spec, stage, log_prob=columns["ref_log_prob"], advantages=columns["advantages"])
+
+    here, there = stages("cpu"), stages("cuda")
+    assert torch.equal(here.keep, there.keep.cpu())
+    torch.testing.assert_close(here.weight, there.weight.cpu(), rtol=1e-6, atol=0)
+    assert here.statistics.keys() == there.statistics.keys()
+    for key, statistic in here.statistics.items():
+        assert float(there.statistics[key].value()) == pytest.approx(float(statistic.value()), rel=1e-9, abs=1e-12), key

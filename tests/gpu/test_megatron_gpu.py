@@ -1,0 +1,26 @@
+"""What of Megatron needs a GPU: Transformer Engine's layers on packed sequences, in bfloat16, on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_program as mp
+import parity
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.verl("==0.9.1"), pytest.mark.timeout(480)]
+
+
+def test_transformer_engine_makes_the_update_of_the_reference(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine")
+    pytest.importorskip("flash_attn")
+    folder = mp.deep_model(tmp_path / "model")
+    job, proved = mp.of_job("tis"), mp.of_job("proved")
+    layout = mp.Layout(dtype="bfloat16", transformer_engine=True)
+    found = mp.run(mp.ENGINE, folder, tmp_path, {"packed": (layout, [job, proved])}, limit=420.0)
+    (rank,) = found["packed"]
+    assert (rank.seen[job.name].error, rank.seen[proved.name].error) == ("", "")
+    case = parity.Case.of(folder)
+    ((update, rows),) = mp.updates([rank], job)
+    mp.assert_same_in_bf16(update, parity.expected(case, parity.CORRECTIONS["tis"], job.mode, rows))
+    assert mp.judged(rank.seen[proved.name].packets, proved, case)["proved"] == 1.0

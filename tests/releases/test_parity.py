@@ -1,0 +1,164 @@
+"""Every FSDP path of every release makes the same corrected update: that of a plain float64 reference.
+
+The reference is the same in every release, which parity.json holds it to; so paths of different releases agree with
+each other through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import training_worker as tw
+
+pytestmark = pytest.mark.slow
+RECORDED = json.loads(Path(__file__).with_name("parity.json").read_text())
+CASES = [(name, "token-mean") for name in parity.CORRECTIONS] + [("stacked", mode) for mode in parity.MODES[1:]]
+cases = pytest.mark.parametrize(("name", "mode"), CASES, ids=["-".join(case) for case in CASES])
+ENGINES = [
+    pytest.param(("fsdp2", True), id="fsdp2-packed"),
+    pytest.param(("fsdp", True), id="fsdp-packed"),
+    # verl 0.7.1's engine gets other log-probs than the model's there, and the checks refuse it.
+    pytest.param(("fsdp2", False), id="fsdp2-padded", marks=pytest.mark.verl(">=0.8")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def case(folder: Path) -> parity.Case:
+    return parity.Case.of(folder)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def worker(request: pytest.FixtureRequest, folder: Path) -> Any:
+    strategy, packed = request.param
+    if not torch.distributed.is_initialized():
+        tw.join_process_group()
+    return tw.start_worker(folder, strategy=strategy, use_remove_padding=packed)
+
+
+@pytest.fixture
+def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[parity.Witness]:
+    from verl.trainer.ppo import core_algos
+
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+    witness = parity.Witness(case)
+    witness.register()
+    return witness
+
+
+@cases
+def test_the_reference_is_the_same_in_every_release(case: parity.Case, name: str, mode: str) -> None:
+    found = parity.fingerprint(parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+    assert found == pytest.approx(RECORDED[f"{name}-{mode}"], rel=1e-6, abs=1e-9)
+
+
+def test_the_cases_differ() -> None:
+    """A correction that is dropped would be seen: no two of them make the same update."""
+    losses = {key: numbers[0] for key, numbers in RECORDED.items()}
+    assert len({round(loss, 5) for loss in losses.values()}) == len(CASES)
+
+
+LAYOUTS = [
+    pytest.param(parity.batch_v0, id="v0"),
+    pytest.param(parity.batch_v1, id="v1", marks=pytest.mark.verl("==0.9.1")),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@cases
+def test_the_engine_makes_the_update_of_the_reference(
+    worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
+) -> None:
+    found = parity.update_by_engine(worker, witness, layout, name, mode, split)
+    assert len(witness.losses) == {2: 4, 8: 1}.get(split, len(witness.losses))
+    assert split != "dynamic" or len(witness.losses) > 2
+    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+
+
+ACTORS = [
+    pytest.param("plain", False, id="padded"),
+    pytest.param("plain", True, id="packed"),
+    pytest.param("fsdp", False, id="fsdp"),
+    pytest.param("fsdp2", True, id="fsdp2-packed"),
+]
+
+
+def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
+    """verl 0.7.1's own actor on the model in ``folder``, wrapped as its worker wraps it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from transformers import AutoModelForCausalLM
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (1,))
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+    elif kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    config = FSDPActorConfig(
+        strategy="fsdp",
+        ppo_mini_batch_size=parity.ROWS,
+        rollout_n=1,
+        use_torch_compile=False,
+        use_remove_padding=packed,
+        fsdp_config=FSDPEngineConfig(dtype="float32"),
+        **settings,
+    )
+    return DataParallelPPOActor(config, model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.verl("==0.7.1")
+@pytest.mark.parametrize(("kind", "packed"), ACTORS)
+@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@cases
+def test_the_legacy_actor_makes_the_update_of_the_reference(
+    folder: Path, case: parity.Case, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
+) -> None:
+    """One mini-batch and one epoch, where verl's own actor would take the current log-probs for pi_old."""
+    from verl import DataProto
+
+    import verl_patches
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.handover import HANDOVER, Handover
+
+    verl_patches.install("legacy")
+    if not torch.distributed.is_initialized():
+        tw.join_process_group()
+        torch.distributed.init_process_group("gloo")
+    sizes: dict[str, Any] = (
+        dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=24)
+        if split == "dynamic"
+        else dict(ppo_micro_batch_size_per_gpu=split)
+    )
+    actor = legacy_actor(folder, kind, packed, **parity.actor_settings(mode), **sizes)
+    correction = parity.CORRECTIONS[name]
+    spec = CorrectionSpec.from_mapping(correction)
+    plan, columns = parity.planned(case, spec, mode, parity.ROWS)
+    meta = {"temperature": parity.TEMPERATURE, "pad_token_id": 2, HANDOVER: Handover(spec, plan)}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def hold() -> torch.Tensor:
+        for parameter_name, parameter in actor.actor_module.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                gradients[parameter_name.replace("_fsdp_wrapped_module.", "")] = whole.detach().clone()
+        return torch.zeros(())
+
+    actor._optimizer_step = hold
+    actor.update_policy(DataProto.from_dict(columns, meta_info=meta))
+    assert len(witness.losses) > 1 or split == 8
+    parity.assert_same(witness.update(gradients), parity.expected(case, correction, mode, range(parity.ROWS)))
