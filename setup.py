@@ -14,7 +14,7 @@ VLLM = "vllm>=0.18"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
 EVIDENCE = ["matplotlib", "rich"]
-TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff", "setuptools>=77.0.3"]
+TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]
 
 setup(
     name="verl-offpolicy",

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Trains a small model with off-policy corrections, on a machine without a GPU, and says whether it worked.
 #
-#   bash scripts/quickstart.sh [Hydra overrides]
+#   bash scripts/quickstart.sh [--release RELEASE] [Hydra overrides]
 #   bash scripts/quickstart.sh correction=gsm trainer.total_training_steps=60
+#   bash scripts/quickstart.sh --release 0.7.1 trainer.use_legacy_worker_impl=disable
 #
+#   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
 #   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
-#   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout)
+#   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)
 #   QUICKSTART_TIME_LIMIT, QUICKSTART_STALL_LIMIT   seconds
 #
 # Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
@@ -15,6 +17,18 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 overrides=()
+release=${RELEASE:-}
+if [[ ${1:-} == --release=* ]]; then
+    release=${1#--release=}
+    shift
+elif [[ ${1:-} == --release ]]; then
+    release=${2:-}
+    shift $(($# < 2 ? $# : 2))
+    if [[ -z $release ]]; then
+        echo "quickstart: --release without a release of verl after it, for instance --release 0.7.1" >&2
+        exit 2
+    fi
+fi
 
 if [[ -n ${VENV:-} ]]; then
     python=$VENV/bin/python
@@ -33,12 +47,26 @@ PY
         echo "quickstart: VENV=$VENV lacks $missing. Fix: install what is missing, or leave VENV unset." >&2
         exit 2
     fi
+    found=$("$python" -c 'import importlib.metadata as m; print(m.version("verl"))')
+    if [[ -n $release && $found != "$release" ]]; then
+        echo "quickstart: VENV=$VENV holds verl $found, not $release. Fix: leave VENV or the release out." >&2
+        exit 2
+    fi
     if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
         overrides+=(platform=cuda)
     fi
 else
-    venv=${VENV_DIR:-$root/.venv}
-    bash "$root/scripts/install_cpu.sh" "$venv"
+    mapfile -t releases < <(cd "$root/requirements" && printf '%s\n' verl-*.txt | sed 's/^verl-//; s/\.txt$//' | sort -V)
+    newest=${releases[-1]}
+    release=${release:-$newest}
+    if [[ " ${releases[*]} " != *" $release "* ]]; then
+        echo "quickstart: release $release of verl is not among those supported: ${releases[*]}" >&2
+        exit 2
+    fi
+    venv=$root/.venv
+    [[ $release == "$newest" ]] || venv=$root/.venv-$release
+    venv=${VENV_DIR:-$venv}
+    bash "$root/scripts/install_cpu.sh" "$venv" --release "$release"
     python=$venv/bin/python
 fi
 

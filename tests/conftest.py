@@ -16,6 +16,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_patches.cpu")
 
 
+PROGRAMS = {"run_program", "alone"}
+"""Fixtures of tests that run a program which takes all cores, one at a time."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks tests that run such a program."""
+    if PROGRAMS.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker("program")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a CUDA device where there is none."""
     if not any("gpu" in item.keywords for item in items):

@@ -1,40 +1,84 @@
 """Version and platform adapters: the only place that touches the internals of verl and its engines.
 
-Importing this package changes nothing. `install(group)` puts the patches of a group in force in this
-process, `status()` tells which are. The group "cpu" is loaded into every process of a run by verl itself,
-through VERL_USE_EXTERNAL_MODULES=verl_patches.cpu.
+Importing this package changes nothing. `install()` puts the groups in force that this process can need, by the
+installed verl and the platform, `install(group)` one of them; `status()` tells which patches are in force. verl itself
+loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or, from 0.9, through
+its entry points (plugin.py). `python -m verl_patches` shows what holds here.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+from typing import Any, overload
 
 from .contract import Contract, PatchError
+from .failures import recorded
+from .groups import GROUPS, Group, asked_for, needed
 
-__all__ = ["GROUPS", "Contract", "PatchError", "install", "status"]
+__all__ = ["GROUPS", "Contract", "PatchError", "install", "needed", "status"]
 
-GROUPS = ("cpu",)
+OFF = "off"
 
 
-def install(group: str) -> dict[str, str]:
-    """Installs every patch of a group in this process and returns the group's status. Idempotent.
+@overload
+def install() -> dict[str, dict[str, str]]: ...
+@overload
+def install(group: str) -> dict[str, str]: ...
+@overload
+def install(group: None) -> dict[str, dict[str, str]]: ...
+def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, str]:
+    """Installs every patch of a group in this process. Idempotent.
+
+    Args:
+        group: one of `GROUPS`; None: those that this process can need.
+
+    Returns:
+        The group's status; for None, a status for each group installed.
 
     Raises:
-        PatchError: a target is not what the patch was written for; the message names the mend.
+        PatchError: unknown group, or a target is not what the patch was written for; the message names the mend.
     """
-    module = _group(group)
-    module.install()
-    states: dict[str, str] = module.status()
-    return states
+    if group is None:
+        return {name: _install(GROUPS[name]) for name in needed()}
+    if group not in GROUPS:
+        raise PatchError(f"unknown group of patches {group!r}. Fix: one of {', '.join(GROUPS)}.")
+    return _install(GROUPS[group])
 
 
 def status() -> dict[str, dict[str, str]]:
-    """For each group, each patch and its state in this process: "in force", "waiting" or "off"."""
-    return {group: dict(_group(group).status()) for group in GROUPS}
+    """For each group, each patch and its state in this process: "in force", "waiting" or "off".
+
+    Raises:
+        PatchError: a patch failed in this process and whoever loaded it carried on, or verl is imported and a group
+            that the environment asks for was not installed.
+    """
+    if failed := recorded():
+        raise PatchError("\n".join(failed))
+    states = {name: _states(group) for name, group in GROUPS.items()}
+    if "verl" in sys.modules:
+        for name in asked_for():
+            if set(states[name].values()) == {OFF}:
+                raise PatchError(_not_loaded(GROUPS[name]))
+    return states
 
 
-def _group(group: str) -> Any:
-    if group not in GROUPS:
-        raise PatchError(f"unknown group of patches {group!r}. Fix: one of {', '.join(GROUPS)}.")
-    return importlib.import_module(f"{__name__}.{group}")
+def _install(group: Group) -> dict[str, str]:
+    _module(group).install()
+    return _states(group)
+
+
+def _states(group: Group) -> dict[str, str]:
+    return dict(_module(group).status())
+
+
+def _module(group: Group) -> Any:
+    return importlib.import_module(group.module)
+
+
+def _not_loaded(group: Group) -> str:
+    return (
+        f"the environment asks for the patches {group.name!r}, and none of them is installed in this process: verl "
+        f"reads OFFPOLICY_PATCHES from 0.9 on, where this package is installed and VERL_USE_EXTERNAL_PLUGINS allows "
+        f"it. Fix: export VERL_USE_EXTERNAL_MODULES={group.module} before verl is imported."
+    )

@@ -1,9 +1,9 @@
 """What a patch expects of its target, and what happens when the target has moved.
 
-A patch states the target, the signature quoted from the source it was written against, and the releases it
-was tested on. All three are checked when it is installed; a difference raises `PatchError` with the mend,
-because a patch that logs and carries on is worse than none. Wrapping is the only way to change a target,
-so upstream's code is never copied here.
+A patch states the target, the signature quoted from the source it was written against, the keys that the
+target's code reads or passes on, and the releases it was tested on. All are checked when it is installed; a
+difference raises `PatchError` with the mend, because a patch that logs and carries on is worse than none.
+Wrapping is the only way to change a target, so upstream's code is never copied here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -31,6 +34,13 @@ class PatchError(RuntimeError):
     """A patch cannot be installed: its target, release or environment is not what it was written for."""
 
 
+class NotInstalledError(PatchError):
+    """The distribution that a patch is for is not installed."""
+
+
+Key = str | tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Contract:
     """The expectations of one patch.
@@ -41,21 +51,35 @@ class Contract:
         signature: parameters with defaults and without annotations, as `bare_signature` prints them, quoted
             from upstream's source; None where the target has none that Python can read.
         distribution: the installed distribution whose release decides, or "python".
-        releases: version specifier of the releases that were tested, for instance "==0.9.1".
+        releases: version specifier of the releases that were tested, for instance "==0.9.1", or a tuple of
+            alternatives, ("==0.7.1", "==0.8.0").
+        keys: what the target's code must hold as literals, the code of nested functions included: a string by
+            itself, or a tuple that must be there as a whole list or tuple of three or more, so that a key more in
+            it is noticed as well.
     """
 
     name: str
     target: str
     signature: str | None
     distribution: str
-    releases: str
+    releases: str | tuple[str, ...]
+    keys: tuple[Key, ...] = ()
+
+    def __post_init__(self) -> None:
+        for alternative in self._alternatives():
+            if sum(part.operator == "==" for part in SpecifierSet(alternative)) > 1:
+                raise ValueError(
+                    f"contract {self.name!r}, releases={alternative!r}: no release is equal to two. Fix: give "
+                    f"alternatives as a tuple, {tuple(alternative.split(','))}."
+                )
 
     def check(self) -> Any:
-        """Returns the target after checking release and signature.
+        """Returns the target after checking release, signature and keys.
 
         Raises:
-            PatchError: the release was not tested and this was not opted into, the target does not exist,
-                or its signature differs.
+            NotInstalledError: the distribution is not installed.
+            PatchError: the release was not tested and this was not opted into, the target does not exist, or its
+                signature or keys differ.
         """
         self._check_release()
         found = resolve(self.target)
@@ -63,43 +87,90 @@ class Contract:
             raise PatchError(self.moved("nothing of that name"))
         if self.signature is not None and bare_signature(found) != self.signature:
             raise PatchError(self.moved(bare_signature(found)))
+        if self.keys and (missing := [key for key in self.keys if key not in literals(found)]):
+            expected = f"its code to hold {', '.join(map(repr, missing))}"
+            raise PatchError(self.moved(f"none of it in {_held(found)}", expected))
         return found
+
+    def covers(self, release: str) -> bool:
+        """Whether the release was tested."""
+        return any(SpecifierSet(each).contains(release, prereleases=True) for each in self._alternatives())
+
+    @property
+    def tested(self) -> str:
+        """Distribution and releases, as a message or a table shows them: "verl==0.7.1 or ==0.8.0"."""
+        return f"{self.distribution}{' or '.join(self._alternatives())}"
+
+    def _alternatives(self) -> tuple[str, ...]:
+        return (self.releases,) if isinstance(self.releases, str) else self.releases
 
     def _check_release(self) -> None:
         release = installed_release(self.distribution)
         if release is None:
-            raise PatchError(
+            raise NotInstalledError(
                 f"patch {self.name!r} needs the distribution {self.distribution!r}, which is not installed. "
-                f"Fix: install {self.distribution}{self.releases}."
+                f"Fix: install {self.tested}."
             )
-        if SpecifierSet(self.releases).contains(release, prereleases=True):
+        if self.covers(release):
             return
         if os.environ.get(ALLOW_UNTESTED) == "1":
             logger.warning("patch %s: %s %s is untested", self.name, self.distribution, release)
             return
         raise PatchError(
-            f"patch {self.name!r} was tested with {self.distribution}{self.releases}, found {release}. "
+            f"patch {self.name!r} was tested with {self.tested}, found {release}. "
             f"Fix: install a tested release, or set {ALLOW_UNTESTED}=1 to try this one; the target's "
             f"signature is checked either way."
         )
 
-    def moved(self, found: str) -> str:
+    def moved(self, found: str, expected: str | None = None) -> str:
         """The message for a target that is not what was expected: what, expected, found, mend."""
         return (
             f"patch {self.name!r}: the target {self.target} has moved. Expected "
-            f"{self.signature or 'it to exist'}, found {found}. Fix: install {self.distribution}{self.releases}, or "
+            f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
             f"read the new target and adapt the patch and its contract (see verl_patches/README.md)."
         )
 
 
+def of_installed(*contracts: Contract) -> Contract:
+    """Of contracts that differ by release, the one of the installed release.
+
+    The last one where none covers it, whose `check` then says so, or lets it pass where untested releases are
+    allowed.
+    """
+    release = installed_release(contracts[0].distribution)
+    return next((each for each in contracts if release and each.covers(release)), contracts[-1])
+
+
 def installed_release(distribution: str) -> str | None:
-    """The installed version of a distribution without its local part, or None."""
+    """The installed version of a distribution without its local part, or None.
+
+    verl's is read beside the package that an import would find: a checkout that is on the path has no metadata, or
+    stands before an installed release that has.
+    """
     if distribution == "python":
         return platform.python_version()
+    if distribution == "verl" and (release := _release_beside("verl")):
+        return release
     try:
         return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def location(package: str) -> Path | None:
+    """The folder of a top-level package, without importing it; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # it is being imported, or stands in for one, and has no spec
+        return None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) if folders else None
+
+
+def _release_beside(package: str) -> str | None:
+    folder = location(package)
+    file = folder / "version" / "version" if folder else None
+    return file.read_text().strip().partition("+")[0] if file and file.is_file() else None
 
 
 def resolve(target: str) -> Any:
@@ -121,27 +192,82 @@ def bare_signature(function: Callable[..., Any]) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
+def literals(target: Any) -> frozenset[Key]:
+    """The strings, and the tuples and lists of strings, that stand in the code of a function or of a class's methods.
+
+    A display of one or two strings is no constant of its own for Python, and is not found as a whole.
+    """
+    return frozenset(constant for code in _codes(target) for constant in _constants(code))
+
+
+def _codes(target: Any) -> Iterator[CodeType]:
+    if inspect.isclass(target):
+        for member in vars(target).values():
+            if not inspect.isclass(member):
+                yield from _codes(member)
+        return
+    target = inspect.unwrap(getattr(target, "__func__", target))
+    if isinstance(code := getattr(target, "__code__", None), CodeType):
+        yield code
+
+
+def _constants(code: CodeType) -> Iterator[Key]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            words = tuple(word for word in constant if isinstance(word, str))
+            yield from words
+            if isinstance(constant, tuple) and len(words) == len(constant):
+                yield words
+
+
+def _held(target: Any) -> str:
+    """The keys in a target's code, as a message shows them; sentences, such as docstrings, are left out."""
+    words = sorted(key for key in literals(target) if isinstance(key, str) and key.isidentifier())
+    return ", ".join(words) or "a target without Python code"
+
+
 def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     """Puts `wrapper(original, *args, **kwargs)` in front of the target, once.
 
+    A coroutine function stays one, for callers that ask; its wrapper returns an awaitable. A static method stays one.
+
     Returns:
         True if the target was wrapped now, False if this patch was in force already.
+
+    Raises:
+        PatchError: the contract does not hold, or the target is a class method, whose class a wrapper would lose.
     """
     original = contract.check()
     if is_wrapped(original, contract.name):
         return False
+    module_name, _, path = contract.target.partition(":")
+    *owners, attribute = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module_name))
+    kind = inspect.getattr_static(owner, attribute)
+    if isinstance(kind, classmethod):
+        raise PatchError(contract.moved("a class method", "a function or a static method"))
+    patched = _in_front_of(original, wrapper)
+    setattr(patched, _MARK, contract.name)
+    setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
+    logger.info("patch %s in force on %s", contract.name, contract.target)
+    return True
 
+
+def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(patched, _MARK, contract.name)
-    module_name, _, path = contract.target.partition(":")
-    *owners, attribute = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module_name))
-    setattr(owner, attribute, patched)
-    logger.info("patch %s in force on %s", contract.name, contract.target)
-    return True
+    @functools.wraps(original)
+    async def patched_coroutine(*args: Any, **kwargs: Any) -> Any:
+        awaitable: Awaitable[Any] = wrapper(original, *args, **kwargs)
+        return await awaitable
+
+    return patched_coroutine if inspect.iscoroutinefunction(original) else patched
 
 
 def is_wrapped(function: Any, name: str) -> bool:

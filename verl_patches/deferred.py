@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from .failures import record
+
 
 def after_import(module_name: str, action: Callable[[], object]) -> None:
-    """Calls `action` once `module_name` is imported: now, or after its import. Its errors propagate."""
+    """Calls `action` once `module_name` is imported: now, or after its import.
+
+    An error of the action propagates to the importer, and is kept for `verl_patches.status()`, because importers
+    swallow errors; the next import of the module meets it again.
+    """
     if module_name in sys.modules:
         action()
         return
     sys.meta_path.insert(0, _Watcher(module_name, action))
 
 
+def is_awaited(module_name: str) -> bool:
+    """Whether an action waits for a module that has not been imported yet."""
+    watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
+    return watched and module_name not in sys.modules
+
+
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds one module through the other finders and adds the action to its loader."""
+    """Finds one module through the finders after it and adds the action to its loader.
+
+    It stays until the module was imported and the action has run: a look whether the module exists, or an import that
+    fails, leaves it in place.
+    """
 
     def __init__(self, module_name: str, action: Callable[[], object]) -> None:
         self.module_name = module_name
@@ -32,13 +47,26 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module_name:
+        if fullname != self.module_name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.action)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            # Finders of before Python 3.4 have no find_spec.
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._arrived)
+                return spec
+        return None
+
+    def _arrived(self) -> None:
+        try:
+            self.action()
+        except Exception as error:
+            record(f"the patch that waits for {self.module_name}", error)
+            raise
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):

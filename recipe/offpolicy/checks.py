@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError
 
 from .baseline import GROUP_ESTIMATORS
@@ -20,8 +20,10 @@ from .correction import CorrectionSpec, SpecError
 from .correction.denominator import HAS_DENOMINATOR
 from .correction.mask_spec import ON_RATIO
 from .live_path import live_path, uncovered
+from .watchdog import problems as watchdog_problems
 
 WIDE_CAP = 10.0
+_TRUTHS = ("allow_identical_log_probs", "allow_unrelated_log_probs", "resume_changed_correction")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 
@@ -113,6 +115,8 @@ def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     try:
         engine_loss.check()
         engine_loss.check(trainer.SEAMS)
+        if path.worker == "legacy":
+            legacy.check(path.strategy)
     except PatchError as error:
         yield Problem("verl", path.release, str(error), "")
 
@@ -127,11 +131,12 @@ def _own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem("offpolicy", None, "its keys have no values.", "Remove this override.")
         return
     for key in config.offpolicy:
-        if key not in ("allow_identical_log_probs", "shadow", "shadow_delta"):
+        if key not in (*_TRUTHS, "shadow", "shadow_delta", "watchdog"):
             yield Problem(f"offpolicy.{key}", config.offpolicy[key], "unknown key.", f"Remove offpolicy.{key}.")
-    value = OmegaConf.select(config, "offpolicy.allow_identical_log_probs")
-    if not isinstance(value, bool):
-        yield Problem("offpolicy.allow_identical_log_probs", value, "not a truth value.", "Set true or false.")
+    for key in _TRUTHS:
+        if not isinstance(value := OmegaConf.select(config, f"offpolicy.{key}"), bool):
+            yield Problem(f"offpolicy.{key}", value, "not a truth value.", "Set true or false.")
+    yield from (Problem(*problem) for problem in watchdog_problems(config))
 
 
 def _bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

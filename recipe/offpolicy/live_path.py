@@ -63,6 +63,9 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     if path.worker == "legacy" and path.strategy not in ("fsdp", "fsdp2", "megatron"):
         key = "actor_rollout_ref.actor.strategy"
         yield key, path.strategy, "verl has no legacy actor for it.", f"Set {_LEGACY}=disable."
+    if path.worker == "legacy" and OmegaConf.select(config, "actor_rollout_ref.actor.use_prefix_grouper", default=False):
+        key = "actor_rollout_ref.actor.use_prefix_grouper"
+        yield key, True, "the legacy actor's update cannot read what its forward pass returns.", "Set it to false."
     padded = not OmegaConf.select(config, "actor_rollout_ref.model.use_remove_padding")
     if path.release == "0.7.1" and path.worker == "engine" and padded:
         yield (

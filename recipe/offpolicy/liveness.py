@@ -43,14 +43,13 @@ def verify(
     Raises:
         LivenessError: anything is missing or wrong.
     """
-    verify_fingerprint(packets, spec)
+    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs)
     fingerprint = float(spec.fingerprint())
     if spec.is_none:
         return {"fingerprint": fingerprint}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
-    _verify_rows(proofs, Counter(list(sampled_rows) * epochs))
     _verify_alignment(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
@@ -69,7 +68,7 @@ def verify(
     return {
         "proved": float(moved > 0),
         "fingerprint": fingerprint,
-        "rows": float(sum(len(proof.rows) for proof in proofs)),
+        "rows": float(sum(len(packet.rows) for packet in packets)),
         "gradient_tokens": float(moved),
         "gradient_error": gradient_error,
         "shift_error": shift_error,
@@ -79,8 +78,21 @@ def verify(
     }
 
 
-def verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec) -> None:
-    """Every micro-batch came from the adapter, holding the trainer's spec; cheap, at every update."""
+def verify_update(
+    packets: Sequence[Packet], spec: CorrectionSpec, *, sampled_rows: Sequence[int], epochs: int = 1
+) -> None:
+    """What is judged at every update: each micro-batch came from the adapter, holding the trainer's spec, and the mu
+    that was used is the mu that was sampled.
+
+    Raises:
+        LivenessError: anything is missing or wrong.
+    """
+    _verify_fingerprint(packets, spec)
+    if not spec.is_none:
+        _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
+
+
+def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec) -> None:
     if not packets:
         raise LivenessError(
             "the update came back without a word from the correction: the loss that the worker ran is not ours."
@@ -90,8 +102,7 @@ def verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec) -> None:
         raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
 
 
-def _verify_rows(proofs: Sequence[Proof], sampled: Counter[int]) -> None:
-    used = Counter(row for proof in proofs for row in proof.rows)
+def _verify_rows(used: Counter[int], sampled: Counter[int]) -> None:
     if used != sampled:
         raise LivenessError(
             f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "

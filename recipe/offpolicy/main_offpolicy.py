@@ -13,6 +13,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from verl_patches.runtime_env import forward
+
 from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
 from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
 from .correction import CorrectionSpec, SpecError
@@ -84,12 +86,14 @@ def train(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    if live_path(config).trainer == "v1":
+    path = live_path(config)
+    if path.trainer == "v1":
         from .task_runner_v1 import RemoteTaskRunner
     else:
         from .task_runner_v0 import RemoteTaskRunner
 
     auto_set_device(config)
+    forward(config, groups=["legacy"] if path.worker == "legacy" else [])
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=RemoteTaskRunner)
 

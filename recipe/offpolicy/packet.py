@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .alignment import Tally
 from .correction import Statistic
 from .proof import Proof
 
@@ -24,11 +25,15 @@ class Packet:
     Attributes:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
+        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
+        alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
     """
 
     fingerprint: int
     statistics: dict[str, Statistic] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    alignment: Tally | None = None
     proof: Proof | None = None
 
 

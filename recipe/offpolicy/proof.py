@@ -61,7 +61,6 @@ class Proof:
     """What one micro-batch proved; plain Python.
 
     Attributes:
-        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
         tokens: response tokens.
         identical_tokens: of these, tokens whose mu equals pi_old to the bit.
         tolerance: for every error here, by the dtype of the log-probs.
@@ -75,7 +74,6 @@ class Proof:
             infinite when nothing of the loss was differentiated.
     """
 
-    rows: list[int]
     tokens: int
     identical_tokens: int
     tolerance: float
@@ -98,7 +96,6 @@ def prove(
     """
     mask = batch.response_mask
     proof = Proof(
-        rows=mb.row_checksums(batch.responses, mask, batch.rollout_log_prob),
         tokens=int(mask.sum()),
         identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),

@@ -6,6 +6,7 @@ The same for every trainer; where batches and metrics come from is the trainer's
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,16 +14,13 @@ from tensordict import TensorDict
 
 from .correction import CorrectionSpec
 from .correction.statistics import merge_all
-from .liveness import LivenessError, verify, verify_fingerprint
-from .micro_batch import sampled_checksums
+from .liveness import LivenessError, verify, verify_update
 from .packet import take_packets
 from .proof import each_alone
+from .sample_watch import SampleWatch
 
 # Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
 logger = logging.getLogger("verl.offpolicy")
-
-SAMPLED = ("responses", "response_mask", "rollout_log_probs")
-"""What ``sampled`` reads of a rollout."""
 
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
@@ -46,18 +44,31 @@ class Supervision:
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
+        self._samples = SampleWatch(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
         self._statistics: dict[str, float] = {}
 
     @property
     def wants_sampled(self) -> bool:
-        """Whether ``sampled`` has to see this batch."""
-        return self.proving and not self.spec.is_none
+        """Whether ``sampled`` and ``aligned`` have to see each batch."""
+        return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
-        """Remember the rollout ``rows``, which hold ``SAMPLED``, before anything can touch its log-probs."""
-        self._sampled_rows = sampled_checksums(rows)
+        """Look at the rollout ``rows``, which hold ``SAMPLED``, and remember it, before anything can touch it.
+
+        Raises:
+            ArrivalError: its log-probs are missing or are none.
+        """
+        self._sampled_rows = self._samples.sampled(rows)
+
+    def aligned(self, rows: TensorDict, uids: Sequence[str]) -> None:
+        """Hold the rollout's log-probs against the trainer's own, ``old_log_probs`` among the columns of ``rows``.
+
+        Raises:
+            AlignmentError: they are off by one token or those of other rows.
+        """
+        self._samples.aligned(rows, groups=uids)
 
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
@@ -82,10 +93,12 @@ class Supervision:
             self.proving = not proved
             self._say(proved)
         else:
-            verify_fingerprint(packets, self.spec)
+            verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs)
+        if self.spec.proximal != "recompute":
+            self._samples.judge(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
         self._statistics = {name: statistic.value() for name, statistic in merged.items()}
-        self._statistics |= {f"live/{name}": value for name, value in self._live.items()}
+        self._statistics |= {f"live/{name}": value for name, value in self._live.items()} | self._samples.metrics()
         return proved
 
     def begin(self) -> None:

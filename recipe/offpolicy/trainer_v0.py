@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
@@ -26,7 +25,9 @@ from .correction.proximal import WITHOUT_FORWARD
 from .handover import HANDOVER, Handover
 from .live_path import live_path
 from .micro_batch import ROLLOUT_LOG_PROBS
-from .supervision import SAMPLED, Supervision
+from .sample_watch import SAMPLED
+from .supervised_run import SupervisedRun
+from .supervision import Supervision
 from .versions import VERSIONS
 from .worker_loss import loss_of
 
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
-class OffPolicyRayTrainer:
+class OffPolicyRayTrainer(SupervisedRun):
     """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
 
-    config: DictConfig
     actor_rollout_wg: Any
-    global_steps: int
 
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
@@ -55,14 +54,18 @@ class OffPolicyRayTrainer:
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            self.supervision.sampled(batch.batch.select(*SAMPLED))
+            self.supervision.sampled(batch.batch)
         if self.correction.proximal in WITHOUT_FORWARD:
             # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
             # entropy of the forward pass that there is none of.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
             return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
-        return super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        if self.supervision.wants_sampled:
+            rows = batch.batch.select(*SAMPLED).update({"old_log_probs": old.batch["old_log_probs"]})
+            self.supervision.aligned(rows, [str(uid) for uid in batch.non_tensor_batch["uid"]])
+        return old, mfu
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self.correction.baseline == "include":

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -25,19 +24,19 @@ from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
 from .live_path import V1_MODES
 from .micro_batch import ROLLOUT_LOG_PROBS
-from .supervision import SAMPLED, Supervision
+from .sample_watch import SAMPLED, naming_missing
+from .supervised_run import SupervisedRun
+from .supervision import Supervision
 from .worker_loss import loss_of
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
 
 
-class OffPolicyTrainer:
+class OffPolicyTrainer(SupervisedRun):
     """Mixed into one of verl's V1 trainers by ``with_correction``."""
 
-    config: DictConfig
     actor_rollout_wg: Any
-    global_steps: int
 
     def on_init_end(self) -> None:
         self.correction = spec_of(self.config)
@@ -50,12 +49,18 @@ class OffPolicyTrainer:
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            self.supervision.sampled(_columns(batch, *SAMPLED))
+            with naming_missing(SAMPLED):
+                rows = _columns(batch, *SAMPLED)
+            self.supervision.sampled(rows)
         if self.correction.proximal in WITHOUT_FORWARD:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
             return _put(batch, old_log_probs=mu)
-        return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        if self.supervision.wants_sampled:
+            rows = _columns(batch, *SAMPLED, "old_log_probs", "uid")
+            self.supervision.aligned(rows.exclude("uid"), [str(uid) for uid in rows["uid"]])
+        return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.correction.baseline == "include":

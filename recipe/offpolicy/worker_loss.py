@@ -19,6 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
+from .alignment import tally
 from .correction import CorrectionSpec, Statistic, StepStage
 from .correction.statistics import to_host
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
@@ -73,18 +74,28 @@ class OffPolicyLoss:
             FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
                 backward pass.
         """
-        packet = Packet(self.spec.fingerprint())
         if self.spec.is_none:
+            packet = Packet(self.spec.fingerprint())
             loss, metrics = self.base_loss(model_output, data, dp_group)
             if mb.ROLLOUT_LOG_PROBS in data.keys():
                 batch = mb.read(model_output, data)
                 packet.statistics = to_host(mb.decide(self.spec, batch).statistics) | self._shadow_statistics(batch)
         else:
             batch = mb.read(model_output, data)
+            packet = self.packet_of(batch)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
                 packet.proof = prove(self, batch, model_output, data, loss)
         return loss, {**metrics, METRIC_KEY: packet}
+
+    def packet_of(self, batch: mb.MicroBatch) -> Packet:
+        """A packet that says which rollout's log-probs this micro-batch came with."""
+        packet = Packet(self.spec.fingerprint())
+        if torch.is_grad_enabled():
+            packet.rows = mb.row_checksums(batch.responses, batch.response_mask, batch.rollout_log_prob)
+            if self.spec.proximal != "recompute":
+                packet.alignment = tally(batch.log_prob.detach(), batch.rollout_log_prob, batch.response_mask)
+        return packet
 
     def corrected(
         self,

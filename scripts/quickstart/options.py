@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = ("cpu", "cpu_megatron", "cuda")
 
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -80,7 +80,7 @@ class Options:
 
 def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
     """The caller's environment with what the children need; what the caller has set stays."""
-    added = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if platform == "cpu" else {})
+    added = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if platform.startswith("cpu") else {})
     path = [str(root), *filter(None, [base.get("PYTHONPATH")])]
     return {**added, **base, "PYTHONPATH": ":".join(path)}
 

@@ -24,6 +24,8 @@ from judge import Exit, Verdict, judge
 from metrics import History, MetricsFile
 from options import ANY_MODEL_OVERRIDES, Options, child_environment, override
 from progress import Progress
+from releases import installed_release, platform_option
+from releases import overrides as release_overrides
 from report import describe, draw, summary_table
 from stages import Child, Limits, OutOfTime, StageFailed, Stalled
 from training import TrainingView
@@ -52,6 +54,7 @@ class Quickstart:
         # The platform is among the options, and Hydra takes a group's choice once.
         self.overrides = [override for override in overrides if not override.startswith("platform=")]
         self.progress = progress
+        self.release = installed_release()
         self.history = History()
         self.correction: dict[str, Any] = {}
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -77,7 +80,10 @@ class Quickstart:
 
     def run(self) -> Verdict:
         """Every stage in turn; raises StageFailed, OutOfTime, Stalled or Interrupted."""
-        self.progress.line(f"quickstart on {self.options.platform}, everything goes to {self._short(self.folder)}")
+        self.progress.line(
+            f"quickstart of verl {self.release} on {self.options.platform}, everything goes to "
+            f"{self._short(self.folder)}"
+        )
         config, paths = self._check_and_prepare()
         steps = int(config["trainer"]["total_training_steps"] or 0)
         self.correction = config["correction"]
@@ -144,11 +150,10 @@ class Quickstart:
         """The command that trains, with the user's overrides last."""
         command = [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem, *flags]
         fixed = [
-            f"platform={self.options.platform}",
+            f"platform={platform_option(self.options.platform, self.release)}",
             override("hydra.run.dir", self.folder / "hydra"),
             override("reward.custom_reward_function.path", HERE / "reward.py"),
-            override("trainer.v1.sampler.custom_sampler.path", HERE / "sampler.py"),
-            "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+            *release_overrides(self.release),
         ]
         if self.options.model:
             fixed += ANY_MODEL_OVERRIDES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import sys
@@ -13,8 +15,22 @@ from typing import Any
 
 import pytest
 
-from verl_patches.contract import ALLOW_UNTESTED, Contract, PatchError, bare_signature, is_wrapped, resolve, wrap
-from verl_patches.deferred import after_import
+from verl_patches import failures
+from verl_patches.contract import (
+    ALLOW_UNTESTED,
+    Contract,
+    NotInstalledError,
+    PatchError,
+    bare_signature,
+    installed_release,
+    is_wrapped,
+    literals,
+    location,
+    of_installed,
+    resolve,
+    wrap,
+)
+from verl_patches.deferred import after_import, is_awaited
 
 TARGET = "a_module_of_the_test:Owner.double"
 
@@ -103,7 +119,7 @@ def test_an_untested_release_needs_an_opt_in(module: ModuleType, monkeypatch: py
 
 
 def test_a_missing_distribution_raises(module: ModuleType) -> None:
-    with pytest.raises(PatchError, match=r"'no-such-distribution', which is not installed\. Fix: install"):
+    with pytest.raises(NotInstalledError, match=r"'no-such-distribution', which is not installed\. Fix: install"):
         contract(distribution="no-such-distribution").check()
 
 
@@ -123,19 +139,181 @@ def test_a_deferred_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pyte
     assert seen == [1, 2]
 
 
+def test_a_look_at_a_module_and_a_failed_import_leave_its_patch_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looked_at_by_the_test.py").write_text("import os\nif os.environ.get('BROKEN'): raise ImportError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name, seen = "looked_at_by_the_test", list[int]()
+    finders = list(sys.meta_path)
+    after_import(name, lambda: seen.append(1))
+    assert is_awaited(name)
+    assert importlib.util.find_spec(name) is not None
+    monkeypatch.setenv("BROKEN", "1")
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
+    assert (seen, is_awaited(name)) == ([], True)
+    monkeypatch.delenv("BROKEN")
+    importlib.import_module(name)
+    assert (seen, is_awaited(name)) == ([1], False)
+    assert sys.meta_path == finders
+
+
+def test_two_patches_wait_for_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "awaited_twice_by_the_test.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    after_import("awaited_twice_by_the_test", lambda: seen.append("first"))
+    after_import("awaited_twice_by_the_test", lambda: seen.append("second"))
+    importlib.import_module("awaited_twice_by_the_test")
+    assert sorted(seen) == ["first", "second"]
+
+
 def test_an_error_in_a_deferred_patch_reaches_the_importer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each importer anew, and whoever asks for the failures where importers swallow them."""
     (tmp_path / "refused_by_the_test.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(failures, "_recorded", [])
 
     def refuse() -> None:
         raise PatchError("moved")
 
     after_import("refused_by_the_test", refuse)
-    with pytest.raises(PatchError, match="moved"):
-        importlib.import_module("refused_by_the_test")
+    for _ in range(2):
+        with pytest.raises(PatchError, match="moved"):
+            importlib.import_module("refused_by_the_test")
+    assert failures.recorded() == ["the patch that waits for refused_by_the_test: moved"]
 
 
 def test_bare_signature_drops_annotations_only() -> None:
     def function(a: int, /, b: str = "x", *rest: int, c: float, d: bool = True, **more: Any) -> None: ...
 
     assert bare_signature(function) == "(a, /, b='x', *rest, c, d=True, **more)"
+
+
+# Keys: what a target's code reads or passes on ----------------------------------------------------------------
+
+
+def test_keys_are_found_where_code_holds_them(module: ModuleType) -> None:
+    class Owner:
+        def select(self, data: dict[str, int], kl: bool) -> dict[str, int]:
+            """names: not_a_key"""
+            keys = ["responses", "old_log_probs", "advantages"]
+            if kl:
+                keys.append("ref_log_prob")
+
+            def inner(name: str) -> int:
+                return data["in_a_closure"] if name in ("a", "b") else dict(given_by_name=1)["given_by_name"]
+
+            return {key: inner(key) for key in keys}
+
+    held = literals(Owner.select)
+    assert {"responses", "ref_log_prob", "in_a_closure", "given_by_name", "a"} <= held
+    assert ("responses", "old_log_probs", "advantages") in held
+    assert "not_a_key" not in held
+    assert literals(Owner) >= held, "of a class, the keys of all its methods"
+    module.Owner = Owner  # type: ignore[attr-defined]
+    target = "a_module_of_the_test:Owner.select"
+
+    def check(*keys: str | tuple[str, ...]) -> object:
+        return Contract("select", target, "(self, data, kl)", "packaging", ">=20", keys).check()
+
+    assert check("ref_log_prob", ("responses", "old_log_probs", "advantages")) is Owner.select
+    with pytest.raises(PatchError) as error:
+        check("responses", "rollout_log_probs")
+    message = str(error.value)
+    assert "Expected its code to hold 'rollout_log_probs', found none of it in" in message
+    assert "ref_log_prob" in message, "what is there instead"
+    assert "Fix:" in message
+    # A list that lost or gained a key is another list.
+    for other in (("responses", "advantages"), ("responses", "old_log_probs", "advantages", "values")):
+        with pytest.raises(PatchError, match="its code to hold"):
+            check(other)
+
+
+def test_keys_of_a_patched_target_are_its_own(module: ModuleType) -> None:
+    def reads(data: dict[str, int]) -> int:
+        return data["mine"]
+
+    module.reads = reads  # type: ignore[attr-defined]
+    keyed = Contract("reads", "a_module_of_the_test:reads", "(data)", "packaging", ">=20", ("mine",))
+    wrap(keyed, lambda original, data: original(data))
+    assert keyed.check() is module.reads
+    assert is_wrapped(module.reads, "reads")
+
+
+def test_a_target_without_python_code_has_no_keys() -> None:
+    with pytest.raises(PatchError, match="found none of it in a target without Python code"):
+        Contract("builtin", "builtins:len", None, "python", ">=3", ("x",)).check()
+
+
+# Several releases ---------------------------------------------------------------------------------------------
+
+
+def test_alternatives_of_releases() -> None:
+    several = contract(releases=("==0.7.1", "==0.8.0"))
+    assert [several.covers(release) for release in ("0.7.1", "0.8.0", "0.9.1")] == [True, True, False]
+    assert several.tested == "packaging==0.7.1 or ==0.8.0"
+
+
+def test_releases_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no release is equal to two\. Fix: .*\('==0\.7\.1', '==0\.8\.0'\)"):
+        contract(releases="==0.7.1,==0.8.0")
+
+
+def test_the_contract_of_the_installed_release() -> None:
+    release = importlib.metadata.version("packaging")
+    old, here, new = contract(releases="<1"), contract(releases=f"=={release}"), contract(releases=">1000")
+    assert of_installed(old, here, new) is here
+    assert of_installed(old, new) is new, "whose check says that the release was not tested"
+
+
+def test_verls_release_is_that_of_the_package_an_import_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout before an installed verl: the metadata are those of the installed one."""
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    checkout = tmp_path / "verl"
+    (checkout / "version").mkdir(parents=True)
+    (checkout / "__init__.py").write_text("raise RuntimeError('imported')")
+    (checkout / "version" / "version").write_text("0.12.3+local\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert location("verl") == checkout
+    assert installed_release("verl") == "0.12.3"
+    assert location("no_package_of_that_name") is None
+    assert installed_release("no_package_of_that_name") is None
+
+
+# What kinds of functions stay what they are -------------------------------------------------------------------
+
+
+def test_a_coroutine_function_stays_one(module: ModuleType) -> None:
+    async def fetch(value: int) -> int:
+        return value + 1
+
+    module.fetch = fetch  # type: ignore[attr-defined]
+
+    async def doubled(original: Any, value: int) -> int:
+        return 2 * int(await original(value))
+
+    wrap(Contract("fetch", "a_module_of_the_test:fetch", "(value)", "packaging", ">=20"), doubled)
+    assert inspect.iscoroutinefunction(module.fetch)
+    assert asyncio.run(module.fetch(2)) == 6  # 2 * (2 + 1)
+    assert is_wrapped(module.fetch, "fetch")
+
+
+def test_a_static_method_stays_one_and_a_class_method_is_refused(module: ModuleType) -> None:
+    class Owner:
+        @staticmethod
+        def static(value: int) -> int:
+            return value
+
+        @classmethod
+        def of_class(cls, value: int) -> int:
+            return value
+
+    module.Owner = Owner  # type: ignore[attr-defined]
+    wrap(Contract("static", "a_module_of_the_test:Owner.static", "(value)", "packaging", ">=20"), negated)
+    assert (Owner.static(3), Owner().static(3)) == (-3, -3)
+    with pytest.raises(PatchError, match="found a class method"):
+        wrap(Contract("of_class", "a_module_of_the_test:Owner.of_class", "(value)", "packaging", ">=20"), negated)
+    assert Owner.of_class(3) == 3

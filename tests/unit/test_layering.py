@@ -22,22 +22,35 @@ RECIPE = "recipe.offpolicy"
 # Each module may import those of earlier rows. A new module gets its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("correction",),
-    ("baseline", "composition", "live_path", "run_setup", "shadow", "verl_metrics", "versions"),
-    ("batch_plan", "selector", "translate"),
+    (
+        "alignment",
+        "arrival",
+        "baseline",
+        "checkpoints",
+        "composition",
+        "live_path",
+        "lost_workers",
+        "run_setup",
+        "shadow",
+        "verl_metrics",
+        "versions",
+    ),
+    ("batch_plan", "selector", "translate", "verl_keys", "watchdog"),
     ("handover", "micro_batch"),
     ("base_loss_probe", "kl_term", "proof_trials"),
     ("proof",),
     ("packet",),
     ("worker_loss",),
-    ("checks", "liveness"),
-    ("supervision",),
+    ("legacy_loss",),
+    ("checks", "liveness", "sample_watch"),
+    ("smoke", "supervised_run", "supervision"),
     ("trainer_v0", "trainer_v1"),
     ("task_runner_v0", "task_runner_v1"),
     ("main_offpolicy",),
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 MAY_IMPORT_PATCHES = {"checks", "trainer_v0", "trainer_v1", "task_runner_v0", "main_offpolicy"}
-PATCHES_MAY_IMPORT = {"correction", "worker_loss"}
+PATCHES_MAY_IMPORT = {"correction", "handover", "legacy_loss", "worker_loss"}
 OURS = ("recipe", "verl_patches", "scripts", "tests")
 
 

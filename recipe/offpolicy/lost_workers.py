@@ -1,0 +1,68 @@
+"""Finds out that a Ray actor of the run has died, also while nobody waits for its answer.
+
+verl learns of a dead worker only by calling it, and where the call is another worker's, from an agent loop to an
+inference server, the error stays there: the rollout is asked for again, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+HOLDERS = (
+    "actor_rollout_wg.workers",
+    "critic_wg.workers",
+    "ref_policy_wg.workers",
+    "llm_server_manager.server_handles",
+    "async_rollout_manager.server_handles",
+    "async_rollout_manager.agent_loop_workers",
+    "agent_loop_manager.agent_loop_workers",
+    "reward_loop_manager.reward_loop_workers",
+)
+"""Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
+
+
+class LostWorkers:
+    """Called, it gives a sentence about actors that have died, or None.
+
+    Each actor has one call of Ray's own ``__ray_ready__`` waiting: an actor that is busy leaves it in its queue, and
+    one that has died fails it at once, with the cause.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        # Answer that is waited for -> who is to give it.
+        self._waiting: dict[Any, Any] = {}
+
+    def __call__(self) -> str | None:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayActorError
+
+        listed = {handle: holder for holder, handle in handles(self._trainer)}
+        for handle in listed.keys() - self._waiting.values():
+            self._waiting[handle.__ray_ready__.remote()] = handle
+        if not self._waiting:
+            return None
+        answers, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
+        lost = []
+        for answer in answers:
+            handle = self._waiting.pop(answer)
+            try:
+                ray.get(answer)
+            except ActorUnavailableError:
+                continue  # a network that may come back
+            except RayActorError as error:
+                # One that the trainer does not list any more has been ended on purpose.
+                if handle in listed:
+                    lost.append(f"a worker of {listed[handle]} has died: {' '.join(str(error).split())}")
+        return " ".join(lost) or None
+
+
+def handles(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """(holder, handle) of every Ray actor that the trainer lists."""
+    for path in HOLDERS:
+        found: Any = trainer
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, Iterable):
+            yield from ((path.split(".")[0], handle) for handle in found if hasattr(handle, "__ray_ready__"))

@@ -1,0 +1,91 @@
+"""The rollout's log-probs at every update: that they arrive, and that they are those of the tokens they came with.
+
+Cheap next to a step: one checksum a row and a few comparisons of signs. ``liveness`` proves the first update; this
+goes on looking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from .alignment import AlignmentWatch, Tally, tally
+from .arrival import check_arrived, check_zeros, missing
+from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
+
+SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
+"""What is read of a rollout."""
+
+
+class SampleWatch:
+    """Looks at each batch of one run, in the process of the trainer.
+
+    Args:
+        allow_unrelated: log-probs that have nothing to do with the trainer's are meant.
+    """
+
+    def __init__(self, *, allow_unrelated: bool = False) -> None:
+        self._alignment = AlignmentWatch(allow_unrelated)
+        self._metrics: dict[str, float] = {}
+
+    def sampled(self, rows: TensorDict) -> list[int]:
+        """The checksums of a rollout as it came, nested or padded, see ``micro_batch.row_checksums``.
+
+        Raises:
+            ArrivalError: mu is missing or is no log-probs.
+        """
+        responses, mask, mu = _dense(rows, SAMPLED)
+        check_arrived(mu, mask)
+        return row_checksums(responses, mask, mu)
+
+    def aligned(self, rows: TensorDict, *, trainer: str = "old_log_probs", groups: Sequence[str] | None = None) -> None:
+        """Hold mu against the log-probs that the trainer computed, under the key ``trainer``.
+
+        Args:
+            rows: nested or padded.
+            groups: of each row, its prompt.
+
+        Raises:
+            ArrivalError: zeros stand in for mu.
+            AlignmentError: mu is off by one token or that of other rows.
+        """
+        mask, mu, log_prob = _dense(rows, ("response_mask", ROLLOUT_LOG_PROBS, trainer))
+        check_zeros(mu, log_prob, mask)
+        self.judge([tally(log_prob, mu, mask, groups)])
+
+    def judge(self, tallies: Iterable[Tally | None]) -> None:
+        """The same from what the workers counted, where pi_old is mu and only the current policy can tell.
+
+        Raises:
+            AlignmentError: mu is off by one token or that of other rows.
+        """
+        self._metrics = self._alignment.judge(sum((one for one in tallies if one is not None), Tally()))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last update: ``alignment/...``."""
+        return {f"alignment/{name}": value for name, value in self._metrics.items()}
+
+
+@contextlib.contextmanager
+def naming_missing(names: Iterable[str]) -> Iterator[None]:
+    """Around the fetch of columns from a store that raises its own error for one that is not there.
+
+    Raises:
+        ArrivalError: the fetch failed over mu.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ROLLOUT_LOG_PROBS in names and ROLLOUT_LOG_PROBS in str(error):
+            raise missing(f"not been stored with them ({error})") from error
+        raise
+
+
+def _dense(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
+    if ROLLOUT_LOG_PROBS not in rows.keys():
+        raise missing(", ".join(sorted(map(str, rows.keys()))))
+    dense = rows.select(*names).to_padded_tensor()
+    return [dense[name] for name in names]

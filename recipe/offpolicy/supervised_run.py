@@ -1,0 +1,34 @@
+"""What every corrected trainer does around verl's own: it is watched over, and its checkpoints stay loadable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from .checkpoints import before_loading, saving
+from .checks import spec_of
+from .watchdog import watch
+
+
+class SupervisedRun:
+    """Mixed into verl's V0 and V1 trainers.
+
+    Seams, the same from verl 0.7.1 to 0.9.1: ``_save_checkpoint(self)``, ``_load_checkpoint(self)``, and what
+    ``watchdog.PHASES`` lists.
+    """
+
+    config: DictConfig
+    global_steps: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        watch(self, self.config)
+
+    def _save_checkpoint(self) -> None:
+        with saving(self.config, self.global_steps, spec_of(self.config)):
+            super()._save_checkpoint()  # type: ignore[misc]
+
+    def _load_checkpoint(self) -> Any:
+        before_loading(self.config, spec_of(self.config))
+        return super()._load_checkpoint()  # type: ignore[misc]

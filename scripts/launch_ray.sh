@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Submits a command to a running Ray cluster, shows its log and ends with its exit status:
+#
+#   RAY_ADDRESS=http://head:8265 bash scripts/launch_ray.sh [--no-wait] [NAME=value ...] COMMAND [ARGUMENT ...]
+#   RAY_ADDRESS=http://head:8265 bash scripts/launch_ray.sh NNODES=4 MODEL_PATH=/models/Qwen3-8B \
+#       recipe/offpolicy/run_dense_fsdp.sh 'correction=[tis_token,gsm]'
+#
+# A COMMAND that ends in .sh is run by bash. NAME=value before it is set in the command and in all of its workers;
+# what is set here of VERL_PLATFORM, VERL_USE_EXTERNAL_MODULES and OFFPOLICY_* is as well. Arguments arrive as they are
+# given, whatever they hold.
+#
+#   RAY_ADDRESS    the dashboard of the cluster (default http://127.0.0.1:8265)
+#   WORKING_DIR    folder that is sent to all nodes and is the command's working directory (default: this checkout),
+#                  a URI that Ray takes, or none: the nodes have everything installed
+#   EXCLUDES       what is not sent, besides version control, environments and outputs: patterns as in .gitignore,
+#                  separated by commas
+#   RUNTIME_ENV    further fields of Ray's runtime environment: a JSON or YAML file, or JSON itself
+#   SUBMISSION_ID  name of the job (default: Ray's choice)
+#   PYTHON         interpreter with ray[default] to submit with (default python3)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} WORKING_DIR=${WORKING_DIR:-$root} \
+    exec "${PYTHON:-python3}" "$root/scripts/launch/submit.py" "$@"

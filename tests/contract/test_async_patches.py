@@ -1,0 +1,141 @@
+"""What verl's separate asynchronous trainer needs: snapshots that are copies, and a logger that takes `flush`.
+
+Patches change their process for good, so each test runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("verl")
+pytestmark = pytest.mark.timeout(240)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process that no group of patches is asked for."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+    path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+    )
+
+
+def ok(code: str) -> str:
+    done = python(code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+FSDP2 = """
+import tempfile, torch
+from verl_patches.cpu.async_snapshot import PATCH as patch
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + tempfile.mktemp())
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+def after_a_step_and_a_restoration():
+    from verl.utils import fsdp_utils
+    old = fsdp_utils.fsdp2_sharded_save_to_cpu(model)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    new = fsdp_utils.fsdp2_sharded_save_to_cpu(model)
+    fsdp_utils.fsdp2_sharded_load_from_cpu(model, *old)
+    restored = model.weight.full_tensor().tolist()
+    fsdp_utils.fsdp2_sharded_load_from_cpu(model, *new)
+    return restored, model.weight.full_tensor().tolist()
+"""
+
+
+def test_without_the_patch_updates_of_offloaded_weights_are_lost() -> None:
+    """Weights that were on a GPU since pi_old was saved have left it storage of its own; pi's is still the live one."""
+    out = ok(
+        f"{FSDP2}\n"
+        "from verl.utils import fsdp_utils\n"
+        "old, layout = fsdp_utils.fsdp2_sharded_save_to_cpu(model)\n"
+        "old = {name: (shard.clone(), spec) for name, (shard, spec) in old.items()}\n"
+        "with torch.no_grad(): model.weight.add_(1.0)\n"
+        "new = fsdp_utils.fsdp2_sharded_save_to_cpu(model)\n"
+        "fsdp_utils.fsdp2_sharded_load_from_cpu(model, old, layout)\n"
+        "fsdp_utils.fsdp2_sharded_load_from_cpu(model, *new)\n"
+        "print(model.weight.full_tensor().tolist())\n"
+    )
+    assert out.splitlines()[-1] == "[[1.0, 1.0]]"  # 2.0 was trained
+
+
+def test_a_snapshot_on_the_cpu_is_the_live_weight_until_it_is_patched() -> None:
+    """As the trainer does: save pi_old, step, save pi, restore pi_old, restore pi."""
+    out = ok(
+        f"{FSDP2}\n"
+        "print(after_a_step_and_a_restoration())\n"
+        "import sys\n"
+        "del sys.modules['verl.utils.fsdp_utils']\n"
+        "patch.install(); patch.install()\n"
+        "assert patch.waiting() and not patch.in_force()\n"
+        "import verl.utils.fsdp_utils as utils\n"
+        "assert not patch.waiting()\n"
+        "assert utils.fsdp2_sharded_save_to_cpu.__wrapped__.__module__ == 'verl.utils.fsdp_utils'\n"
+        "assert not hasattr(utils.fsdp2_sharded_save_to_cpu.__wrapped__, '__wrapped__')\n"
+        "print(after_a_step_and_a_restoration(), patch.in_force())\n"
+    )
+    unpatched, patched = out.splitlines()[-2:]
+    assert unpatched == "([[2.0, 2.0]], [[2.0, 2.0]])"  # pi_old would be pi
+    assert patched == "([[2.0, 2.0]], [[3.0, 3.0]]) True"
+
+
+def test_a_moved_snapshot_stops_at_its_import() -> None:
+    done = python(
+        "import dataclasses, sys, verl_patches.cpu.async_snapshot as module\n"
+        "sys.modules.pop('verl.utils.fsdp_utils', None)\n"
+        "moved = dataclasses.replace(module.CONTRACT, signature='(model, group)')\n"
+        "(wrapping,) = module.PATCH.wrappings\n"
+        "wrappings = (dataclasses.replace(wrapping, contracts=(moved,)),)\n"
+        "dataclasses.replace(module.PATCH, wrappings=wrappings).install()\n"
+        "import verl.utils.fsdp_utils\n"
+    )
+    assert done.returncode != 0
+    assert "PatchError: patch 'async_snapshot': the target verl.utils.fsdp_utils:fsdp2_" in done.stderr
+
+
+TRAINER = "import verl_patches.separate_async_logger as patch, verl.trainer.ppo.v1.trainer_separate_async as module\n"
+
+
+@pytest.mark.slow
+@pytest.mark.verl("==0.9.1")
+def test_verls_trainer_logs_with_flush_and_its_logger_refuses_it_until_it_is_patched() -> None:
+    out = ok(
+        f"{TRAINER}"
+        "import inspect, logging, sys\n"
+        "logging.basicConfig(stream=sys.stdout, format='%(name)s %(message)s', force=True)\n"
+        "assert 'flush=True' in inspect.getsource(module.PPOTrainerSeparateAsync._setup)\n"
+        "try: module.logger.info('started', flush=True)\n"
+        "except TypeError as error: print(error)\n"
+        "patch.install(); patch.install()\n"
+        "assert isinstance(module.logger.logger, logging.Logger)\n"
+        "module.logger.info('started with %s', 3, flush=True)\n"
+        "module.logger.warning('warned')\n"
+        "print(patch.in_force())\n"
+        "del module.logger\n"
+        "try: patch.install()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    refused, started, warned, state, moved = out.splitlines()[-5:]
+    assert "unexpected keyword argument 'flush'" in refused
+    assert started == "verl.trainer.ppo.v1.trainer_separate_async started with 3"
+    assert warned == "verl.trainer.ppo.v1.trainer_separate_async warned"
+    assert state == "True"
+    assert moved.startswith("PatchError patch 'separate_async_logger': the target verl.trainer.ppo.v1")

@@ -1,0 +1,149 @@
+"""The patch of verl 0.7.1's legacy FSDP actor holds on the installed release, and says so when a target has moved."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh_python import CPU, ok, python
+
+pytestmark = pytest.mark.verl("==0.7.1")
+
+
+@pytest.fixture
+def patch() -> Any:
+    from verl_patches.legacy import fsdp_actor
+
+    return fsdp_actor
+
+
+def names() -> list[str]:
+    return [
+        "dp_actor.get_policy_loss_fn",
+        "dp_actor.agg_loss",
+        "dp_actor.kl_penalty",
+        "rollout_corr_metrics",
+        "dp_actor.forward_micro_batch",
+        "dp_actor.update_policy",
+    ]
+
+
+def contract(patch: Any, name: str) -> Any:
+    return next(each for each in patch.CONTRACTS if each.name == name)
+
+
+def test_these_are_the_contracts(patch: Any) -> None:
+    assert [each.name for each in patch.CONTRACTS] == names()
+    assert {each.releases for each in patch.CONTRACTS} == {"==0.7.1"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_target_is_where_it_was_before_and_after_installation(patch: Any, name: str) -> None:
+    contract(patch, name).check()
+    patch.install()
+    contract(patch, name).check()
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_moved_target_is_named(patch: Any, name: str) -> None:
+    from verl_patches import PatchError
+
+    moved = replace(contract(patch, name), signature="(self, something_else)")
+    with pytest.raises(PatchError, match=f"patch '{name}': the target verl.* has moved"):
+        moved.check()
+    gone = replace(moved, target=f"{moved.target}_2")
+    with pytest.raises(PatchError, match="nothing of that name"):
+        gone.check()
+
+
+@pytest.mark.parametrize("name", ["dp_actor.update_policy", "dp_actor.forward_micro_batch"])
+def test_a_key_that_the_actor_no_longer_knows_is_named(patch: Any, name: str) -> None:
+    from verl_patches import PatchError
+
+    with pytest.raises(PatchError, match="'behaviour_log_probs'"):
+        replace(contract(patch, name), keys=("behaviour_log_probs",)).check()
+
+
+def test_a_column_more_on_the_actors_list_is_noticed(patch: Any) -> None:
+    from verl_patches import PatchError
+
+    update = contract(patch, "dp_actor.update_policy")
+    columns = update.keys[0]
+    with pytest.raises(PatchError, match="its code to hold"):
+        replace(update, keys=((*columns, "rollout_log_probs"),)).check()
+
+
+def test_nothing_is_wrapped_where_a_target_has_moved(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_patches import PatchError
+
+    *others, update = patch.CONTRACTS
+    monkeypatch.setattr(patch, "CONTRACTS", (*others, replace(update, signature="(self)")))
+    monkeypatch.setattr(patch.algorithms, "install", lambda module: pytest.fail("installed"))
+    with pytest.raises(PatchError, match="has moved"):
+        patch.install()
+
+
+def test_installed_once_however_often(patch: Any) -> None:
+    from verl.workers.actor import dp_actor
+
+    patch.install()
+    before = [dp_actor.agg_loss, dp_actor.DataParallelPPOActor.update_policy]
+    patch.install()
+    assert before == [dp_actor.agg_loss, dp_actor.DataParallelPPOActor.update_policy]
+    assert patch.in_force()
+
+
+def test_every_other_module_keeps_verls_functions(patch: Any) -> None:
+    from verl.trainer.ppo import core_algos
+    from verl.workers.actor import dp_actor
+    from verl.workers.utils import losses
+
+    patch.install()
+    for function in ("agg_loss", "kl_penalty", "get_policy_loss_fn"):
+        own = getattr(core_algos, function)
+        assert getattr(losses, function) is own
+        assert inspect.unwrap(getattr(dp_actor, function)) is own
+        assert getattr(dp_actor, function) is not own
+
+
+# The group ---------------------------------------------------------------------------------------------------
+
+LEGACY = {"VERL_USE_EXTERNAL_MODULES": "verl_patches.legacy"}
+STATUS = "import verl_patches; print(verl_patches.status()['legacy']['fsdp_actor'])\n"
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    assert ok(f"import verl_patches.legacy, verl.workers.actor.dp_actor\n{STATUS}").splitlines()[-1] == "off"
+
+
+@pytest.mark.parametrize("others", ["", "verl_patches.cpu,"])
+def test_verl_loads_it_into_a_process_and_the_actor_is_patched_when_it_is_imported(others: str) -> None:
+    environment = {**CPU, "VERL_USE_EXTERNAL_MODULES": f"{others}verl_patches.legacy"} if others else LEGACY
+    code = f"import verl, sys\n{STATUS}print('recipe.offpolicy.legacy_loss' in sys.modules)\n"
+    code += f"from verl.workers.actor import DataParallelPPOActor\n{STATUS}"
+    code += "print(hasattr(DataParallelPPOActor.update_policy, '__wrapped__'))\n"
+    lines = [line for line in ok(code, **environment).splitlines() if line in ("waiting", "in force", "True", "False")]
+    assert lines == ["waiting", "False", "in force", "True"]
+
+
+def test_a_moved_target_stops_the_import_of_the_actor() -> None:
+    code = (
+        "import verl_patches, verl.trainer.ppo.core_algos as algorithms\n"
+        "algorithms.agg_loss = lambda loss_mat, loss_mask: None\n"
+        "import verl.workers.actor.dp_actor\n"
+    )
+    done = python(f"import verl\n{code}", **LEGACY)
+    assert done.returncode != 0
+    assert "PatchError: patch 'dp_actor.agg_loss': the target verl.workers.actor.dp_actor:agg_loss" in done.stderr
+
+
+def test_a_release_without_legacy_actors_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import verl_patches.legacy as group
+    from verl_patches import PatchError
+
+    monkeypatch.setattr(group, "location", lambda package: tmp_path)
+    with pytest.raises(PatchError, match=r"is for verl releases with legacy actors, 0\.7\.1, found"):
+        group.install()

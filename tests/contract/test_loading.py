@@ -1,0 +1,162 @@
+"""How patches get into a process: by variable, by verl's entry points, by capability; and how a failure is found.
+
+Patches change their process for good, so whatever loads them runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+
+# Importing verl with all that its engines import takes long on a busy machine.
+pytestmark = pytest.mark.timeout(SECONDS + 30)
+pytest.importorskip("verl")
+
+
+def python(code: str, *, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process that has no setting of ours but those given."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VERL_", "OFFPOLICY_"))}
+    paths = os.pathsep.join(filter(None, (str(ROOT), path, inherited.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**inherited, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def ok(code: str, *, path: str = "", **environment: str) -> str:
+    done = python(code, path=path, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def entry_point(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder for the path with the metadata that an installed package would have."""
+    folder = tmp_path_factory.mktemp("installed")
+    metadata = folder / "verl_offpolicy_of_the_test-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: verl-offpolicy-of-the-test\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[verl.plugins]\noffpolicy = verl_patches.plugin\n")
+    return str(folder)
+
+
+# verl reads entry points from 0.9 on.
+needs_plugins = pytest.mark.verl(">=0.9")
+STATES = "import verl, verl_patches; print(set(verl_patches.status()['cpu'].values()))"
+
+
+@needs_plugins
+def test_the_entry_point_is_inert_unless_asked_for(entry_point: str) -> None:
+    # With VERL_PLATFORM=cpu and nothing of ours verl has no such platform; "cuda" is what it has by default.
+    code = "import sys, importlib.metadata; before = importlib.metadata.version; import verl, verl_patches.groups"
+    code += "; assert importlib.metadata.version is before; assert 'verl_patches.plugin' in sys.modules"
+    code += "; assert not any(name.startswith('verl_patches.cpu.') for name in sys.modules); print('inert')"
+    assert ok(code, path=entry_point) == "inert"
+
+
+@needs_plugins
+@pytest.mark.parametrize("asked", ["cpu", "auto", " cpu ,auto"])
+def test_the_entry_point_loads_what_is_asked_for(asked: str, entry_point: str) -> None:
+    states = ok(STATES, path=entry_point, OFFPOLICY_PATCHES=asked, **CPU)
+    assert "in force" in states
+    assert "off" not in states
+
+
+@needs_plugins
+def test_a_plugin_that_failed_is_found_although_verl_carries_on(entry_point: str) -> None:
+    """Half an environment: the group refuses, verl logs it at DEBUG, and status() raises it."""
+    done = python("import verl; print('carried on'); import verl_patches; verl_patches.status()", path=entry_point,
+                  OFFPOLICY_PATCHES="cpu")  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "carried on"
+    assert done.returncode != 0
+    assert "PatchError: OFFPOLICY_PATCHES=cpu: verl_patches.cpu makes verl run on the CPU and needs" in done.stderr
+
+
+@needs_plugins
+def test_an_unknown_group_is_found(entry_point: str) -> None:
+    done = python("import verl, verl_patches; verl_patches.status()", path=entry_point, OFFPOLICY_PATCHES="gpu")
+    assert "OFFPOLICY_PATCHES=gpu: unknown group of patches 'gpu'. Fix: one of cpu, legacy." in done.stderr
+
+
+def test_what_nobody_loaded_is_found() -> None:
+    """Asked for by name where verl does not see the entry point."""
+    code = "import verl, sys; import verl_patches; verl_patches.status()"
+    # The platform's own import would load the group; without it, verl's default.
+    done = python(code, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none")
+    assert done.returncode != 0
+    assert "the environment asks for the patches 'cpu', and none of them is installed" in done.stderr
+    assert "Fix: export VERL_USE_EXTERNAL_MODULES=verl_patches.cpu before verl is imported" in done.stderr
+
+
+def test_without_a_name_capability_decides() -> None:
+    """The platform by its variable, legacy actors by the files of the installed verl; nothing is imported to tell."""
+    legacy = "'legacy'" if has_legacy_actor() else ""
+    code = "import sys, verl_patches; print(verl_patches.needed()); assert not {'torch', 'verl'} & set(sys.modules)"
+    assert ok(code) == f"[{legacy}]"
+    assert ok(code, **CPU) == f"['cpu'{', ' if legacy else ''}{legacy}]"
+    installed = "import verl_patches; made = verl_patches.install(); assert verl_patches.install() == made"
+    states = ok(f"{installed}; print(sorted(made), {{s for g in made.values() for s in g.values()}})", **CPU)
+    assert states.startswith(f"['cpu'{', ' if legacy else ''}{legacy}]")
+    assert "off" not in states
+
+
+def has_legacy_actor() -> bool:
+    import verl
+
+    return (Path(verl.__file__).parent / "workers" / "actor" / "dp_actor.py").is_file()
+
+
+def test_a_wrong_name_names_the_groups() -> None:
+    done = python("import verl_patches; verl_patches.install('gpu')")
+    assert "PatchError: unknown group of patches 'gpu'. Fix: one of cpu, legacy." in done.stderr
+
+
+# The table ----------------------------------------------------------------------------------------------------
+
+TABLE = "import runpy, sys; sys.argv = ['verl_patches']; {before}runpy.run_module('verl_patches', run_name='__main__')"
+
+
+@pytest.mark.slow
+def test_the_table_shows_every_contract_and_that_it_holds() -> None:
+    done = python(TABLE.format(before=""), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in done.stdout.splitlines() if "│" in line]
+    by_patch = {(row[0], row[1]): row[2:] for row in rows}
+    seam = by_patch["engine_loss", "verl.workers.utils.losses:ppo_loss"]
+    assert seam[1:] == ["calls", "ok"]
+    wrapped = by_patch["cpu.process_group", "torch.distributed:init_process_group"]
+    assert wrapped[1:] == ["in force", "ok"]
+    assert {row[4] for row in rows if row[0].startswith("cpu.")} <= {"ok", "not for this release", "not installed"}
+    if not has_legacy_actor():
+        assert [row[3] for row in rows if row[0].startswith("legacy.")] == ["off"] * 2
+
+
+@pytest.mark.slow
+def test_a_broken_contract_ends_with_1() -> None:
+    before = "import torch.distributed.fsdp as f; f.CPUOffloadPolicy.__init__ = lambda self, pin: None; "
+    before += "import verl.workers.utils.losses as l; l.ppo_loss = lambda config, data: None; "
+    done = python(TABLE.format(before=before))
+    assert done.returncode == 1
+    assert "engine_loss: patch 'ppo_loss': the target verl.workers.utils.losses:ppo_loss has moved" in done.stderr
+    assert "pin_memory" not in done.stderr, "what this process does not need does not matter"
+
+
+@pytest.mark.slow
+def test_an_untested_release_ends_with_1() -> None:
+    before = "import verl_patches.contract as c; real = c.installed_release; "
+    before += "c.installed_release = lambda name: '0.6.0' if name == 'verl' else real(name); "
+    done = python(TABLE.format(before=before))
+    assert done.returncode == 1
+    assert "found 0.6.0. Fix: install a tested release" in done.stderr

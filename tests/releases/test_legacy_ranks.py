@@ -1,0 +1,100 @@
+"""Two ranks of verl 0.7.1's legacy FSDP actor make the update that one process makes of the whole batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import legacy_actor as la
+import pytest
+import torch
+from specs import BATCH_WIDE, STACK
+
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow, pytest.mark.timeout(400)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TERMS: dict[str, Any] = dict(entropy=0.1, kl=0.3, learning_rate=la.FLOAT32_LEARNING_RATE)
+TWO_STEPS = (0, 1, 4, 5, 2, 3, 6, 7)
+"""Rows as two ranks with four rows each step through them, two at a time."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of ``legacy_ranks.py``."""
+    out = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join(map(str, (SUPPORT.parents[1], SUPPORT)))
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "legacy_ranks.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out / "ranks.pt", weights_only=False)
+
+
+def expected(steps: str, mapping: dict[str, Any]) -> la.Parameters:
+    order = list(TWO_STEPS if steps == "two" else range(8))
+    batch = {name: column[order] for name, column in la.rollout().items()}
+    return la.plain_update(batch, la.Plain(mapping, mini_rows=8 if steps == "one" else 4, **TERMS))
+
+
+@pytest.mark.parametrize("steps", ["one", "two"])
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_data_parallel_ranks_make_the_plain_update(ranks: Any, sharding: str, steps: str) -> None:
+    parameters, packets = ranks[f"{sharding} stack {steps}"]
+    within = 1e-5 if sharding == "fsdp1" else 1e-10
+    got = {name: value.double() for name, value in parameters.items()}
+    assert la.distance(expected(steps, STACK), got, la.parameters(la.model())) < within
+    assert live(STACK, packets)["rows"] == 8.0
+
+
+@pytest.mark.parametrize("steps", ["one", "two"])
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sharding: str, steps: str) -> None:
+    """Against one process, whose own update is checked against the plain one elsewhere."""
+    import verl.workers.actor.dp_actor  # noqa: F401
+
+    import verl_patches
+
+    verl_patches.install("legacy")
+    parameters, packets = ranks[f"{sharding} batch_wide {steps}"]
+    order = list(TWO_STEPS if steps == "two" else range(8))
+    batch = {name: column[order] for name, column in la.rollout().items()}
+    rows = 8 if steps == "one" else 4
+    with la.process_group():
+        config = dict(ppo_mini_batch_size=rows, entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3)
+        actor = la.actor(learning_rate=la.FLOAT32_LEARNING_RATE, **config)
+        single, _ = la.moved(actor, la.handed(batch, BATCH_WIDE, mini_rows=rows))
+    got = {name: value.double() for name, value in parameters.items()}
+    within = 1e-5 if sharding == "fsdp1" else 1e-10
+    assert la.distance(single, got, la.parameters(la.model())) < within
+    assert live(BATCH_WIDE, packets)["rows"] == 8.0
+
+
+def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
+    """Both ranks hold the same rows, so that one rank's packets are those of the batch."""
+    parameters, packets = ranks["ulysses"]
+    assert la.distance(expected("one", STACK), parameters, la.parameters(la.model())) < 1e-10
+    for packet in packets:
+        assert live(STACK, [packet])["rows"] == 8.0
+
+
+def live(mapping: dict[str, Any], packets: Any) -> dict[str, float]:
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+
+    dtype = torch.float64 if packets[0][0].proof.log_prob_bits == 64 else torch.float32
+    sampled = sampled_checksums(TensorDict(la.rollout(dtype), batch_size=8))
+    flat = [packet for rank in packets for packet in rank]
+    verdict = verify(flat, CorrectionSpec.from_mapping(mapping), sampled_rows=sampled)
+    assert verdict["proved"] == 1.0
+    return verdict

@@ -1,0 +1,184 @@
+"""An external module for verl that breaks a V1 run on purpose: faults to be caught.
+
+    OFFPOLICY_FAULT=name:step    one of FAULTS, at this step
+
+In the trainer's process it kills or stops processes of its own run, found by asking their Ray actors for the pid; in
+rollout workers it spoils log-probs; in the actor's workers it hangs in the midst of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verl_patches.deferred import after_import
+
+NAME, _, _STEP = os.environ.get("OFFPOLICY_FAULT", "none:0").partition(":")
+STEP = int(_STEP)
+FOR_EVER = 3600.0
+
+
+def pid_of(actor: Any) -> int:
+    """The process of a Ray actor."""
+    import ray
+
+    return int(ray.get(actor.__ray_call__.remote(_own_pid)))
+
+
+def _own_pid(actor: Any) -> int:
+    return os.getpid()
+
+
+def _say(text: str) -> None:
+    print(f"fault: {text}", flush=True)
+
+
+def _end(trainer: Any, what: str, pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        _say(f"{number.name} to {what} {pid} at {time.time():.1f}")
+        os.kill(pid, number)
+
+
+def _server(trainer: Any) -> int:
+    return pid_of(trainer.llm_server_manager.server_handles[0])
+
+
+def _engines(trainer: Any) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(_server(trainer)).children(recursive=True)]
+
+
+def kill_actor_worker(trainer: Any) -> None:
+    _end(trainer, "the actor's worker", [pid_of(trainer.actor_rollout_wg.workers[0])], signal.SIGKILL)
+
+
+def kill_rollout_server(trainer: Any) -> None:
+    _end(trainer, "the rollout server", [_server(trainer)], signal.SIGKILL)
+
+
+def kill_rollout_engine(trainer: Any) -> None:
+    _end(trainer, "the rollout engine", _engines(trainer), signal.SIGKILL)
+
+
+def kill_agent_loop(trainer: Any) -> None:
+    workers = trainer.agent_loop_manager.agent_loop_workers
+    _end(trainer, "an agent loop", [pid_of(workers[0])], signal.SIGKILL)
+
+
+def stop_rollout_engine(trainer: Any) -> None:
+    _end(trainer, "the rollout engine", _engines(trainer), signal.SIGSTOP)
+
+
+BEFORE_SAMPLING: dict[str, Callable[[Any], None]] = {
+    "kill_rollout_server": kill_rollout_server,
+    "kill_rollout_engine": kill_rollout_engine,
+    "kill_agent_loop": kill_agent_loop,
+}
+BEFORE_UPDATE: dict[str, Callable[[Any], None]] = {"kill_actor_worker": kill_actor_worker}
+AFTER_UPDATE: dict[str, Callable[[Any], None]] = {"stop_rollout_engine": stop_rollout_engine}
+
+
+def _in_trainer() -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    step_once, update_actor = PPOTrainer._step_once, PPOTrainer._update_actor
+
+    def at(faults: dict[str, Callable[[Any], None]], trainer: Any) -> None:
+        if trainer.global_steps == STEP and NAME in faults:
+            faults[NAME](trainer)
+
+    # Start-up checks compare signatures, and look through wraps.
+    @functools.wraps(step_once)
+    def _step_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        at(BEFORE_SAMPLING, self)
+        return step_once(self, *args, **kwargs)
+
+    @functools.wraps(update_actor)
+    def _update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        at(BEFORE_UPDATE, self)
+        result = update_actor(self, *args, **kwargs)
+        at(AFTER_UPDATE, self)
+        return result
+
+    PPOTrainer._step_once, PPOTrainer._update_actor = _step_once, _update_actor
+
+
+_previous: list[float] = []
+
+
+def _lose(log_probs: list[float]) -> list[float] | None:
+    return None
+
+
+def _zeros(log_probs: list[float]) -> list[float]:
+    return [0.0] * len(log_probs)
+
+
+def _shift(log_probs: list[float]) -> list[float]:
+    return [log_probs[-1], *log_probs[:-1]]
+
+
+def _of_another_row(log_probs: list[float]) -> list[float]:
+    """Those of the rows before, as far as they reach."""
+    global _previous
+    taken, _previous = (_previous + log_probs)[: len(log_probs)], log_probs
+    return taken
+
+
+SPOIL: dict[str, Callable[[list[float]], list[float] | None]] = {
+    "lose_log_probs": _lose,
+    "zero_log_probs": _zeros,
+    "shift_log_probs": _shift,
+    "log_probs_of_other_rows": _of_another_row,
+}
+
+
+def _in_agent_loop() -> None:
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    # Ray wraps a class into an actor class; the class itself is kept in its metadata.
+    plain: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    original = plain._agent_loop_postprocess
+
+    @functools.wraps(original)
+    async def _agent_loop_postprocess(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+        if not validate and kwargs["global_steps"] >= STEP:
+            for one in output if isinstance(output, list) else [output]:
+                one.response_logprobs = SPOIL[NAME](one.response_logprobs)
+        await original(self, output, validate, **kwargs)
+
+    plain._agent_loop_postprocess = _agent_loop_postprocess
+
+
+def _in_checkpoint() -> None:
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    original = FSDPCheckpointManager.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, local_path: str, *args: Any, **kwargs: Any) -> None:
+        if f"global_step_{STEP}" not in local_path:
+            return original(self, local_path, *args, **kwargs)
+        _say(f"hangs in the midst of {local_path}")
+        os.makedirs(local_path, exist_ok=True)
+        # As torch.save leaves it when it is interrupted.
+        with open(f"{local_path}/model_world_size_1_rank_0.pt", "wb") as sink:
+            sink.write(b"PK\x03\x04 half a file")
+        time.sleep(FOR_EVER)
+
+    FSDPCheckpointManager.save_checkpoint = save_checkpoint
+
+
+if NAME in {**BEFORE_SAMPLING, **BEFORE_UPDATE, **AFTER_UPDATE}:
+    after_import("verl.trainer.ppo.v1.trainer_base", _in_trainer)
+elif NAME in SPOIL:
+    after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
+elif NAME == "hang_in_checkpoint":
+    after_import("verl.utils.checkpoint.fsdp_checkpoint_manager", _in_checkpoint)
+elif NAME != "none":
+    raise ValueError(f"OFFPOLICY_FAULT={NAME}: unknown fault")

@@ -1,0 +1,134 @@
+"""Two ranks of verl 0.7.1's real legacy FSDP actor on gloo: legacy_ranks.py OUT, which gets ``ranks.pt``.
+
+FSDP1 and FSDP2 take half of the rows each; with Ulysses both ranks hold all rows and half of each sequence.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+STEPS: dict[str, dict[str, Any]] = {
+    "one": dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2),
+    "two": dict(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=1),
+}
+"""Rows by rank of a mini-batch: one or two steps for the eight rows of ``legacy_actor.rollout``."""
+TERMS: dict[str, Any] = dict(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
+
+
+def main(rank: int, out: str, port: int) -> None:
+    import legacy_actor as la
+    import verl.workers.actor.dp_actor  # noqa: F401
+    from specs import BATCH_WIDE, STACK
+
+    import verl_patches
+
+    verl_patches.install("legacy")
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    results: dict[str, Any] = {}
+    for sharding in (fsdp1, fsdp2):
+        for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
+            for steps, config in STEPS.items():
+                # PyTorch takes FSDP1's norm of gradients in float32 alone.
+                dtype = torch.float32 if sharding is fsdp1 else torch.float64
+                module = sharding(la.model(dtype))
+                data = la.handed(la.rollout(dtype), mapping, mini_rows=2 * config["ppo_mini_batch_size"], ranks=2)
+                results[f"{sharding.__name__} {name} {steps}"] = update(module, data.chunk(2)[rank], config)
+    results["ulysses"] = ulysses(rank)
+    if rank == 0:
+        torch.save(results, Path(out) / "ranks.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def update(module: Any, data: Any, config: dict[str, Any]) -> tuple[Any, Any]:
+    """Whole parameters afterwards, and the packets of both ranks."""
+    import legacy_actor as la
+
+    from recipe.offpolicy.packet import take_packets
+
+    actor = la.actor(module, learning_rate=la.FLOAT32_LEARNING_RATE, **config, **TERMS)
+    _, metrics = la.moved(actor, data)
+    packets: list[Any] = [None, None]
+    torch.distributed.all_gather_object(packets, take_packets(metrics))
+    return whole(module), packets
+
+
+def fsdp1(module: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    return FullyShardedDataParallel(module, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+
+
+def fsdp2(module: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in module.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def whole(module: Any) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+
+    if isinstance(module, Fsdp1):
+        with Fsdp1.summon_full_params(module):
+            return {name: value.detach().clone() for name, value in module.module.named_parameters()}
+    return {name: value.detach().full_tensor().clone() for name, value in module.named_parameters()}
+
+
+def ulysses(rank: int) -> tuple[Any, Any]:
+    """Both ranks take all rows; what is missing on a CPU is flash-attn's kernel, which ``packed`` stands in for."""
+    import legacy_actor as la
+    import verl.models.transformers.monkey_patch as verls
+    from specs import STACK
+    from torch.distributed.device_mesh import init_device_mesh
+    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+    verls._flash_attention_forward = packed
+    module = la.model()
+    verls.apply_monkey_patch(module, ulysses_sp_size=2, use_remove_padding=True)
+    module.config._attn_implementation = "flash_attention_2"
+    module = fsdp2(module)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    set_ulysses_sequence_parallel_group(mesh["sp"].get_group())
+    config = dict(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, use_remove_padding=True)
+    return update(module, la.handed(la.rollout(), STACK), config | {"ulysses_sequence_parallel_size": 2})
+
+
+def packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    query_length: int,
+    *args: Any,
+    position_ids: torch.Tensor,
+    softmax_scale: float | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Causal attention of joined sequences, each of which begins at position 0; (1, tokens, heads, size)."""
+    sequence = (position_ids[0] == 0).cumsum(0)
+    tokens = torch.arange(len(sequence))
+    allowed = (sequence[:, None] == sequence[None, :]) & (tokens[:, None] >= tokens[None, :])
+    heads = query.shape[2] // key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key.repeat_interleave(heads, 2), value.repeat_interleave(heads, 2)))
+    attend: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=allowed, scale=softmax_scale).transpose(1, 2)
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
+    mp.spawn(main, args=(sys.argv[1], free_port), nprocs=2)

@@ -1,0 +1,280 @@
+"""Runs verl's real Megatron code in processes that end with the test: the side of the test.
+
+The programs are megatron_legacy_ranks.py and megatron_engine_ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from fresh_python import CPU
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+LEGACY = Path(__file__).with_name("megatron_legacy_ranks.py")
+ENGINE = Path(__file__).with_name("megatron_engine_ranks.py")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks, and what runs on them.
+
+    Attributes:
+        data, tensor, pipeline: parallel ranks.
+        stages: virtual stages on each pipeline rank.
+        dtype: of the engine's weights.
+        transformer_engine: its layers on packed sequences, which need CUDA, instead of Megatron's own on padded ones.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    stages: int | None = None
+    dtype: str = "float32"
+    transformer_engine: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Job:
+    """One update of the actor.
+
+    Attributes:
+        correction: plain mapping; None: a batch that knows nothing of corrections.
+        mini_batches: into how many the batch is cut.
+        micro_rows: rows of a micro-batch.
+        silent: rows whose response mask is all zero.
+        witnessed: verl's loss is called through ``parity.Witness``.
+        config: fields of the actor's config.
+        patched: install the patches of the legacy actors first.
+        tokens: that a micro-batch may have, instead of ``micro_rows``.
+        prove: ask for the proof, whose trials call the witness too.
+    """
+
+    name: str
+    correction: dict[str, Any] | None
+    mode: str = "token-mean"
+    mini_batches: int = 1
+    micro_rows: int = 2
+    silent: list[int] = field(default_factory=list)
+    witnessed: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    patched: bool = True
+    tokens: int | None = None
+    prove: bool = False
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one job.
+
+    Attributes:
+        packets: of the correction, among the metrics that come back.
+        gradients: whole parameters by Hugging Face's names, one dict a mini-batch.
+        factors, losses: of the witness, one a micro-batch.
+        error: of an update that raised.
+    """
+
+    packets: list[Any] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    factors: list[dict[tuple[int, int], float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass
+class Rank:
+    """Where a rank stands, and what it saw by job."""
+
+    data: int
+    tensor: int
+    last_stage: bool
+    seen: dict[str, Seen]
+
+
+Found = dict[str, list[Rank]]
+"""By layout, one a rank."""
+
+
+def run(
+    program: Path, model: Path, out: Path, plan: dict[str, tuple[Layout, list[Job]]], *, limit: float = 240.0
+) -> Found:
+    """The jobs on real processes, all layouts of one number of ranks, ended after ``limit`` seconds.
+
+    On the CPU, or where there is a GPU on as many of them as there are ranks.
+    """
+    (ranks,) = {layout.ranks for layout, _ in plan.values()}
+    file = out / "plan.json"
+    file.write_text(
+        json.dumps({name: [asdict(layout), [asdict(job) for job in jobs]] for name, (layout, jobs) in plan.items()})
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    logs = [out / f"rank{rank}.log" for rank in range(ranks)]
+    arguments = [str(each) for each in (program, model, out, file)]
+    programs = [_start(rank, ranks, port, arguments, log) for rank, log in enumerate(logs)]
+    deadline = time.monotonic() + limit
+    try:
+        while any(each.poll() is None for each in programs) and time.monotonic() < deadline:
+            if any(each.poll() for each in programs):
+                break  # a rank failed: the other one waits for it in vain
+            time.sleep(0.2)
+    finally:
+        for each in programs:
+            _end(each)
+    failed = [log for log, each in zip(logs, programs, strict=True) if each.returncode]
+    assert not failed, "\n".join(log.read_text()[-3000:] for log in failed)
+    found = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return {name: [each[name] for each in found] for name in plan}
+
+
+def _start(rank: int, ranks: int, port: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(LEGACY.parent)]),
+                **({} if torch.cuda.is_available() else CPU | {"TORCHDYNAMO_DISABLE": "1"}),
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a process group."""
+    if program.poll() is None:
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
+# What the tests of both programs ask ------------------------------------------------------------------------
+
+
+def deep_model(folder: Path) -> Path:
+    """``parity.tiny_model`` with four layers, so that two pipeline ranks have two virtual stages each."""
+    from transformers import AutoConfig, Qwen2ForCausalLM
+
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    config = AutoConfig.from_pretrained(parity.tiny_model(folder), **layers)
+    model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            values = 0.25 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + values if "norm" in name else values)
+    model.float().save_pretrained(folder)
+    return folder
+
+
+LAYOUTS = {
+    "data": Layout(data=2),
+    "tensor": Layout(tensor=2),
+    "pipeline": Layout(pipeline=2),
+    "interleaved": Layout(pipeline=2, stages=2),
+}
+STACKED = parity.CORRECTIONS["stacked"]
+SILENT = [2, 3]  # a whole micro-batch in every layout
+JOBS = [
+    *(Job(name, correction) for name, correction in parity.CORRECTIONS.items()),
+    *(Job(f"stacked-{mode}", STACKED, mode=mode) for mode in parity.MODES[1:]),
+    Job("mini_batches", parity.CORRECTIONS["tis"], mini_batches=2),
+    Job("dynamic", STACKED, tokens=40),
+    Job("proved", STACKED, witnessed=False, prove=True),
+    Job("silent", STACKED, witnessed=False, prove=True, silent=SILENT),
+]
+
+
+def on_last_stage(ranks: list[Rank]) -> list[Rank]:
+    """One rank of each data-parallel share, of those that compute a loss."""
+    return [rank for rank in ranks if rank.last_stage and rank.tensor == 0]
+
+
+def updates(ranks: list[Rank], job: Job) -> list[tuple[parity.Update, list[int]]]:
+    """What the ranks did together, a mini-batch each, and its rows."""
+    seen = [rank.seen[job.name] for rank in on_last_stage(ranks)]
+    found = []
+    for mini in range(job.mini_batches):
+        factors: dict[tuple[int, int], float] = {}
+        loss = 0.0
+        for each in seen:
+            count = len(each.factors) // job.mini_batches
+            for call in each.factors[count * mini : count * (mini + 1)]:
+                factors |= call
+            # Megatron takes the mean over data-parallel ranks.
+            loss += sum(each.losses[count * mini : count * (mini + 1)]) / len(seen)
+        found.append((parity.Update(factors, loss, seen[0].gradients[mini]), sorted({row for row, _ in factors})))
+    return found
+
+
+def without_tokens(case: parity.Case, rows: list[int]) -> parity.Case:
+    """The case with rows whose response mask is all zero."""
+    mask = case.columns["response_mask"].clone()
+    mask[rows] = 0
+    return parity.Case(case.model, case.columns | {"response_mask": mask})
+
+
+def of_job(name: str) -> Job:
+    return next(job for job in JOBS if job.name == name)
+
+
+def gradient_error(found: dict[str, Any], demanded: dict[str, Any]) -> float:
+    """Greatest difference, relative to the greatest gradient."""
+    assert found.keys() == demanded.keys()
+    scale = max(float(gradient.abs().max()) for gradient in demanded.values())
+    return max(float((found[name].double().cpu() - demanded[name]).abs().max()) for name in demanded) / scale
+
+
+def assert_same_in_bf16(found: parity.Update, case: parity.Case, job: Job) -> None:
+    """The factors, which come from shipped log-probs, and as much of the rest as 8 bits of mantissa tell.
+
+    Gradients are held against the reference in bfloat16: rounding of the forward pass moves tokens across PPO's clip.
+    """
+    exact = parity.expected(case, job.correction or {}, job.mode, range(parity.ROWS))
+    assert found.factor == pytest.approx(exact.factor, rel=1e-5)
+    assert found.loss == pytest.approx(exact.loss, rel=0.1)
+    rounded = parity.Case(copy.deepcopy(case.model).bfloat16(), case.columns)
+    demanded = parity.expected(rounded, job.correction or {}, job.mode, range(parity.ROWS)).gradients
+    ours, theirs = (
+        torch.cat([gradients[name].double().cpu().flatten() for name in sorted(demanded)])
+        for gradients in (found.gradients, demanded)
+    )
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.2
+
+
+def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:
+    """The trainer's verdict on the packets of an update of the whole batch."""
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+
+    rows = TensorDict(without_tokens(case, job.silent).columns, batch_size=parity.ROWS)
+    spec = CorrectionSpec.from_mapping(job.correction or {})
+    return verify(packets, spec, sampled_rows=sampled_checksums(rows))

@@ -1,0 +1,227 @@
+"""A checkpoint is whole or known not to be, the one before it is still there, and a changed correction is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.checkpoints import RECORD, SAVING, TRACKER, CheckpointError, before_loading, changes, saving
+from recipe.offpolicy.correction import CorrectionSpec
+
+TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
+SPEC = CorrectionSpec.from_mapping(TIS)
+NONE = CorrectionSpec.from_mapping({"weight": None, "masks": {}})
+
+
+def config(folder: Path, **trainer: Any) -> DictConfig:
+    values = {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None} | trainer
+    return OmegaConf.create({"trainer": values, "offpolicy": {"resume_changed_correction": False}})
+
+
+def by_path(folder: Path, step: int) -> DictConfig:
+    return config(folder, resume_mode="resume_path", resume_from_path=str(folder / f"global_step_{step}"))
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+def save(folder: Path, step: int, *, until: str = "", spec: CorrectionSpec = SPEC, **trainer: Any) -> None:
+    """What verl 0.9.1 writes, in its order, ending before ``until``."""
+
+    def writes(name: str, path: Path, text: str) -> None:
+        if until == name:
+            raise Killed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    checkpoint = folder / f"global_step_{step}"
+    try:
+        with saving(config(folder, **trainer), step, spec):
+            writes("actor", checkpoint / "actor" / "model.pt", f"weights of {step}")
+            writes("data", checkpoint / "data.pt", "")
+            writes("tracker", folder / TRACKER, str(step))
+            writes("end", checkpoint / "data.pt", "")
+    except Killed:
+        pass
+
+
+def to_resume(folder: Path, **trainer: Any) -> str:
+    """What verl resumes afterwards, by its own rule."""
+    before_loading(config(folder, **trainer), SPEC)
+    return (folder / TRACKER).read_text()
+
+
+def test_a_whole_checkpoint_is_recorded(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    record = json.loads((tmp_path / "global_step_4" / RECORD).read_text())
+    assert record == {
+        "step": 4,
+        "complete": True,
+        "fingerprint": SPEC.fingerprint(),
+        "correction": SPEC.to_mapping(),
+    }
+    assert not (tmp_path / SAVING).exists()
+    assert to_resume(tmp_path) == "4"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("until", ["actor", "data", "tracker"])
+def test_ended_in_the_midst_the_previous_one_is_resumed(
+    tmp_path: Path, until: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4, until=until)
+    with caplog.at_level(logging.WARNING):
+        assert to_resume(tmp_path) == "2"
+    assert "checkpoint of step 4 was cut short; resuming step 2" in caplog.text
+    before_loading(by_path(tmp_path, 2), SPEC)
+
+
+def test_what_was_cut_short_cannot_be_asked_for_by_path(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4, until="data")
+    with pytest.raises(CheckpointError, match=r"global_step_4: its writing was cut short.*global_step_2 is whole"):
+        before_loading(by_path(tmp_path, 4), SPEC)
+
+
+def test_ended_after_verl_named_it_the_new_one_is_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4, until="end")
+    assert (tmp_path / SAVING).exists()
+    assert to_resume(tmp_path) == "4"
+
+
+def test_a_step_that_was_being_written_over_is_not_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    # A run that resumed step 2 by path comes to step 4 again; the tracker names it all the while.
+    save(tmp_path, 4, until="data")
+    with caplog.at_level(logging.WARNING):
+        assert to_resume(tmp_path) == "2"
+    assert "global_step_4: its writing was cut short; resuming step 2" in caplog.text
+
+
+def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    save(tmp_path, 4, until="data")
+    with pytest.raises(CheckpointError, match=r"no other checkpoint is known to be whole.*resume_mode=disable"):
+        to_resume(tmp_path)
+    before_loading(config(tmp_path, resume_mode="disable"), SPEC)
+
+
+def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert to_resume(tmp_path) == "10"
+    assert "holds no number; resuming step 10" in caplog.text
+
+
+def test_a_checkpoint_that_was_deleted_is_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (tmp_path / TRACKER).write_text("4")
+    assert to_resume(tmp_path) == "2"
+
+
+def test_the_first_one_ended_in_the_midst(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2, until="data")
+    with caplog.at_level(logging.WARNING):
+        before_loading(config(tmp_path), SPEC)
+    assert "training begins anew" in caplog.text
+
+
+def test_a_new_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        before_loading(config(tmp_path / "not there"), SPEC)
+    assert caplog.text == ""
+
+
+def test_the_same_correction_takes_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    with caplog.at_level(logging.INFO):
+        to_resume(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f"fingerprint {SPEC.fingerprint()}" in caplog.text
+
+
+def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    masks = {"gsm": {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.99, "upper": 1.01}}
+    wider = CorrectionSpec.from_mapping(
+        {"weight": TIS["weight"] | {"upper": 3.0}, "masks": {"gsm": masks["gsm"] | {"when": "any"}}}
+    )
+    with pytest.raises(CheckpointError) as stopped:
+        before_loading(config(tmp_path), wider)
+    message = str(stopped.value)
+    assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in message
+    assert "correction.masks.gsm.lower: not there in the checkpoint, 0.99 now" in message
+    assert "offpolicy.resume_changed_correction=true" in message
+    assert "weight.level" not in message
+    allowed = config(tmp_path)
+    allowed.offpolicy.resume_changed_correction = True
+    with caplog.at_level(logging.WARNING):
+        before_loading(allowed, wider)
+    assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in caplog.text
+
+
+def test_to_none_and_back_is_a_change() -> None:
+    assert "correction.weight: not there in the checkpoint, null now" in changes(SPEC.to_mapping(), NONE.to_mapping())
+    assert changes(NONE.to_mapping(), NONE.to_mapping()) == []
+
+
+def test_a_checkpoint_of_another_run_cannot_be_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 2)
+    (tmp_path / "global_step_2" / RECORD).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert to_resume(tmp_path) == "2"
+    assert "cannot be known" in caplog.text
+
+
+def test_what_is_saved_asynchronously_is_not_called_complete(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    asynchronous = config(tmp_path)
+    asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
+    with saving(asynchronous, 4, SPEC):
+        (tmp_path / "global_step_4").mkdir()
+    assert (tmp_path / TRACKER).read_text() == "2"
+    (tmp_path / TRACKER).write_text("")
+    assert to_resume(tmp_path) == "2"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1},
+        {"max_actor_ckpt_to_keep": None, "max_critic_ckpt_to_keep": None, "remove_previous_ckpt_in_save": True},
+    ],
+)
+def test_the_previous_one_is_kept_while_the_next_is_written(
+    tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = config(tmp_path, **keys)
+    with caplog.at_level(logging.WARNING), saving(run, 2, SPEC):
+        assert run.trainer.max_actor_ckpt_to_keep == run.trainer.max_critic_ckpt_to_keep == 2
+        assert not run.trainer.get("remove_previous_ckpt_in_save")
+    assert "two checkpoints are kept" in caplog.text
+
+
+def test_more_than_one_to_keep_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = config(tmp_path, max_actor_ckpt_to_keep=3, max_critic_ckpt_to_keep=None)
+    with caplog.at_level(logging.WARNING), saving(run, 2, SPEC):
+        assert (run.trainer.max_actor_ckpt_to_keep, run.trainer.max_critic_ckpt_to_keep) == (3, None)
+    assert caplog.text == ""
+
+
+def test_an_error_in_the_save_leaves_the_mark(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with pytest.raises(OSError, match="disk full"), saving(config(tmp_path), 4, SPEC):
+        raise OSError("disk full")
+    assert to_resume(tmp_path) == "2"
+    assert not (tmp_path / "global_step_4" / RECORD).exists()

@@ -1,0 +1,304 @@
+"""A run that is stuck, or has lost a worker, ends by itself and says where."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.watchdog import NAMES, PHASES, Phases, Watchdog, WatchdogError, problems, watch
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def config(**settings: Any) -> DictConfig:
+    values = {"step_timeout": 1800, "phase_timeouts": {"start": 7200}, "poll": 10} | settings
+    return OmegaConf.create({"offpolicy": {"watchdog": values}})
+
+
+def test_a_phase_is_overdue_from_its_own_beginning() -> None:
+    clock = Clock()
+    phases = Phases({"rollout": 50.0}, 20.0, clock)
+    with phases.inside("rollout"):
+        # A rollout that fails and is asked for again goes in and out of other phases all the time.
+        for _ in range(6):
+            clock.now += 9.0
+            with phases.inside("engine_sleep"):
+                pass
+        sentence = phases.overdue()
+    assert sentence is not None
+    assert "rollout is stuck: it has taken 54 s and may take 50 s" in sentence
+    assert "offpolicy.watchdog.phase_timeouts.rollout" in sentence
+    assert phases.overdue() is None
+
+
+def test_the_inner_phase_is_named_first() -> None:
+    clock = Clock()
+    phases = Phases({}, 20.0, clock)
+    with phases.inside("validation"), phases.inside("rollout"):
+        clock.now += 21.0
+        sentence = phases.overdue()
+        assert phases.current() == [("validation", 21.0), ("rollout", 21.0)]
+    assert sentence is not None
+    assert "rollout is stuck: it has taken 21 s within validation" in sentence
+    assert "raise offpolicy.watchdog.step_timeout" in sentence
+
+
+def test_the_time_between_phases_counts() -> None:
+    clock = Clock()
+    phases = Phases({}, 20.0, clock)
+    clock.now += 15.0
+    with phases.inside("rollout"):
+        pass
+    clock.now += 15.0
+    assert phases.overdue() is None
+    clock.now += 6.0
+    assert "between_phases is stuck" in str(phases.overdue())
+
+
+def test_no_limit_is_any_time() -> None:
+    clock = Clock()
+    phases = Phases({"rollout": None}, 20.0, clock)
+    with phases.inside("rollout"):
+        clock.now += 1e6
+        assert phases.overdue() is None
+    unlimited = Phases({"rollout": 5.0}, None, clock)
+    clock.now += 1e6
+    assert unlimited.overdue() is None
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Watchdog]]:
+    """Starts watchdogs that never end this process, and stops them."""
+    watchdogs: list[Watchdog] = []
+
+    def start(phases: Phases, **kwargs: Any) -> Watchdog:
+        watchdogs.append(Watchdog(phases, poll=0.05, end=lambda code: None, **kwargs))
+        watchdogs[-1].start()
+        return watchdogs[-1]
+
+    yield start
+    for watchdog in watchdogs:
+        watchdog.stop()
+
+
+def test_the_main_thread_raises_the_verdict(
+    started: Callable[..., Watchdog], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    watchdog = started(Phases({}, 0.3), step=lambda: 7)
+    start = time.monotonic()
+    expected = pytest.raises(WatchdogError, match=r"weight_sync is stuck: .* Step 7, phase weight_sync")
+    with expected, watchdog.phase("weight_sync"):
+        threading.Event().wait(30.0)
+    assert time.monotonic() - start < 5.0
+    # Where everybody is, for whoever looks for the reason.
+    assert "test_the_main_thread_raises_the_verdict" in capfd.readouterr().err
+    watchdog.stop()
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_a_lost_worker_ends_the_run(started: Callable[..., Watchdog]) -> None:
+    lost = iter([None, None, "a worker of llm_server_manager has died: killed."])
+    watchdog = started(Phases({}, None), lost=lambda: next(lost))
+    expected = pytest.raises(WatchdogError, match=r"llm_server_manager has died: killed\. Step \?, phase rollout")
+    with expected, watchdog.phase("rollout"):
+        time.sleep(30.0)
+
+
+def test_a_look_that_fails_leaves_the_limits(started: Callable[..., Watchdog]) -> None:
+    def look() -> str | None:
+        raise OSError("no answer")
+
+    watchdog = started(Phases({}, 0.5), lost=look)
+    with pytest.raises(WatchdogError, match="rollout is stuck"), watchdog.phase("rollout"):
+        time.sleep(30.0)
+
+
+def test_what_the_interrupted_call_makes_of_it_is_not_shown(started: Callable[..., Watchdog]) -> None:
+    """An interrupted ray.get raises a SystemError in the place of what the signal's handler raised."""
+
+    def ray_get() -> None:
+        try:
+            time.sleep(30.0)
+        except WatchdogError as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    watchdog = started(Phases({}, 0.2))
+    with pytest.raises(WatchdogError, match="rollout is stuck"), watchdog.phase("rollout"):
+        ray_get()
+
+
+def test_other_errors_are_left_alone(started: Callable[..., Watchdog]) -> None:
+    watchdog = started(Phases({}, 60.0))
+    with pytest.raises(KeyError, match="mine"), watchdog.phase("rollout"):
+        raise KeyError("mine")
+    assert watchdog.phases.current()[0][0] == "between_phases"
+
+
+class Manager:
+    """Stands in for verl's checkpoint manager and rollout."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def update_weights(self, step: int) -> int:
+        self.calls += 1
+        time.sleep(self.seconds)
+        return step + 1
+
+
+class Trainer:
+    """What V1 does: parts are made by ``_setup``, and used after."""
+
+    def __init__(self, seconds: float) -> None:
+        self.global_steps = 3
+        self._seconds = seconds
+
+    def _setup(self) -> None:
+        self.checkpoint_manager = Manager(self._seconds)
+
+    def _update_actor(self, batch: str, metrics: dict[str, Any]) -> str:
+        return f"{batch} updated"
+
+    def fit(self) -> str:
+        self._setup()
+        batch = self._update_actor("batch", {})
+        self.checkpoint_manager.update_weights(1)
+        return batch
+
+
+def test_parts_made_later_are_watched() -> None:
+    trainer = Trainer(30.0)
+    watchdog = watch(trainer, config(step_timeout=0.3, poll=None))
+    assert watchdog is not None
+    try:
+        with pytest.raises(WatchdogError, match=r"weight_sync is stuck.* Step 3, phase weight_sync"):
+            trainer.fit()
+    finally:
+        watchdog.stop()
+
+
+def test_a_healthy_run_is_left_alone() -> None:
+    trainer = Trainer(0.0)
+    watchdog = watch(trainer, config(poll=None))
+    assert watchdog is not None
+    assert trainer.fit() == "batch updated"
+    assert trainer.checkpoint_manager.calls == 1
+    watchdog._thread.join(5.0)
+    assert not watchdog._thread.is_alive()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_switched_off() -> None:
+    trainer = Trainer(0.0)
+    assert watch(trainer, config(step_timeout=None, phase_timeouts={}, poll=None)) is None
+    assert watch(trainer, config(step_timeout=None, phase_timeouts={"rollout": None}, poll=None)) is None
+
+
+def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
+    """Code that swallows every error, in a process of its own: it is ended all the same."""
+    program = textwrap.dedent("""
+        import time
+        from recipe.offpolicy.watchdog import Phases, Watchdog
+        watchdog = Watchdog(Phases({}, 0.3), poll=0.05, grace=0.5)
+        watchdog.start()
+        with watchdog.phases.inside("checkpoint"):
+            while True:
+                try:
+                    time.sleep(30)
+                except BaseException:
+                    pass
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 70
+    assert "checkpoint is stuck" in ended.stderr
+    assert "was told to end and did not within" in ended.stderr
+
+
+def test_a_failed_run_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something at the end of the task, after another error, waits for a process that will not answer."""
+    ended = threading.Event()
+    monkeypatch.setattr("recipe.offpolicy.watchdog._in_ray_actor", lambda: True)
+    trainer = Trainer(0.0)
+    trainer._update_actor = None  # type: ignore[assignment]
+    watchdog = watch(trainer, config(poll=0.05), grace=0.2, end=lambda code: ended.set())
+    assert watchdog is not None
+    try:
+        with pytest.raises(TypeError):
+            trainer.fit()
+        assert not ended.is_set()
+        assert ended.wait(10.0)
+    finally:
+        watchdog.stop()
+
+
+def test_every_phase_is_of_verls_trainers() -> None:
+    """Names that none of verl's trainers has would watch over nothing, in silence."""
+    import inspect
+
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import trainer_base
+
+    text = inspect.getsource(ray_trainer) + inspect.getsource(trainer_base)
+    for path in PHASES:
+        *owner, method = path.split(".")
+        assert (f"self.{path}(" in text) if owner else (f"def {method}(" in text), path
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_the_phases_of_a_step_are_watched_on_each_trainer(version: str) -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    trainer: Any = object.__new__(RayPPOTrainer if version == "v0" else PPOTrainerSync)
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None, sleep_replicas=lambda: None)
+    trainer.async_rollout_manager = SimpleNamespace(generate_sequences=lambda batch: None)
+    trainer.replay_buffer = SimpleNamespace(sample=lambda **kwargs: None)
+    watchdog = watch(trainer, config(poll=None))
+    assert watchdog is not None
+    watchdog.stop()
+    methods = {"_update_actor", "_compute_old_log_prob", "_save_checkpoint", "_load_checkpoint", "fit"}
+    assert methods <= vars(trainer).keys()
+    for part in (trainer.checkpoint_manager.update_weights, trainer.replay_buffer.sample):
+        assert part.__name__ == "<lambda>"
+        assert part.__wrapped__ is not None
+
+
+def test_problems_name_key_value_and_fix() -> None:
+    assert list(problems(config())) == []
+    assert list(problems(config(step_timeout=None, poll=None, phase_timeouts={"rollout": None}))) == []
+    keys = {
+        key: fix
+        for key, _, _, fix in problems(
+            config(step_timeout=0, poll="often", phase_timeouts={"rolout": 5, "rollout": True}, patience=3)
+        )
+    }
+    prefix = "offpolicy.watchdog."
+    assert keys.keys() == {
+        f"{prefix}{key}"
+        for key in ("step_timeout", "poll", "phase_timeouts.rolout", "phase_timeouts.rollout", "patience")
+    }
+    assert "rollout" in keys[f"{prefix}phase_timeouts.rolout"]
+    assert [key for key, *_ in problems(config(phase_timeouts=3))] == [f"{prefix}phase_timeouts"]
+    assert [key for key, *_ in problems(OmegaConf.create({"offpolicy": {"watchdog": None}}))] == ["offpolicy.watchdog"]
+    assert "between_phases" in NAMES

@@ -1,0 +1,76 @@
+"""Corrections on verl's legacy actors, which know no ``set_loss_fn``. Loaded into every process by verl itself:
+
+    VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
+
+An update is changed if its batch brings a ``Handover``, and only then. A patch is a module with ``install()`` and
+``in_force()``; it is imported when the actor that it is for has been, and in most processes never.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from functools import partial
+from typing import Any
+
+from ..contract import PatchError, installed_release, location
+from ..deferred import after_import, is_awaited
+
+PATCHES = {
+    "fsdp_actor": "verl.workers.actor.dp_actor",
+    "megatron_actor": "verl.workers.actor.megatron_actor",
+}
+"""Module of the patch -> verl's module after whose import it is installed."""
+
+
+def install() -> None:
+    """Installs the group in this process: each patch now, or when its actor is imported. Idempotent.
+
+    Raises:
+        PatchError: the installed verl has no legacy actors, or a target has moved.
+    """
+    folder = location("verl")
+    if folder is None or not (folder / "workers" / "actor" / "dp_actor.py").is_file():
+        raise PatchError(
+            f"verl_patches.legacy is for verl releases with legacy actors, 0.7.1, found "
+            f"{installed_release('verl') or 'no verl'}. Fix: take it out of VERL_USE_EXTERNAL_MODULES and "
+            f"OFFPOLICY_PATCHES; the engine's workers need no patch."
+        )
+    for name, actor in PATCHES.items():
+        if not is_awaited(actor):
+            after_import(actor, partial(_install, name))
+
+
+def check(strategy: str) -> None:
+    """Check the contracts of the actor for verl's ``actor.strategy`` against the installed verl.
+
+    Raises:
+        PatchError: a target has moved.
+    """
+    for contract in _patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:
+        contract.check()
+
+
+def status() -> dict[str, str]:
+    """State of each patch in this process: "in force", "waiting" for its actor's import, or "off"."""
+    return {name: _state(name, actor) for name, actor in PATCHES.items()}
+
+
+def _install(name: str) -> None:
+    _patch(name).install()
+
+
+def _state(name: str, actor: str) -> str:
+    if is_awaited(actor):
+        return "waiting"
+    return "in force" if actor in sys.modules and _patch(name).in_force() else "off"
+
+
+def _patch(name: str) -> Any:
+    # Imported late: it imports the recipe's loss and with it verl, which loads this package before itself.
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+if "verl_patches.legacy" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    install()

@@ -1,0 +1,126 @@
+"""verl's legacy FSDP actor: the loss of the engine path in an update that comes with a handover.
+
+``update_policy`` selects the columns on its own list and no other, computes every mean over a micro-batch, and with
+one mini-batch and one epoch takes the current log-probs for pi_old. Here the batch keeps our columns, the numbers of
+the whole mini-batch travel as such, and what ``update_policy`` calls is answered by a ``LegacyUpdate``. A batch
+without a handover goes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils.device import get_device_name
+
+from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
+
+from ..contract import Contract, is_wrapped, resolve, wrap
+from . import algorithms
+from .columns import carried, handover_of
+from .logged import Logged
+
+MODULE = "dp_actor"
+_ACTOR = f"verl.workers.actor.{MODULE}:DataParallelPPOActor"
+
+UPDATE = Logged(
+    name=f"{MODULE}.update_policy",
+    target=f"{_ACTOR}.update_policy",
+    signature="(self, data)",
+    distribution="verl",
+    releases=algorithms.RELEASES,
+    keys=(
+        (
+            "responses",
+            "response_mask",
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "old_log_probs",
+            "advantages",
+        ),
+        "rollout_log_probs",
+        "rollout_is_weights",
+        "ref_log_prob",
+        "log_probs",
+    ),
+)
+FORWARD = Contract(
+    name=f"{MODULE}.forward_micro_batch",
+    target=f"{_ACTOR}._forward_micro_batch",
+    signature="(self, micro_batch, temperature, calculate_entropy=False)",
+    distribution="verl",
+    releases=algorithms.RELEASES,
+    keys=("log_probs",),
+)
+CONTRACTS = (*algorithms.contracts(MODULE), FORWARD, UPDATE)
+
+
+def install() -> None:
+    """Wraps the actor. Idempotent.
+
+    Raises:
+        PatchError: a target is not what it was.
+    """
+    for contract in CONTRACTS:
+        contract.check()
+    algorithms.install(MODULE)
+    wrap(FORWARD, _forward_micro_batch)
+    wrap(UPDATE, _update_policy)
+
+
+def in_force() -> bool:
+    """Whether the whole actor is wrapped in this process."""
+    methods = all(is_wrapped(resolve(contract.target), contract.name) for contract in (FORWARD, UPDATE))
+    return methods and algorithms.in_force(MODULE)
+
+
+def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
+    handover = handover_of(data)
+    if handover is None:
+        return original(actor, data)
+    # Ranks that share a sequence hold the same rows.
+    copies = actor.ulysses_sequence_parallel_size
+    columns = mini_batch_columns(
+        data.batch["response_mask"], actor.config.ppo_mini_batch_size, partial(_over_ranks, copies)
+    )
+    dp_size = torch.distributed.get_world_size() // copies
+    with algorithms.update(LegacyUpdate(handover, actor.config, dp_size=dp_size)):
+        return original(actor, carried(data, **columns))
+
+
+def _over_ranks(copies: int, numbers: Tensor) -> Tensor:
+    total = numbers.to(get_device_name())
+    torch.distributed.all_reduce(total)
+    return total.to(numbers.device) // copies
+
+
+def _forward_micro_batch(
+    original: Callable[..., Any], actor: Any, micro_batch: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    outputs = original(actor, micro_batch, *args, **kwargs)
+    update = algorithms.running()
+    if update is None or not torch.is_grad_enabled():
+        return outputs
+    if not isinstance(outputs, Mapping):
+        raise ValueError(
+            "actor_rollout_ref.actor.use_prefix_grouper=true: the forward pass of verl's prefix grouper gives a tuple, "
+            "which verl's own update cannot read. Set it to false."
+        )
+    update.begin(micro_batch, scale=_scale(actor, micro_batch), upstream=partial(_upstream, actor.scaler))
+    return outputs
+
+
+def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
+    """What ``update_policy`` multiplies the loss of a micro-batch by; held against the gradient in the proof."""
+    if actor.config.use_dynamic_bsz:
+        return len(micro_batch["response_mask"]) / actor.config.ppo_mini_batch_size
+    return 1 / actor.gradient_accumulation
+
+
+def _upstream(scaler: Any) -> float:
+    """The gradient that fp16 training begins its backward pass with."""
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -1,0 +1,184 @@
+"""verl's legacy Megatron actor: the loss of the engine path in an update that comes with a handover.
+
+``make_minibatch_iterator`` selects the columns on its own list and no other, and the closure that computes the loss on
+the last pipeline stage gives a policy loss neither mu nor its micro-batch. Here the batch keeps our columns, the
+numbers of each mini-batch join it before it is cut, and each micro-batch is noted when Megatron's schedule takes it:
+on the last stage its loss follows within the same forward step, also where virtual stages are interleaved. A batch
+without a handover goes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from verl.utils.device import get_device_id
+
+from recipe.offpolicy.handover import Handover
+from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
+
+from ..contract import Contract, is_wrapped, resolve, wrap
+from . import algorithms
+from .columns import carried, handover_of
+from .logged import Logged
+
+MODULE = "megatron_actor"
+_PATH = f"verl.workers.actor.{MODULE}"
+
+DEAL = Contract(
+    name=f"{MODULE}.make_minibatch_iterator",
+    target=f"{_PATH}:MegatronPPOActor.make_minibatch_iterator",
+    signature="(self, data)",
+    distribution="verl",
+    releases=algorithms.RELEASES,
+    keys=(
+        (
+            "responses",
+            "input_ids",
+            "attention_mask",
+            "response_mask",
+            "position_ids",
+            "old_log_probs",
+            "advantages",
+        ),
+        "rollout_log_probs",
+        "rollout_is_weights",
+        "ref_log_prob",
+    ),
+)
+UPDATE = Logged(
+    name=f"{MODULE}.update_policy",
+    target=f"{_PATH}:MegatronPPOActor.update_policy",
+    signature="(self, dataloader, enable_mtp=False)",
+    distribution="verl",
+    releases=algorithms.RELEASES,
+)
+PASS = Contract(
+    name=f"{MODULE}.forward_backward_batch",
+    target=f"{_PATH}:MegatronPPOActor.forward_backward_batch",
+    signature=(
+        "(self, data, forward_only=False, post_process_fn=None, calculate_entropy=False, use_dynamic_bsz=False, "
+        "micro_batch_size=None, max_token_len=None, mini_batch_size=None)"
+    ),
+    distribution="verl",
+    releases=algorithms.RELEASES,
+    keys=("log_probs", "rollout_log_probs", "rollout_is_weights"),
+)
+SPLIT = Contract(
+    name=f"{MODULE}.make_batch_generator",
+    target=f"{_PATH}:make_batch_generator",
+    signature="(batches, vpp_size)",
+    distribution="verl",
+    releases=algorithms.RELEASES,
+)
+CONTRACTS = (*algorithms.contracts(MODULE), DEAL, UPDATE, PASS, SPLIT)
+
+
+def install() -> None:
+    """Wraps the actor. Idempotent.
+
+    Raises:
+        PatchError: a target is not what it was.
+    """
+    for contract in CONTRACTS:
+        contract.check()
+    algorithms.install(MODULE)
+    wrap(DEAL, _make_minibatch_iterator)
+    wrap(UPDATE, _update_policy)
+    wrap(PASS, _forward_backward_batch)
+    wrap(SPLIT, _make_batch_generator)
+
+
+def in_force() -> bool:
+    """Whether the whole actor is wrapped in this process."""
+    targets = (DEAL, UPDATE, PASS, SPLIT)
+    return algorithms.in_force(MODULE) and all(is_wrapped(resolve(each.target), each.name) for each in targets)
+
+
+class MegatronUpdate(LegacyUpdate):
+    """An update of the Megatron actor, which averages over micro-batches and data-parallel ranks."""
+
+    def __init__(self, handover: Handover, actor: Any) -> None:
+        super().__init__(handover, actor.config, dp_size=mpu.get_data_parallel_world_size())
+        self._grad_scale = get_model_config(actor.actor_module[0]).grad_scale_func
+
+    def upstream(self) -> float:
+        """What the backward pass begins with: the loss scale of fp16 training, 1 without."""
+        return 1.0 if self._grad_scale is None else float(self._grad_scale(torch.ones(())))
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The mini-batches of one update, and what came with the batch that they were dealt from."""
+
+    mini_batches: Iterable[Any]
+    handover: Handover
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.mini_batches)
+
+
+def _make_minibatch_iterator(original: Callable[..., Any], actor: Any, data: Any) -> Any:
+    handover = handover_of(data)
+    if handover is None:
+        return original(actor, data)
+    return Dealt(original(actor, carried(data)), handover)
+
+
+def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, enable_mtp: bool = False) -> Any:
+    if not isinstance(dataloader, Dealt):
+        return original(actor, dataloader, enable_mtp)
+    _refuse(actor)
+    with algorithms.update(MegatronUpdate(dataloader.handover, actor)):
+        return original(actor, dataloader, enable_mtp)
+
+
+def _refuse(actor: Any) -> None:
+    """A schedule in which a loss is not that of the micro-batch taken last."""
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    if actor.tf_config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            f"{key}.overlap_moe_expert_parallel_comm=true: the schedule takes a micro-batch while the loss of another "
+            f"one is computed, so that the correction cannot tell which is which. Set it to false."
+        )
+
+
+def _forward_backward_batch(original: Callable[..., Any], actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    if algorithms.running() is not None:
+        # One mini-batch at a time, as it was dealt: shuffled or not.
+        for key, column in mini_batch_columns(data.batch["response_mask"], len(data), _over_ranks).items():
+            data.batch[key] = column
+    return original(actor, data, *args, **kwargs)
+
+
+def _over_ranks(numbers: Tensor) -> Tensor:
+    total = numbers.to(get_device_id())
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
+    return total.to(numbers.device)
+
+
+def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], vpp_size: int) -> Any:
+    current = algorithms.running()
+    made = original(batches, vpp_size)
+    if not isinstance(current, MegatronUpdate):
+        return made
+    # Megatron's schedules multiply by the one and divide by the other.
+    scale = mpu.get_context_parallel_world_size() / len(batches)
+    # One iterator, or one for each virtual stage.
+    if vpp_size > 1:
+        return [_noted(stage, current, scale) for stage in made]
+    return _noted(made, current, scale)
+
+
+def _noted(micro_batches: Iterator[Any], current: MegatronUpdate, scale: float) -> Iterator[Any]:
+    """The micro-batches, each taken up by the update when it is asked for."""
+    for micro_batch in micro_batches:
+        # Where verl moves it next, which then moves nothing.
+        rows = micro_batch.to(get_device_id())
+        current.begin(rows, scale=scale, upstream=current.upstream)
+        yield rows

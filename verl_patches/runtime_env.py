@@ -1,0 +1,139 @@
+"""Hands Ray's workers the variables that this process was started with.
+
+A cluster that runs already gives its workers the environment of its own nodes. What they need travels by
+`ray_kwargs.ray_init.runtime_env.env_vars`, which verl hands to `ray.init`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .contract import PatchError
+from .groups import EXTERNAL_MODULES, GROUPS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+KEY = "ray_kwargs.ray_init.runtime_env"
+VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS")
+"""Of verl's own, those that a worker has to share with the driver."""
+PREFIX = "OFFPOLICY_"
+PYTHONPATH = "PYTHONPATH"
+_SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how Ray tells a submitted job its own runtime environment
+_OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
+
+
+def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+    """Put what workers need into the runtime environment of a Hydra configuration, in place.
+
+    Args:
+        config: with verl's `ray_kwargs.ray_init`.
+        groups: of patches, that this process has in force and workers need as well, asked for or not.
+        environ: of this process.
+
+    Raises:
+        PatchError: a value in the configuration or of the submitted job contradicts this process's.
+    """
+    # Not at the top: who submits a job needs the rest, and perhaps no Hydra.
+    from omegaconf import OmegaConf, open_dict
+
+    environ = os.environ if environ is None else environ
+    job = job_runtime_env(environ)
+    # Ray gives a job's workers its working directory on their path, wherever it lies on their node.
+    checkout = None if job.get("working_dir") else checkout_root()
+    node = OmegaConf.select(config, KEY)
+    given = {} if node is None else OmegaConf.to_container(node, resolve=True)
+    assert isinstance(given, dict)
+    variables = merged(
+        given.get("env_vars") or {},
+        wanted(environ, groups, checkout),
+        job.get("env_vars") or {},
+        may_override=environ.get(_OVERRIDE) == "1",
+    )
+    if variables:
+        with open_dict(config):
+            OmegaConf.update(config, f"{KEY}.env_vars", variables, merge=False, force_add=True)
+
+
+def wanted(environ: Mapping[str, str], groups: Sequence[str] = (), checkout: str | None = None) -> dict[str, str]:
+    """The variables that a worker needs to be like this process.
+
+    Args:
+        environ: of this process.
+        groups: names of groups of patches that are to be loaded.
+        checkout: a folder to import this package from, where it is not installed.
+    """
+    variables = {key: environ[key] for key in environ if key in VARIABLES or key.startswith(PREFIX)}
+    modules = _joined(EXTERNAL_MODULES, environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups))
+    if modules:
+        variables[EXTERNAL_MODULES] = modules
+    if checkout:
+        variables[PYTHONPATH] = _joined(PYTHONPATH, checkout, environ.get(PYTHONPATH, ""))
+    return variables
+
+
+def merged(
+    given: Mapping[str, object], wanted: Mapping[str, str], job: Mapping[str, str], *, may_override: bool = False
+) -> dict[str, object]:
+    """The user's variables with those that workers need.
+
+    Lists (modules, paths) are joined, the user's first. What the submitted job has set already is left out: Ray
+    refuses a variable that is set in both places, even to the same value.
+
+    Args:
+        given: `env_vars` of the user's configuration.
+        wanted: what workers need.
+        job: `env_vars` that a job was submitted with; empty outside a job.
+        may_override: whether Ray was told to let the driver's variables win over the job's.
+
+    Raises:
+        PatchError: a variable has another value in `given` or `job`.
+    """
+    result = dict(given)
+    for key, value in wanted.items():
+        if key in given:
+            there = str(given[key])
+            if key not in _SEPARATORS and there != value:
+                raise PatchError(_contradiction(f"{KEY}.env_vars.{key}={there}", key, value, "remove this override"))
+            result[key] = _joined(key, there, value)
+        elif key not in job or may_override:
+            result[key] = _joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
+        elif key != PYTHONPATH and _joined(key, job[key], value) != _joined(key, job[key]):
+            # A job knows itself where its files lie; a package that is not found there stops the import of verl.
+            fix = f"submit the job with {key}={_joined(key, job[key], value)}, or set {_OVERRIDE}=1"
+            raise PatchError(_contradiction(f"{key}={job[key]} of the submitted job", key, value, fix))
+    return result
+
+
+def job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The runtime environment that this process's job was submitted with; empty outside a job."""
+    found: dict[str, Any] = json.loads(environ.get(_JOB) or "{}").get("runtime_env") or {}
+    return found
+
+
+def checkout_root() -> str | None:
+    """The folder that holds this package, unless that is one of the interpreter's own for installed packages."""
+    root = Path(__file__).resolve().parents[1]
+    paths = sysconfig.get_paths()
+    installed = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
+    return None if root in {Path(path).resolve() for path in installed} else str(root)
+
+
+def _contradiction(there: str, key: str, value: str, fix: str) -> str:
+    return f"{there}: workers need {key}={value}, as this process has it. Fix: {fix}."
+
+
+def _joined(key: str, *values: str) -> str:
+    """Of lists their parts, each once, in order; of a plain value the last."""
+    separator = _SEPARATORS.get(key)
+    if separator is None:
+        return values[-1]
+    parts = [part.strip() for value in values for part in value.split(separator)]
+    return separator.join(dict.fromkeys(part for part in parts if part))

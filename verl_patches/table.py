@@ -1,0 +1,131 @@
+"""What `python -m verl_patches` shows: every contract, the state of its patch in this process, and whether it holds."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+from .contract import Contract, NotInstalledError, PatchError, installed_release, of_installed
+from .groups import GROUPS, Group
+
+OK, NOT_HERE, MISSING = "ok", "not for this release", "not installed"
+CALLS = "calls"
+_HERE = __name__.rpartition(".")[0]
+_INFRASTRUCTURE = {"__main__", "contract", "deferred", "failures", "groups", "plugin", "runtime_env", "table"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contract.
+
+    Attributes:
+        patch, target, releases: as the contract says.
+        state: of the patch in this process; "calls" for seams that are called and not patched.
+        verdict: "ok", why it does not matter here, or why it is broken.
+        broken: the contract matters here and does not hold.
+    """
+
+    patch: str
+    target: str
+    releases: str
+    state: str
+    verdict: str
+    broken: bool
+
+
+def rows() -> list[Row]:
+    """Every contract of this package, group by group, seams without a group first."""
+    names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
+    seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
+    contracts = {name: contracts_of(module) for name, module in seams.items()}
+    # Some seams are of some releases; a release that is in none of them was not tested.
+    release = installed_release("verl")
+    tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
+    rows = [
+        _row(name, each, _state_alone(seams[name]), tested)
+        for name, found in contracts.items()
+        for each in _per_target(found)
+    ]
+    for group in GROUPS.values():
+        rows += _rows_of_group(group)
+    return rows
+
+
+def _state_alone(module: ModuleType) -> str:
+    """Of a module without a group: a patch that the trainer installs where it is needed, or seams."""
+    if not hasattr(module, "in_force"):
+        return CALLS
+    return "in force" if module.in_force() else "off"
+
+
+def _rows_of_group(group: Group) -> Iterator[Row]:
+    package = importlib.import_module(group.module)
+    states = package.status()
+    for name in states:
+        if not group.needed():
+            yield Row(f"{group.name}.{name}", "", "", states[name], f"not needed: {group.when}", broken=False)
+            continue
+        module = importlib.import_module(f"{group.module}.{name}")
+        for each in _per_target(contracts_of(module)):
+            yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == "not needed")
+
+
+def _row(patch: str, contracts: list[Contract], state: str, may_be_of_others: bool) -> Row:
+    contract = of_installed(*contracts)
+    release = installed_release(contract.distribution)
+    tested = " or ".join(dict.fromkeys(each.tested for each in contracts))
+    if may_be_of_others and release is not None and not contract.covers(release):
+        verdict, broken = NOT_HERE, False
+    else:
+        verdict, broken = _verdict(contract)
+    return Row(patch, contract.target, tested, state, verdict, broken)
+
+
+def _verdict(contract: Contract) -> tuple[str, bool]:
+    try:
+        contract.check()
+    except NotInstalledError:
+        return MISSING, False
+    except PatchError as error:
+        return str(error), True
+    return OK, False
+
+
+def contracts_of(module: ModuleType) -> list[Contract]:
+    """The contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
+    found: list[Contract] = []
+    _collect(vars(module).values(), found, depth=5)
+    return list(dict.fromkeys(found))
+
+
+def _collect(values: Iterable[object], found: list[Contract], depth: int) -> None:
+    for value in values:
+        if isinstance(value, Contract):
+            found.append(value)
+        elif depth and isinstance(value, tuple | list):
+            _collect(value, found, depth - 1)
+        elif depth and type(value).__module__.startswith(f"{_HERE}."):
+            _collect(vars(value).values() if hasattr(value, "__dict__") else (), found, depth - 1)
+
+
+def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
+    """Contracts that take turns by release, together: those of one target, or of one name where a target has moved.
+
+    Contracts of a name that has others for the installed release are left out.
+    """
+    named: dict[tuple[str, str], list[Contract]] = {}
+    for contract in contracts:
+        named.setdefault((contract.name, contract.distribution), []).append(contract)
+    rows: list[list[Contract]] = []
+    for (_, distribution), turns in named.items():
+        release = installed_release(distribution)
+        here = {each.target for each in turns if release and each.covers(release)}
+        rows += [[each for each in turns if each.target == target] for target in sorted(here)] or [turns]
+    return rows
+
+
+def _modules(package: str) -> set[str]:
+    return {found.name for found in pkgutil.iter_modules(importlib.import_module(package).__path__)}
