@@ -17,9 +17,12 @@ _seam = partial(seam, releases="==0.9.1")
 
 SEAMS = (
     _seam("on_init_end", f"{_TRAINER}:PPOTrainer.on_init_end", "(self)"),
+    _seam("step", f"{_TRAINER}:PPOTrainer.step", "(self, metrics, timing_raw)"),
     _seam("_compute_old_log_prob", f"{_TRAINER}:PPOTrainer._compute_old_log_prob", "(self, batch, metrics)"),
     _seam("_compute_advantage", f"{_TRAINER}:PPOTrainer._compute_advantage", "(self, batch, metrics)"),
     _seam("_update_actor", f"{_TRAINER}:PPOTrainer._update_actor", "(self, batch, metrics)"),
+    _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
+    _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)"),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
     _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),
     # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.

@@ -20,23 +20,14 @@ from .correction import CorrectionSpec, SpecError
 from .correction.denominator import HAS_DENOMINATOR
 from .correction.mask_spec import ON_RATIO
 from .live_path import live_path, uncovered
+from .verl_keys import DEFAULTS as VERL_CORRECTION_DEFAULTS
+from .verl_keys import dead_keys
 from .watchdog import problems as watchdog_problems
 
 WIDE_CAP = 10.0
 _TRUTHS = ("allow_identical_log_probs", "allow_unrelated_log_probs", "resume_changed_correction")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
-
-# What verl ships under algorithm.rollout_correction; anything else was set by the user.
-VERL_CORRECTION_DEFAULTS = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-    "rollout_is_batch_normalize": False,
-}
 
 
 @dataclass(frozen=True)
@@ -356,6 +347,11 @@ def _verl_correction(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
         )
 
 
+def _dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    for finding in dead_keys(config, spec, live_path(config)):
+        yield Problem(*finding)
+
+
 def _distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if OmegaConf.select(config, "distillation.enabled", default=False):
         yield Problem(
@@ -415,6 +411,7 @@ CHECKS: tuple[Check, ...] = (
     _rollout_log_probs,
     _truncated_sampling,
     _verl_correction,
+    _dead_keys,
     _distillation,
     _base_loss,
 )

@@ -16,8 +16,9 @@ from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-V1_MODES = ("sync", "colocate_async")
+V1_MODES = ("sync", "colocate_async", "separate_async")
 """verl's V1 trainers that are covered."""
+_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 _LEGACY = "trainer.use_legacy_worker_impl"
 
 
@@ -58,13 +59,22 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     legacy = OmegaConf.select(config, _LEGACY, default=None)
     if legacy not in (None, "auto", "enable", "disable"):
         yield _LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them."
-    if path.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) not in V1_MODES:
+    mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
+    if path.trainer == "v1" and mode not in V1_MODES:
         yield "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(V1_MODES)}."
+    if mode == "separate_async" and (key := _aliased_snapshot(config, path)):
+        yield (
+            key,
+            True,
+            "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
+            "offloaded: restoring them undoes updates.",
+            f"Set it to false, or {_SYNC_STEP}=1.",
+        )
     if path.worker == "legacy" and path.strategy not in ("fsdp", "fsdp2", "megatron"):
         key = "actor_rollout_ref.actor.strategy"
         yield key, path.strategy, "verl has no legacy actor for it.", f"Set {_LEGACY}=disable."
-    if path.worker == "legacy" and OmegaConf.select(config, "actor_rollout_ref.actor.use_prefix_grouper", default=False):
-        key = "actor_rollout_ref.actor.use_prefix_grouper"
+    key = "actor_rollout_ref.actor.use_prefix_grouper"
+    if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         yield key, True, "the legacy actor's update cannot read what its forward pass returns.", "Set it to false."
     padded = not OmegaConf.select(config, "actor_rollout_ref.model.use_remove_padding")
     if path.release == "0.7.1" and path.worker == "engine" and padded:
@@ -74,3 +84,11 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
             "verl 0.7.1's engine makes its attention mask of the loss mask and gets other log-probs than the model's.",
             f"Set it to true, or {_LEGACY}=enable.",
         )
+
+
+def _aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
+    """The key by which FSDP2's weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
+    key = "actor_rollout_ref.actor.fsdp_config.param_offload"
+    on_gpu = OmegaConf.select(config, "trainer.device") != "cpu"  # without one, verl_patches.cpu makes them copies
+    offloaded = path.strategy == "fsdp2" and on_gpu and OmegaConf.select(config, key)
+    return key if offloaded and OmegaConf.select(config, _SYNC_STEP) != 1 else None

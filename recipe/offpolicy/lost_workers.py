@@ -1,7 +1,8 @@
 """Finds out that a Ray actor of the run has died, also while nobody waits for its answer.
 
-verl learns of a dead worker only by calling it, and where the call is another worker's, from an agent loop to an
-inference server, the error stays there: the rollout is asked for again, for ever.
+verl learns of a dead worker only by waiting for its answer. Where nobody does, as with agent loops that were sent off,
+or where another worker waits, as an agent loop for an inference server, prompts stay pending or are asked for again
+for ever.
 """
 
 from __future__ import annotations

@@ -7,17 +7,23 @@ goes on looking.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from .alignment import AlignmentWatch, Tally, tally
+from .alignment import KINDS, AlignmentWatch, Tally, tally
 from .arrival import check_arrived, check_zeros, missing
 from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
 
 SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
 """What is read of a rollout."""
+_NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
+
+
+_NOT_READY = "fields are not ready"
+"""What TransferQueue says where some of the rows lack a column; one that all lack it leaves out."""
 
 
 class SampleWatch:
@@ -66,21 +72,21 @@ class SampleWatch:
 
     def metrics(self) -> dict[str, float]:
         """Of the last update: ``alignment/...``."""
-        return {f"alignment/{name}": value for name, value in self._metrics.items()}
+        return {f"alignment/{name}": self._metrics.get(name, math.nan) for name in _NAMES}
 
 
 @contextlib.contextmanager
-def naming_missing(names: Iterable[str]) -> Iterator[None]:
-    """Around the fetch of columns from a store that raises its own error for one that is not there.
+def naming_missing() -> Iterator[None]:
+    """Around the fetch of ``SAMPLED`` from TransferQueue, whose own error names no column.
 
     Raises:
-        ArrivalError: the fetch failed over mu.
+        ArrivalError: some rows have no mu; the rest of ``SAMPLED`` each rollout has.
     """
     try:
         yield
-    except Exception as error:
-        if ROLLOUT_LOG_PROBS in names and ROLLOUT_LOG_PROBS in str(error):
-            raise missing(f"not been stored with them ({error})") from error
+    except ValueError as error:
+        if _NOT_READY in str(error) or ROLLOUT_LOG_PROBS in str(error):
+            raise missing(f"rows without them ({error})") from error
         raise
 
 

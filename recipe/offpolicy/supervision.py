@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 
 from .correction import CorrectionSpec
-from .correction.statistics import merge_all
+from .correction.statistics import Statistic, merge_all
 from .liveness import LivenessError, verify, verify_update
 from .packet import take_packets
 from .proof import each_alone
@@ -48,6 +48,7 @@ class Supervision:
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
         self._statistics: dict[str, float] = {}
+        self._step: dict[str, Statistic] = {}
 
     @property
     def wants_sampled(self) -> bool:
@@ -97,9 +98,21 @@ class Supervision:
         if self.spec.proximal != "recompute":
             self._samples.judge(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
-        self._statistics = {name: statistic.value() for name, statistic in merged.items()}
-        self._statistics |= {f"live/{name}": value for name, value in self._live.items()} | self._samples.metrics()
+        self._step = merge_all([self._step, merged])
+        self._statistics = self._values(merged)
         return proved
+
+    def begin_step(self) -> None:
+        """Forget the last step: one can make several updates."""
+        self._step = {}
+
+    def step_metrics(self) -> dict[str, float]:
+        """What all updates since ``begin_step`` showed together; empty where there was none."""
+        return {f"offpolicy/{name}": value for name, value in self._values(self._step).items()} if self._step else {}
+
+    def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
+        values = {name: statistic.value() for name, statistic in merged.items()}
+        return values | {f"live/{name}": value for name, value in self._live.items()} | self._samples.metrics()
 
     def begin(self) -> None:
         """Forget the last update, so that one which goes past the correction is noticed."""

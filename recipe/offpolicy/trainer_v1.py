@@ -1,7 +1,8 @@
 """verl's V1 trainer with a correction: hands the loss to the workers and stops the run unless it is proved live.
 
 Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
-``on_init_end(self)``, ``_compute_old_log_prob(self, batch, metrics)``, ``_compute_advantage(self, batch, metrics)``,
+``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
+``_compute_advantage(self, batch, metrics)``,
 ``_update_actor(self, batch, metrics)``, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` /
 ``RayWorkerGroup.update_actor(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
@@ -17,6 +18,7 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from verl_patches import separate_async_logger
 from verl_patches.trainer_v1 import substitute
 
 from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
@@ -46,10 +48,17 @@ class OffPolicyTrainer(SupervisedRun):
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
 
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self.supervision.begin_step()
+        batch = super().step(metrics, timing_raw)  # type: ignore[misc]
+        # Where a step makes several updates, verl averages their metrics or takes a maximum, by name.
+        metrics.update(self.supervision.step_metrics())
+        return batch
+
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            with naming_missing(SAMPLED):
+            with naming_missing():
                 rows = _columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
         if self.correction.proximal in WITHOUT_FORWARD:
@@ -115,6 +124,7 @@ def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
 
 def install_trainers() -> None:
     """Put the corrected trainers under verl's own mode names, in this process; idempotent."""
+    separate_async_logger.install()
     for mode in V1_MODES:
         substitute(mode, with_correction)
 

@@ -63,18 +63,22 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     from recipe.offpolicy.trainer_v1 import OffPolicyTrainer
 
     names = overridden(OffPolicyTrainer, PPOTrainer)
-    assert names == {"on_init_end", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
+    assert names == {"on_init_end", "step", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
     assert names <= {seam.name for seam in trainer_v1.SEAMS}
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+    from recipe.offpolicy.supervised_run import SupervisedRun
     from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer
 
     names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
     assert names == {"init_workers", "_compute_old_log_prob", "_update_actor"}
     assert names <= {seam.name for seam in trainer_v0.SEAMS}
+    around = overridden(SupervisedRun, RayPPOTrainer)
+    assert around == {"_save_checkpoint", "_load_checkpoint"}
+    assert around <= {seam.name for seam in trainer_v0.SEAMS}
 
 
 @ONLY_V1
@@ -90,7 +94,7 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
     install_trainers()
     for mode, trainer in before.items():
         ours = get_trainer_cls(mode)
-        assert ours.__mro__[1:3] == (OffPolicyTrainer, trainer)
+        assert ours.__bases__ == (OffPolicyTrainer, trainer)
 
 
 def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +107,7 @@ def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "RayPPOTrainer", trainer)
     install_trainer()
     install_trainer()
-    assert module.RayPPOTrainer.__mro__[1:3] == (OffPolicyRayTrainer, trainer)
+    assert module.RayPPOTrainer.__bases__ == (OffPolicyRayTrainer, trainer)
     # The task runner's own code reads the name from that module, not a copy of its own.
     run = inspect.unwrap(trainer_v0.task_runner().run)
     assert run.__globals__ is vars(module)

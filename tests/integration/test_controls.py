@@ -113,6 +113,7 @@ def test_what_is_fixed_for_a_batch_travels_with_it(run_program: Callable[..., An
         assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
 
 
+@pytest.mark.extended
 def test_bypass_reaches_the_worker(run_program: Callable[..., Any]) -> None:
     """pi_old is mu where the loss reads it, without a forward pass for it, and masks see the current policy."""
     finished, steps = train(

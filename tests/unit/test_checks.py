@@ -70,8 +70,17 @@ def test_the_defaults_pass(base: DictConfig) -> None:
 # Changes that must stop: what is changed, and what the message must say (key, value and fix).
 STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "trainer mode": (
-        {"trainer.v1.trainer_mode": "separate_async"},
-        ("trainer.v1.trainer_mode=separate_async", "sync, colocate_async"),
+        {"trainer.v1.trainer_mode": "one_step_off"},
+        ("trainer.v1.trainer_mode=one_step_off", "sync, colocate_async, separate_async"),
+    ),
+    "snapshots of offloaded weights": (
+        {
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.device": "cuda",
+            f"{ACTOR}.strategy": "fsdp2",
+            f"{ACTOR}.fsdp_config.param_offload": True,
+        },
+        (f"{ACTOR}.fsdp_config.param_offload=true", "trainer.v1.separate_async.parameter_sync_step=1"),
     ),
     "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Remove offpolicy.recrod")),
     "emptied": (

@@ -84,8 +84,16 @@ def test_what_workers_counted() -> None:
         SampleWatch().judge(shifted)
 
 
-def test_a_store_that_has_no_such_column() -> None:
-    with pytest.raises(ArrivalError, match="stopped arriving"), naming_missing(("rollout_log_probs",)):
-        raise ValueError("no field 'rollout_log_probs' in 3 samples")
-    with pytest.raises(ValueError, match="uid"), naming_missing(("rollout_log_probs",)):
-        raise ValueError("no field 'uid' in 3 samples")
+def test_a_store_in_which_some_rows_lack_them() -> None:
+    with pytest.raises(ArrivalError, match="stopped arriving"), naming_missing():
+        raise ValueError("Some fields are not ready in all the requested keys!")
+    with pytest.raises(ValueError, match="were not found"), naming_missing():
+        raise ValueError("keys or partition were not found!")
+
+
+def test_the_store_still_says_so() -> None:
+    import inspect
+
+    from transfer_queue import interface
+
+    assert "fields are not ready" in inspect.getsource(interface.async_kv_batch_get)

@@ -2,8 +2,12 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-The last two are verl's own switches: the platform to use, and the engines to take (there is none registered
-for cpu; those for cuda run on it). Without VERL_PLATFORM=cpu, importing this package changes nothing.
+The last two are verl's own switches from 0.9 on: the platform to use, and the engines to take (there is none
+registered for cpu; those for cuda run on it). In earlier releases they are read here. Without VERL_PLATFORM=cpu,
+importing this package changes nothing.
+
+A patch is a module with `install()` and `in_force()`, or one that holds an object with these as `PATCH`. It may also
+have `waiting()`, for a target that is not imported yet, and `needed()`, for what some releases do without.
 """
 
 from __future__ import annotations
@@ -14,7 +18,31 @@ from typing import Any
 
 from ..contract import PatchError
 
-PATCHES = ("torch_cpu", "platform", "process_group", "pin_memory", "vllm_version", "vllm_weights")
+PATCHES = (
+    "torch_cpu",
+    "platform",
+    "device",
+    "engine_device",
+    "process_group",
+    "pin_memory",
+    "sync_module_states",
+    "layer_names",
+    "padding",
+    "autocast",
+    "vllm_version",
+    "vllm_weights",
+    "vllm_fused_moe",
+    "weight_socket",
+    "weight_buffer",
+    "async_snapshot",
+    "megatron_cuda",
+    "megatron_device",
+    "megatron_rng",
+    "megatron_optimizer",
+    "megatron_attention",
+    "megatron_bridge",
+    "megatron_rope",
+)
 REQUIRED_ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 
 
@@ -37,13 +65,18 @@ def install() -> None:
 
 
 def status() -> dict[str, str]:
-    """State of each patch in this process: "in force", "waiting" for its target's import, or "off"."""
+    """State of each patch in this process.
+
+    "in force", "waiting" for its target's import, "not needed" by the installed releases, or "off".
+    """
     if os.environ.get("VERL_PLATFORM") != "cpu":
         return dict.fromkeys(PATCHES, "off")
     return {name: _state(_patch(name)) for name in PATCHES}
 
 
 def _state(patch: Any) -> str:
+    if not getattr(patch, "needed", lambda: True)():
+        return "not needed"
     if patch.in_force():
         return "in force"
     return "waiting" if getattr(patch, "waiting", lambda: False)() else "off"
@@ -51,7 +84,8 @@ def _state(patch: Any) -> str:
 
 def _patch(name: str) -> Any:
     # Imported late: they import torch and verl, which a look at this package should not cost.
-    return importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    return getattr(module, "PATCH", module)
 
 
 _asked_for = "verl_patches.cpu" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")

@@ -2,21 +2,17 @@
 
 verl 0.9 ships cuda, rocm and npu only and lets external modules register more, so this is an extension and
 changes nothing of verl's. Ray's resource stays "GPU": verl's placement groups ask for it, and a run on CPU
-advertises as many as it wants workers (`ray_kwargs.ray_init.num_gpus`).
+advertises as many as it wants workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see
+device.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+import importlib
 from typing import Any
 
-import torch
-from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry
-
 from ..contract import Contract, PatchError, logger
+from .release_patch import in_releases
 
 NAME = "cpu"
 REGISTRY = Contract(
@@ -28,83 +24,29 @@ REGISTRY = Contract(
 )
 
 
-class PlatformCPU(PlatformBase):
-    """What verl asks of a device, answered for the CPU."""
-
-    device_name = property(lambda self: "cpu")
-    vendor_name = property(lambda self: "cpu")
-    device_module: ModuleType = property(lambda self: torch.cpu)  # type: ignore[assignment]
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> torch.device:
-        # verl hands this to tensor.to(); an index would mean an accelerator there.
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        # No CUDA IPC: verl then sends weights to the rollout through POSIX shared memory.
-        return False
-
-    def cudart(self) -> Any:
-        return None
+def needed() -> bool:
+    """Whether the installed verl has platforms."""
+    return not in_releases("verl", "<0.9")
 
 
 def install() -> None:
     """Registers the platform under "cpu", once."""
-    REGISTRY.check()
-    if missing := sorted(getattr(PlatformCPU, "__abstractmethods__", ())):
+    if not needed():
+        return
+    register = REGISTRY.check()
+    platform = _platform()
+    if missing := sorted(getattr(platform, "__abstractmethods__", ())):
         raise PatchError(REGISTRY.moved(f"a PlatformBase that asks for {', '.join(missing)} as well"))
     if not in_force():
-        PlatformRegistry.register(platform=NAME)(PlatformCPU)
+        register(platform=NAME)(platform)
         logger.info("patch %s in force: verl platform %r", REGISTRY.name, NAME)
 
 
 def in_force() -> bool:
-    return PlatformRegistry.get(NAME) is PlatformCPU
+    manager = importlib.import_module("verl.plugin.platform.platform_manager")
+    return bool(manager.PlatformRegistry.get(NAME) is _platform())
+
+
+def _platform() -> Any:
+    # Imported late: its base class exists from verl 0.9 on.
+    return importlib.import_module(f"{__package__}.platform_cpu").PlatformCPU

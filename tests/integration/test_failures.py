@@ -1,0 +1,98 @@
+"""Runs that break while they train end by themselves, soon, with the cause; what they had saved can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+QUICKSTART = str(ROOT / "scripts" / "quickstart.sh")
+LIMIT = 300.0  # seconds; a run takes about 100
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * int(LIMIT) + 60)]
+
+
+def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Any:
+    """A quickstart with a fault of ``faults.py`` in it; it must end by itself, and not well."""
+    finished = run_program(
+        ["bash", QUICKSTART, "correction=tis_token", "trainer.val_before_train=false", *overrides],
+        limit=LIMIT,
+        cwd=ROOT,
+        VENV=os.environ.get("VENV") or sys.prefix,
+        OFFPOLICY_FAULT=fault,
+        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(SUPPORT)]),
+    )
+    assert not finished.timed_out
+    assert finished.returncode == 1, finished.output[-3000:]  # training failed; 5 and 6 are limits of the quickstart
+    return finished
+
+
+def log_of(finished: Any) -> str:
+    """The whole of the training's log."""
+    folder = re.search(r"everything goes to (\S+)", finished.output)
+    assert folder
+    return (ROOT / folder.group(1) / "train.log").read_text()
+
+
+def steps_of(finished: Any) -> list[dict[str, Any]]:
+    folder = re.search(r"everything goes to (\S+)", finished.output)
+    assert folder
+    metrics = ROOT / folder.group(1) / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    return [record["data"] for record in records if "actor/grad_norm" in record["data"]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("dies", "a worker of llm_server_manager has died"),
+        ("hangs", "update_actor is stuck: it has taken"),
+    ],
+)
+def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], fault: str, cause: str) -> None:
+    finished = run_program([sys.executable, str(SUPPORT / "watched_ray.py"), fault], limit=90.0, may_leave=True)
+    assert not finished.timed_out
+    assert finished.returncode == 1
+    # The last thing that the user reads is the cause, not what an interrupted ray.get makes of it.
+    assert re.search(rf"WatchdogError: {cause}.* Step 5, phase update_actor", finished.output.splitlines()[-1])
+    assert "in _update_actor" in finished.output  # the stacks
+
+
+def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
+    finished = broken(run_program, "stop_rollout_engine:2", "offpolicy.watchdog.step_timeout=25")
+    log = log_of(finished)
+    assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", log)
+    assert "update_weights" in log  # the stacks
+    assert len(steps_of(finished)) == 1
+
+
+def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    saving = ["trainer.save_freq=2", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
+    finished = broken(run_program, "hang_in_checkpoint:4", "offpolicy.watchdog.step_timeout=25", *saving)
+    assert "WatchdogError: checkpoint is stuck" in log_of(finished)
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (folder / "global_step_4" / "actor").is_dir()
+
+    # The run goes on at step 3, and at step 4 an agent loop is killed, for which nobody waits.
+    resumed = broken(run_program, "kill_agent_loop:4", *saving, "trainer.resume_mode=auto")
+    log = log_of(resumed)
+    assert "the checkpoint of step 4 was cut short; resuming step 2" in log
+    assert "resuming global_step_2 with the correction that it was trained with" in log
+    assert [step["training/global_step"] for step in steps_of(resumed)] == [3]
+    assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", log)
+
+
+def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
+    finished = broken(run_program, "log_probs_of_other_rows:3", "trainer.total_training_steps=6")
+    assert "AlignmentError: rollout_log_probs are those of other rows" in log_of(finished)
+    assert 2 <= len(steps_of(finished)) <= 3

@@ -1,0 +1,151 @@
+"""recipe/offpolicy/run_*.sh in the environment of each release: they compose, pass our checks, and verl's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "recipe" / "offpolicy"
+DENSE, MOE, ASYNC = "run_dense_fsdp", "run_moe_megatron", "run_async"
+SECONDS = 150
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytest.importorskip("verl")
+
+
+def run(script: str, cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script from another directory, as after an installation, with this interpreter's programs."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        ["bash", str(SCRIPTS / f"{script}.sh"), *arguments],
+        cwd=cwd,
+        env={**inherited, "PATH": path, "RAY_TMPDIR": str(cwd), "PYTHONWARNINGS": "ignore", **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+Composed = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Composed:
+    """What a script trains, composed by the installed verl, after verl's own validation of it."""
+
+    def compose(script: str, *arguments: str, **environment: str) -> DictConfig:
+        done = run(script, tmp_path, "--cfg", "job", *arguments, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        config = OmegaConf.create(done.stdout)
+        assert isinstance(config, DictConfig)
+        validate(config)
+        return config
+
+    return compose
+
+
+def validate(config: DictConfig) -> None:
+    """verl's own checks of sizes and of what its data classes take."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    validate_config(config, need_reference_policy(config), need_critic(config))
+
+
+def passes_the_checks(script: str, cwd: Path, *arguments: str) -> str:
+    done = run(script, cwd, "--check", *arguments)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert "offpolicy: all checks passed" in done.stdout
+    assert not list(cwd.glob("**/session_*")), "Ray was started"
+    return done.stdout
+
+
+def select(config: DictConfig, key: str) -> Any:
+    return OmegaConf.select(config, key, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("script", [DENSE, MOE])
+def test_a_script_passes_the_checks_with_overrides_last(script: str, tmp_path: Path) -> None:
+    printed = passes_the_checks(script, tmp_path, "correction.weight.upper=3.0")
+    assert "'upper': 3.0" in printed
+    assert "'gsm'" in printed
+
+
+@pytest.mark.verl(">=0.9")
+def test_the_asynchronous_script_passes_the_checks(tmp_path: Path) -> None:
+    assert "'upper': 3.0" in passes_the_checks(ASYNC, tmp_path, "correction.weight.upper=3.0")
+
+
+@pytest.mark.verl("<0.9")
+def test_the_asynchronous_script_says_that_the_release_has_no_such_trainer(tmp_path: Path) -> None:
+    done = run(ASYNC, tmp_path, "--check")
+    assert done.returncode == 1
+    assert "has no trainer.v1.separate_async, which came with 0.9" in done.stderr
+    assert "Fix: install verl 0.9.1, or take run_dense_fsdp.sh" in done.stderr
+
+
+def test_a_check_that_fails_ends_the_script(tmp_path: Path) -> None:
+    done = run(DENSE, tmp_path, "--check", "correction.x=1")
+    assert done.returncode == 1
+    assert "correction.x=1: unknown key" in done.stderr
+
+
+def test_the_dense_script(composed: Composed) -> None:
+    config = composed(DENSE, MODEL_PATH="/models/my model", TRAIN_FILE="/data/a b.parquet", NNODES="2", SP="4")
+    assert select(config, "actor_rollout_ref.model.path") == "/models/my model"
+    assert select(config, "data.train_files") == "/data/a b.parquet"
+    assert (select(config, "trainer.nnodes"), select(config, "trainer.n_gpus_per_node")) == (2, 8)
+    assert select(config, "actor_rollout_ref.actor.ulysses_sequence_parallel_size") == 4
+    assert select(config, "actor_rollout_ref.actor.strategy") == "fsdp2"
+    assert select(config, "actor_rollout_ref.actor.fsdp_config.strategy") == "fsdp2"
+    assert select(config, "actor_rollout_ref.rollout.calculate_log_probs") is True
+    assert set(select(config, "correction.masks")) == {"gsm"}
+
+
+def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:
+    config = composed(MOE, CORRECTION="tis_sequence")
+    megatron = select(config, "actor_rollout_ref.actor.megatron")
+    assert select(config, "actor_rollout_ref.actor.strategy") == "megatron"
+    sizes = [megatron[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "expert_model")]
+    assert sizes == [4, 2, 8]
+    # Every key that a worker of some release reads.
+    assert megatron.router_replay.mode == "R3"
+    assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is True
+    if has_legacy_actor():
+        assert select(config, "actor_rollout_ref.actor.router_replay.mode") == "R3"
+    assert select(config, "correction.weight.level") == "sequence"
+
+
+def has_legacy_actor() -> bool:
+    import verl
+
+    return (Path(verl.__file__).parent / "workers" / "actor" / "megatron_actor.py").is_file()
+
+
+def test_other_routes_leave_the_rollouts_alone(composed: Composed) -> None:
+    config = composed(MOE, ROUTER_REPLAY="R2")
+    assert select(config, "actor_rollout_ref.actor.megatron.router_replay.mode") == "R2"
+    assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is False
+
+
+@pytest.mark.verl(">=0.9")
+def test_the_asynchronous_script(composed: Composed) -> None:
+    config = composed(ASYNC, SYNC_STEPS="2", ROLLOUT_NNODES="3")
+    assert select(config, "trainer.v1.trainer_mode") == "separate_async"
+    steps = select(config, "trainer.v1.separate_async.parameter_sync_step")
+    # verl asserts this once its workers are up.
+    mini_batch = select(config, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    assert (steps, select(config, "data.train_batch_size")) == (2, steps * mini_batch)
+    assert select(config, "actor_rollout_ref.rollout.nnodes") == 3
+    assert select(config, "actor_rollout_ref.rollout.checkpoint_engine.backend") == "nccl"
+    assert select(config, "actor_rollout_ref.hybrid_engine") is False

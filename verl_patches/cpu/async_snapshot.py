@@ -1,0 +1,30 @@
+"""Makes a snapshot of FSDP2 weights a copy also when the weights lie on the CPU.
+
+verl's asynchronous trainer keeps the weights of the last synchronisation to compute pi_old with, by
+`param.detach().cpu()`, which on the CPU is the live parameter itself: pi_old is then the current policy, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
+
+_MODULE = "verl.utils.fsdp_utils"
+CONTRACT = Contract(
+    name="async_snapshot",
+    target=f"{_MODULE}:fsdp2_sharded_save_to_cpu",
+    signature="(model)",
+    distribution="verl",
+    releases=("==0.7.1", "==0.8.0", "==0.9.1"),
+)
+
+
+def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -> tuple[dict[str, Any], Any]:
+    shards, layout = original(model)
+    return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout
+
+
+PATCH = ReleasePatch((Wrapping(_copied, (CONTRACT,)),), after=_MODULE)

@@ -1,0 +1,275 @@
+"""A checkpoint engine for verl's separate trainer and rollouts on one machine without an accelerator.
+
+verl's own engines need a GPU's or an RDMA card's transport. This one hands the weights over in files: the trainer's
+first rank writes buckets into a folder made for each synchronisation, every rollout worker reads them. verl imports
+this module itself, in each process that sends or receives:
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
+
+Registering under a name of one's own is verl's way to add an engine, so this is an extension and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from ..contract import Contract, PatchError, logger
+
+NAME = "cpu_files"
+TIMEOUT = 300.0
+POLL = 0.01
+"""Seconds between two looks for the next bucket."""
+
+_KEY = "actor_rollout_ref.rollout.checkpoint_engine"
+_BASE = "verl.checkpoint_engine:CheckpointEngine"
+_TOPOLOGY = "(actor_wg_world_size, rollout_world_size, metadata)"
+_ERROR, _END, _LOCK = "error.json", "end.json", "sender.lock"
+
+
+def _method(name: str, signature: str) -> Contract:
+    return Contract("checkpoint_engine", f"{_BASE}.{name}", signature, distribution="verl", releases="==0.9.1")
+
+
+REGISTRY = Contract(
+    "checkpoint_engine", "verl.checkpoint_engine:CheckpointEngineRegistry.register", "(backend)", "verl", "==0.9.1"
+)
+CONTRACTS = (
+    REGISTRY,
+    _method("prepare", "(self)"),
+    _method("build_topology", _TOPOLOGY),
+    _method("init_process_group", "(self, **kwargs)"),
+    _method("finalize", "(self)"),
+    _method("send_weights", "(self, weights, global_steps=None)"),
+    _method("receive_weights", "(self, global_steps=None)"),
+)
+
+
+class WeightSyncError(RuntimeError):
+    """The weights did not get from the trainer to a rollout worker; the message says where and why."""
+
+
+class FileCheckpointEngine(CheckpointEngine):
+    """One process's end of the transport; verl makes one in each worker and drives it through a synchronisation.
+
+    Args:
+        bucket_size: bytes of weights that are gathered before they are written.
+        is_master: this process writes; the trainer's other ranks take part in the gathering alone.
+        timeout: seconds that a receiver waits for the next bucket.
+        folder: where the files lie while they are needed; the trainer's temporary folder by default. Trainer and
+            rollouts have to share it.
+    """
+
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, timeout: float = TIMEOUT, folder: str | None = None
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"{_KEY}.engine_kwargs.{NAME}.timeout={timeout}: give a number of seconds above 0.")
+        self._bucket_size = bucket_size
+        self._is_master = is_master
+        self._timeout = float(timeout)
+        self._parent = folder
+        self._owned: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: IO[bytes] | None = None
+        self._folder: Path | None = None
+        self._sender = ""
+
+    def prepare(self) -> dict[str, Any]:
+        """What `build_topology` has to know: the folder and its writer, from the master alone."""
+        if not self._is_master:
+            return {"folder": None}
+        self.finalize()  # a synchronisation that failed was never finalised
+        self._owned = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=self._parent)
+        folder = Path(self._owned.name)
+        self._lock = (folder / _LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives, whatever ends it
+        return {"folder": str(folder), "sender": f"process {os.getpid()} on {socket.gethostname()}"}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """The keyword arguments of `init_process_group`, one a worker, for the trainer's and the rollouts' workers."""
+        masters = [entry for entry in metadata if entry["folder"]]
+        if len(masters) != 1:
+            raise WeightSyncError(f"{NAME}: one process of the trainer has to write the weights, found {len(masters)}.")
+
+        def each(world_size: int) -> dict[str, list[Any]]:
+            return {key: [value] * world_size for key, value in masters[0].items()}
+
+        return each(actor_wg_world_size), each(rollout_world_size)
+
+    def init_process_group(self, folder: str, sender: str) -> None:
+        """Opens this end.
+
+        Raises:
+            WeightSyncError: the sender's folder is not on this machine.
+        """
+        if not (Path(folder) / _LOCK).exists():
+            raise WeightSyncError(
+                f"{_KEY}.backend={NAME}: {folder}, which the trainer ({sender}) writes weights to, does not exist on "
+                f"{socket.gethostname()}. Fix: {_KEY}.engine_kwargs.{NAME}.folder=a folder that all machines share, "
+                f"or one machine for trainer and rollouts."
+            )
+        self._folder, self._sender = Path(folder), sender
+
+    def finalize(self) -> None:
+        """Closes this end; the master's removes the files."""
+        if self._lock is not None:
+            self._lock.close()
+        if self._owned is not None:
+            self._owned.cleanup()
+        self._folder = self._owned = self._lock = None
+
+    async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
+        """Writes every weight, or takes part in gathering them.
+
+        Raises:
+            WeightSyncError: there are none.
+            OSError: they cannot be written. Receivers are told of it, and of whatever else goes wrong.
+        """
+        if not self._is_master:
+            for _ in weights:
+                pass  # each is gathered from all ranks
+            return
+        try:
+            count = 0
+            for count, bucket in enumerate(_buckets(weights, self._bucket_size), start=1):
+                self._publish(_bucket_name(count - 1), {"global_steps": global_steps, "weights": bucket})
+            if not count:
+                raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
+            self._publish(_END, {"buckets": count})
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be what is wrong; the lock tells receivers as well
+                self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
+            raise
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
+        """Yields (name, weight) as the sender writes them.
+
+        Raises:
+            WeightSyncError: the sender failed, has ended, is silent for longer than the timeout, or sends the weights
+                of another step.
+        """
+        for index in itertools.count():
+            path = await self._next_bucket(index, global_steps)
+            if path is None:
+                return
+            bucket = torch.load(path, weights_only=True, mmap=True)
+            if bucket["global_steps"] != global_steps:
+                raise WeightSyncError(
+                    f"{NAME}: asked for the weights of step {global_steps}, {self._sender} sends those of step "
+                    f"{bucket['global_steps']}."
+                )
+            for name, weight in bucket["weights"].items():
+                yield name, weight
+
+    async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
+        """The bucket's file once it is complete; None after the last."""
+        assert self._folder is not None, "verl calls init_process_group first"
+        path = self._folder / _bucket_name(index)
+        failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
+        deadline = time.monotonic() + self._timeout
+        while not path.exists():
+            end, error = (_read(self._folder / name) for name in (_END, _ERROR))
+            if end is not None and index >= end["buckets"]:
+                return None
+            if error is not None:
+                raise WeightSyncError(f"{failed}, the trainer's, failed with {error['error']}")
+            if end is None and not self._sender_lives():
+                raise WeightSyncError(f"{failed}, the trainer's, has ended after {index} buckets. See its log.")
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"{failed}, the trainer's, lives and wrote nothing for {self._timeout:g} s after {index} buckets. "
+                    f"Longer: {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
+                )
+            await asyncio.sleep(POLL)
+        return path
+
+    def _sender_lives(self) -> bool:
+        assert self._folder is not None
+        try:
+            with (self._folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            pass
+        return False
+
+    def _publish(self, name: str, content: dict[str, Any]) -> None:
+        """Writes a file that appears complete or not at all."""
+        assert self._folder is not None, "verl calls init_process_group first"
+        draft = self._folder / f"{name}.draft"
+        if name.endswith(".json"):
+            draft.write_text(json.dumps(content))
+        else:
+            torch.save(content, draft)
+        draft.replace(self._folder / name)
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterable[dict[str, Tensor]]:
+    """Copies of the weights in order, in groups that reach `size` bytes; the last may be smaller, none is empty."""
+    bucket: dict[str, Tensor] = {}
+    held = 0
+    for name, weight in weights:
+        # A copy, because verl may reuse the storage, and because saving a view would save all of what it views.
+        bucket[name] = weight.detach().to("cpu", copy=True).contiguous()
+        held += bucket[name].nbytes
+        if held >= size:
+            yield bucket
+            bucket, held = {}, 0
+    if bucket:
+        yield bucket
+
+
+def _bucket_name(index: int) -> str:
+    return f"{index:06d}.pt"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return content
+
+
+def install() -> None:
+    """Registers the engine, once.
+
+    Raises:
+        PatchError: verl's base class is not what this engine was written for.
+    """
+    for contract in CONTRACTS:
+        contract.check()
+    if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
+        raise PatchError(REGISTRY.moved(f"a CheckpointEngine that asks for {', '.join(missing)} as well"))
+    if not in_force():
+        CheckpointEngineRegistry.register(NAME)(FileCheckpointEngine)
+        logger.info("patch %s in force: verl checkpoint engine %r", REGISTRY.name, NAME)
+
+
+def in_force() -> bool:
+    try:
+        return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
+    except ValueError:
+        return False
+
+
+install()

@@ -1,0 +1,49 @@
+"""Names for the CPU where verl knows two accelerators: Ray's resource "GPU", and gloo for what it calls NCCL.
+
+Before 0.9 verl has no platforms. Where it finds no accelerator its device is `cpu`, and two answers then are those
+for another machine: the resource is "NPU", which no placement group asked for, and the backend is "nccl".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..contract import Contract, PatchError
+from .release_patch import ReleasePatch, Wrapping
+
+_DEVICE = "verl.utils.device"
+
+
+def _contract(function: str) -> tuple[Contract, ...]:
+    return (Contract("device", f"{_DEVICE}:{function}", "()", "verl", ("==0.7.1", "==0.8.0")),)
+
+
+def _gpu(original: Callable[[], str]) -> str:
+    return "GPU"
+
+
+def _gloo(original: Callable[[], str]) -> str:
+    return "gloo"
+
+
+class _DevicePatch(ReleasePatch):
+    def install(self) -> None:
+        """Wraps the two functions.
+
+        Raises:
+            PatchError: a target has moved, or there is an accelerator, which these releases take without asking.
+        """
+        if self.needed() and torch.cuda.is_available():
+            raise PatchError(
+                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 takes the GPU that it sees. Fix: unset "
+                "VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES to train on the GPU, or use verl 0.9.1."
+            )
+        super().install()
+
+
+PATCH = _DevicePatch(
+    (Wrapping(_gpu, _contract("get_resource_name")), Wrapping(_gloo, _contract("get_nccl_backend"))),
+    not_needed=">=0.9",
+)

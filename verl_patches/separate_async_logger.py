@@ -1,0 +1,50 @@
+"""Lets verl's separate asynchronous trainer start without colocated rollouts.
+
+With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` takes and a logger
+does not: a TypeError, on every platform, unless VERL_LOGGING_LEVEL is above INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from .contract import Contract, PatchError, resolve
+from .contract import logger as own_logger
+
+MODULE = "verl.trainer.ppo.v1.trainer_separate_async"
+CONTRACT = Contract(
+    name="separate_async_logger",
+    target=f"{MODULE}:logger.info",
+    signature="(msg, *args, **kwargs)",
+    distribution="verl",
+    releases="==0.9.1",
+)
+
+
+class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
+    """verl's logger, deaf to `flush`."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, {key: value for key, value in kwargs.items() if key != "flush"}
+
+
+def install() -> None:
+    """Puts the adapter in front of the module's logger, once. Imports the trainer's module.
+
+    Raises:
+        PatchError: the module's logger is not one.
+    """
+    CONTRACT.check()
+    module = resolve(f"{MODULE}:__dict__")
+    if in_force():
+        return
+    if not isinstance(module["logger"], logging.Logger):
+        raise PatchError(CONTRACT.moved(f"a {type(module['logger']).__name__}"))
+    module["logger"] = _WithoutFlush(module["logger"], {})
+    own_logger.info("patch %s in force on %s", CONTRACT.name, CONTRACT.target)
+
+
+def in_force() -> bool:
+    return isinstance(resolve(f"{MODULE}:logger"), _WithoutFlush)
