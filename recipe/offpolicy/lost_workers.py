@@ -7,6 +7,7 @@ for ever.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -57,6 +58,15 @@ class LostWorkers:
                 if handle in listed:
                     lost.append(f"a worker of {listed[handle]} has died: {' '.join(str(error).split())}")
         return " ".join(lost) or None
+
+
+def end_workers(trainer: Any) -> None:
+    """Kill the Ray actors that the trainer lists, so that whoever waits for one of them gets an error at once."""
+    import ray
+
+    for _, handle in handles(trainer):
+        with contextlib.suppress(Exception):  # those that have died already
+            ray.kill(handle)
 
 
 def handles(trainer: Any) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from .lost_workers import LostWorkers
+from .lost_workers import LostWorkers, end_workers
 
 # Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
 logger = logging.getLogger("verl.offpolicy")
@@ -52,6 +52,8 @@ NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
 """Wakes the main thread, which then raises."""
+PATIENCE = 5.0
+"""Seconds that the main thread has to wake; one that waits in ray.get does not, until what it waits for is gone."""
 GRACE = 60.0
 """Seconds that a run which was told to end has to unwind, before its process is ended."""
 EXIT_CODE = 70
@@ -130,7 +132,9 @@ class Watchdog:
         lost: asked at every ``poll`` for workers that have died; None: never.
         poll: seconds between two looks.
         step: the step that the trainer is at, for messages.
-        grace: seconds from the error in the main thread to the end of the process.
+        release: ends what the main thread may be waiting for, where the signal alone does not wake it.
+        patience: seconds from the signal to that.
+        grace: seconds from there to the end of the process.
         end: ends this process at once; never returns.
     """
 
@@ -141,6 +145,8 @@ class Watchdog:
         lost: Callable[[], str | None] | None = None,
         poll: float = 10.0,
         step: Callable[[], object] = lambda: "?",
+        release: Callable[[], None] = lambda: None,
+        patience: float = PATIENCE,
         grace: float = GRACE,
         end: Callable[[int], object] = os._exit,
     ) -> None:
@@ -149,7 +155,10 @@ class Watchdog:
         self._lost = lost
         self._poll = poll
         self._step = step
+        self._release = release
+        self._patience = patience
         self._grace = grace
+        self._raised = threading.Event()
         self._end = end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="offpolicy-watchdog", daemon=True)
@@ -160,7 +169,7 @@ class Watchdog:
         """Begin to watch; to be called in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
-            # Only a signal gets through ray.get and other waits that never come back to Python.
+            # The only way to raise in a thread that waits.
             self._before = signal.signal(SIGNAL, self._raise)
         self._thread.start()
 
@@ -193,13 +202,14 @@ class Watchdog:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self.verdict is not None:
+            self._raised.set()
             raise self.verdict
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._tick()):
             if self._deadline is not None:
                 if time.monotonic() > self._deadline:
-                    self._end_process("the run has failed")
+                    self._end_process("the run has failed.")
                     return
             elif sentence := self.phases.overdue() or self._lost_workers():
                 self._end_run(sentence)
@@ -227,12 +237,14 @@ class Watchdog:
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, SIGNAL)
+            if not self._raised.wait(self._patience):
+                self._release()
             if self._stopped.wait(self._grace):
                 return
-        self._end_process("the run was told to end")
+        self._end_process(f"the run was told to end, because {sentence}")
 
     def _end_process(self, why: str) -> None:
-        logger.error("%s and did not within %.0f s: its process is ended.", why, self._grace)
+        logger.error("%s It did not end within %.0f s: its process is ended.", why, self._grace)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -260,6 +272,7 @@ def watch(trainer: Any, config: DictConfig, **options: Any) -> Watchdog | None:
         lost=LostWorkers(trainer) if poll is not None else None,
         poll=poll if poll is not None else 10.0,
         step=lambda: getattr(trainer, "global_steps", "?"),
+        release=lambda: end_workers(trainer),
         **options,
     )
     _wrap_phases(trainer, watchdog)

@@ -26,6 +26,7 @@ BY_RELEASE = {
     "padding": ("waiting", "waiting", "not needed"),
     "autocast": ("waiting", "not needed", "not needed"),
     "vllm_weights": ("waiting", "waiting", "waiting"),
+    "async_snapshot": ("waiting", "waiting", "waiting"),
     "vllm_fused_moe": ("waiting", "waiting", "not needed"),
     "weight_socket": ("waiting", "waiting", "not needed"),
     "weight_buffer": ("waiting", "not needed", "not needed"),

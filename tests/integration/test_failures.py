@@ -59,7 +59,7 @@ def steps_of(finished: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], fault: str, cause: str) -> None:
-    finished = run_program([sys.executable, str(SUPPORT / "watched_ray.py"), fault], limit=90.0, may_leave=True)
+    finished = run_program([sys.executable, str(SUPPORT / "watched_ray.py"), fault], limit=120.0, may_leave=True)
     assert not finished.timed_out
     assert finished.returncode == 1
     # The last thing that the user reads is the cause, not what an interrupted ray.get makes of it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -96,6 +97,8 @@ def run(command: dict[str, Any], addresses: dict[str, str]) -> dict[str, Any]:
 
 
 def main(commands: Path, results: Path) -> None:
+    # A secret of this cluster's own: without one, newer releases of Ray take the user's where there is one.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # A socket's path must be shorter than 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="two", dir="/tmp"))
     nodes: list[subprocess.Popen[bytes]] = []
