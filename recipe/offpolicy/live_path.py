@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 V1_MODES = ("sync", "colocate_async", "separate_async")
 """verl's V1 trainers that are covered."""
 _SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
+_MEGATRON = "actor_rollout_ref.actor.megatron"
 _LEGACY = "trainer.use_legacy_worker_impl"
 
 
@@ -76,6 +77,12 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         yield key, True, "the legacy actor's update cannot read what its forward pass returns.", "Set it to false."
+    key = f"{_MEGATRON}.dynamic_context_parallel"
+    if path.strategy == "megatron" and path.worker == "engine" and OmegaConf.select(config, key, default=False):
+        yield key, True, "the correction is not tested with how it gathers metrics.", "Set it to false."
+    key = f"{_MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm"
+    if path.strategy == "megatron" and path.worker == "legacy" and OmegaConf.select(config, key, default=False):
+        yield key, True, "its schedule takes a micro-batch while the loss of another is computed.", "Set it to false."
     padded = not OmegaConf.select(config, "actor_rollout_ref.model.use_remove_padding")
     if path.release == "0.7.1" and path.worker == "engine" and padded:
         yield (

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 QUICKSTART = str(ROOT / "scripts" / "quickstart.sh")
-LIMIT = 300.0  # seconds; a run takes about 100
+LIMIT = 420.0  # seconds; a run takes about 150
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * int(LIMIT) + 60)]
 
@@ -68,31 +68,31 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
 
 
 def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
-    finished = broken(run_program, "stop_rollout_engine:2", "offpolicy.watchdog.step_timeout=25")
+    finished = broken(run_program, "stop_rollout_engine:1", "offpolicy.watchdog.step_timeout=40")
     log = log_of(finished)
-    assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", log)
+    assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 1, phase weight_sync", log)
     assert "update_weights" in log  # the stacks
-    assert len(steps_of(finished)) == 1
+    assert steps_of(finished) == []
 
 
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    saving = ["trainer.save_freq=2", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
-    finished = broken(run_program, "hang_in_checkpoint:4", "offpolicy.watchdog.step_timeout=25", *saving)
+    saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
+    finished = broken(run_program, "hang_in_checkpoint:2", "offpolicy.watchdog.step_timeout=40", *saving)
     assert "WatchdogError: checkpoint is stuck" in log_of(finished)
-    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert (folder / "global_step_4" / "actor").is_dir()
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (folder / "global_step_2" / "actor").is_dir()
 
-    # The run goes on at step 3, and at step 4 an agent loop is killed, for which nobody waits.
-    resumed = broken(run_program, "kill_agent_loop:4", *saving, "trainer.resume_mode=auto")
+    # The run goes on at step 2, and at step 3 an agent loop is killed, for which nobody waits.
+    resumed = broken(run_program, "kill_agent_loop:3", *saving, "trainer.resume_mode=auto")
     log = log_of(resumed)
-    assert "the checkpoint of step 4 was cut short; resuming step 2" in log
-    assert "resuming global_step_2 with the correction that it was trained with" in log
-    assert [step["training/global_step"] for step in steps_of(resumed)] == [3]
+    assert "the checkpoint of step 2 was cut short; resuming step 1" in log
+    assert "resuming global_step_1 with the correction that it was trained with" in log
+    assert [step["training/global_step"] for step in steps_of(resumed)] == [2]
     assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", log)
 
 
 def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
-    finished = broken(run_program, "log_probs_of_other_rows:3", "trainer.total_training_steps=6")
+    finished = broken(run_program, "log_probs_of_other_rows:2", "trainer.total_training_steps=6")
     assert "AlignmentError: rollout_log_probs are those of other rows" in log_of(finished)
-    assert 2 <= len(steps_of(finished)) <= 3
+    assert 1 <= len(steps_of(finished)) <= 2

@@ -35,12 +35,12 @@ def test_a_whole_run_is_proved_live_on_the_last_stage(run_program: Callable[...,
             *TWO_STAGES,
             "correction=[tis_token,gsm]",
             "trainer.total_training_steps=3",
-            "trainer.val_before_train=false",
         ],
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
     )
+    assert finished.returncode == 0, finished.output[-3000:]
     folder = re.search(r"everything goes to (\S+)", finished.output)
     assert folder, finished.output[-3000:]
     metrics = ROOT / folder.group(1) / "metrics.jsonl"

@@ -1,0 +1,126 @@
+"""Which path a configuration goes through, release by release, and what of it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.live_path import LivePath, live_path, uncovered
+
+ACTOR = "actor_rollout_ref.actor"
+LEGACY = "trainer.use_legacy_worker_impl"
+REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
+
+
+def configuration(release: str, **changes: Any) -> DictConfig:
+    """What a release's own configuration holds of the keys that decide; ``__`` stands for a dot."""
+    trainer: dict[str, Any] = {
+        "0.7.1": {"use_legacy_worker_impl": "auto"},
+        "0.8.0": {},
+        "0.9.1": {"use_v1": True, "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 2}}},
+    }[release]
+    config = OmegaConf.create(
+        {
+            "trainer": trainer | {"device": "cuda"},
+            "actor_rollout_ref": {
+                "model": {"use_remove_padding": True},
+                "actor": {"strategy": "fsdp2", "fsdp_config": {"param_offload": False}},
+            },
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "trainer", "worker"),
+    [
+        ("0.7.1", {}, "v0", "legacy"),
+        ("0.7.1", {"trainer__use_legacy_worker_impl": "enable"}, "v0", "legacy"),
+        ("0.7.1", {"trainer__use_legacy_worker_impl": "disable"}, "v0", "engine"),
+        ("0.8.0", {}, "v0", "engine"),
+        ("0.9.1", {}, "v1", "engine"),
+        ("0.9.1", {"trainer__use_v1": False}, "v0", "engine"),
+    ],
+)
+def test_the_path_of_each_release(release: str, changes: dict[str, Any], trainer: Any, worker: Any) -> None:
+    config = configuration(release, **changes)
+    path = live_path(config, release)
+    assert path == LivePath(release, trainer, worker, "fsdp2")
+    assert list(uncovered(config, path)) == []
+    assert f"verl {release}, {trainer.upper()} trainer, {worker}" in str(path)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no such switch": ("0.7.1", {"trainer__use_legacy_worker_impl": "off"}, LEGACY),
+    "another V1 mode": ("0.9.1", {"trainer__v1__trainer_mode": "one_step"}, "trainer.v1.trainer_mode"),
+    "no legacy actor": ("0.7.1", {"actor_rollout_ref__actor__strategy": "veomni"}, f"{ACTOR}.strategy"),
+    "prefix grouper": ("0.7.1", {"actor_rollout_ref__actor__use_prefix_grouper": True}, f"{ACTOR}.use_prefix_grouper"),
+    "padded engine of 0.7.1": (
+        "0.7.1",
+        {"trainer__use_legacy_worker_impl": "disable", "actor_rollout_ref__model__use_remove_padding": False},
+        REMOVE_PADDING,
+    ),
+    "aliased snapshots": (
+        "0.9.1",
+        {"trainer__v1__trainer_mode": "separate_async", "actor_rollout_ref__actor__fsdp_config__param_offload": True},
+        f"{ACTOR}.fsdp_config.param_offload",
+    ),
+    "dynamic context parallel": (
+        "0.9.1",
+        {
+            "actor_rollout_ref__actor__strategy": "megatron",
+            "actor_rollout_ref__actor__megatron__dynamic_context_parallel": True,
+        },
+        f"{ACTOR}.megatron.dynamic_context_parallel",
+    ),
+    "mixed micro-batches": (
+        "0.7.1",
+        {
+            "actor_rollout_ref__actor__strategy": "megatron",
+            "actor_rollout_ref__actor__megatron__override_transformer_config__overlap_moe_expert_parallel_comm": True,
+        },
+        f"{ACTOR}.megatron.override_transformer_config.overlap_moe_expert_parallel_comm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    release, changes, key = REFUSED[name]
+    config = configuration(release, **changes)
+    (found,) = uncovered(config, live_path(config, release))
+    assert found[0] == key
+    assert found[1] == OmegaConf.select(config, key)
+    assert found[2].endswith(".")
+    assert found[3].startswith("Set")
+
+
+COVERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded legacy actor of 0.7.1": ("0.7.1", {"actor_rollout_ref__model__use_remove_padding": False}),
+    "padded engine of 0.8.0": ("0.8.0", {"actor_rollout_ref__model__use_remove_padding": False}),
+    "separate_async": ("0.9.1", {"trainer__v1__trainer_mode": "separate_async"}),
+    "an update a synchronisation": (
+        "0.9.1",
+        {
+            "trainer__v1__trainer_mode": "separate_async",
+            "trainer__v1__separate_async__parameter_sync_step": 1,
+            "actor_rollout_ref__actor__fsdp_config__param_offload": True,
+        },
+    ),
+    "legacy Megatron": ("0.7.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
+    "the prefix grouper on an engine": (
+        "0.7.1",
+        {"trainer__use_legacy_worker_impl": "disable", "actor_rollout_ref__actor__use_prefix_grouper": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_what_is_not(name: str) -> None:
+    release, changes = COVERED[name]
+    config = configuration(release, **changes)
+    assert list(uncovered(config, live_path(config, release))) == []
