@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from .correction import CorrectionSpec
-
-# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
-logger = logging.getLogger("verl.offpolicy")
+from .voice import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVING = "offpolicy_saving.json"

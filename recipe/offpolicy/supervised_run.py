@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from .checkpoints import before_loading, saving
 from .checks import spec_of
+from .voice import be_heard
 from .watchdog import watch
 
 
@@ -22,6 +23,7 @@ class SupervisedRun:
     global_steps: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        be_heard()
         super().__init__(*args, **kwargs)
         watch(self, self.config)
 

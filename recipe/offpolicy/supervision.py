@@ -5,7 +5,6 @@ The same for every trainer; where batches and metrics come from is the trainer's
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,7 @@ from .liveness import LivenessError, verify, verify_update
 from .packet import take_packets
 from .proof import each_alone
 from .sample_watch import SampleWatch
-
-# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
-logger = logging.getLogger("verl.offpolicy")
+from .voice import logger
 
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "

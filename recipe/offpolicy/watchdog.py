@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import logging
 import os
 import signal
 import sys
@@ -23,9 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from .lost_workers import LostWorkers, end_workers
-
-# Below verl's logger, so that it speaks wherever verl does; other names are silent in Ray's actors.
-logger = logging.getLogger("verl.offpolicy")
+from .voice import logger
 
 PHASES: Mapping[str, str] = {
     "_setup": "start",
