@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Asynchronous GRPO with off-policy corrections: verl's separate_async, whose rollouts have GPUs of their own and go on
 # sampling while the trainer (FSDP2) makes SYNC_STEPS updates. verl 0.9; earlier releases have no such trainer.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -47,10 +47,13 @@ if ! grep -q '^ *separate_async:' "$verl/trainer/config/ppo_trainer.yaml"; then
 fi
 
 ALGORITHM=(
-    "correction=[$CORRECTION]"
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=false
 )
+# Options of a group are chosen once: those among the arguments take the place of these.
+if [[ " $* " != *" correction="* ]]; then
+    ALGORITHM+=("correction=[$CORRECTION]")
+fi
 
 DATA=(
     data.train_files="$TRAIN_FILE"

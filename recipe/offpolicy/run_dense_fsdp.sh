@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of a dense model with off-policy corrections: FSDP2 trainer, vLLM rollouts on the same GPUs, any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -27,10 +27,13 @@ MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8192}
 MAX_TOKENS=$(((MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH) * 2))
 
 ALGORITHM=(
-    "correction=[$CORRECTION]"
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=false
 )
+# Options of a group are chosen once: those among the arguments take the place of these.
+if [[ " $* " != *" correction="* ]]; then
+    ALGORITHM+=("correction=[$CORRECTION]")
+fi
 
 DATA=(
     data.train_files="$TRAIN_FILE"

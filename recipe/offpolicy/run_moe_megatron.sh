@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a mixture of experts with off-policy corrections: Megatron trainer with tensor, pipeline and expert
 # parallelism, vLLM rollouts on the same GPUs whose routes the trainer replays (R3), any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-30B-A3B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
@@ -42,10 +42,13 @@ verl=$(python3 -c 'import importlib.util as u; print(u.find_spec("verl").submodu
 configs=$verl/trainer/config
 
 ALGORITHM=(
-    "correction=[$CORRECTION]"
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=false
 )
+# Options of a group are chosen once: those among the arguments take the place of these.
+if [[ " $* " != *" correction="* ]]; then
+    ALGORITHM+=("correction=[$CORRECTION]")
+fi
 
 DATA=(
     data.train_files="$TRAIN_FILE"

@@ -50,7 +50,7 @@ SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
 """Wakes the main thread, which then raises."""
 PATIENCE = 5.0
-"""Seconds that the main thread has to wake; one that waits in ray.get does not, until what it waits for is gone."""
+"""Seconds that the main thread has to wake, before what it may be waiting for is ended."""
 GRACE = 60.0
 """Seconds that a run which was told to end has to unwind, before its process is ended."""
 EXIT_CODE = 70
@@ -58,6 +58,13 @@ EXIT_CODE = 70
 
 class WatchdogError(RuntimeError):
     """The run is stuck or has lost a worker; the message says where."""
+
+
+class _Interrupt(KeyboardInterrupt):
+    """What the signal raises: ray.get is left by no other error, and ``except Exception`` does not stop it.
+
+    ``Watchdog.speaking`` puts the verdict in its place.
+    """
 
 
 class Phases:
@@ -155,7 +162,7 @@ class Watchdog:
         self._release = release
         self._patience = patience
         self._grace = grace
-        self._raised = threading.Event()
+        self._unwinding = threading.Event()
         self._end = end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="offpolicy-watchdog", daemon=True)
@@ -189,18 +196,18 @@ class Watchdog:
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """An interrupted ray.get raises a SystemError of its own; the verdict is what the user has to read."""
+        """Whatever is raised in here after a verdict, the verdict is what the user has to read."""
         try:
             yield
         except BaseException as error:
             if self.verdict is None or error is self.verdict:
                 raise
+            self._unwinding.set()
             raise self.verdict from None
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self.verdict is not None:
-            self._raised.set()
-            raise self.verdict
+            raise _Interrupt(str(self.verdict))
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._tick()):
@@ -234,7 +241,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, SIGNAL)
-            if not self._raised.wait(self._patience):
+            if not self._unwinding.wait(self._patience):
                 self._release()
             if self._stopped.wait(self._grace):
                 return

@@ -15,7 +15,10 @@ import yaml
 from verl_patches.contract import PatchError
 from verl_patches.runtime_env import merged, wanted
 
-EXCLUDES = (".git", ".venv*", "venv", "outputs", "wandb", "tensorboard_log", "checkpoints", "__pycache__", "*.egg-info")
+EXCLUDES = (
+    *(".git", ".venv*", "venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"),
+    *("outputs", "wandb", "tensorboard_log", "checkpoints"),
+)
 NO_WORKING_DIR = "none"
 NO_WAIT = "--no-wait"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)

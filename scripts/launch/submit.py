@@ -55,7 +55,8 @@ def follow(client: Any, job: str) -> int:
     while not client.get_job_status(job).is_terminal():
         time.sleep(_POLL_SECONDS)
     info = client.get_job_info(job)
-    print(f"launch: job {job} {info.status.value.lower()}. {info.message or ''}".rstrip(), file=sys.stderr)
+    reason = (info.message or "").partition(", last available logs")[0]  # they have been shown
+    print(f"launch: job {job} {info.status.value.lower()}. {reason}".rstrip(), file=sys.stderr)
     if info.status.value == "SUCCEEDED":
         return 0
     return info.driver_exit_code or NOT_SUCCEEDED

@@ -84,6 +84,7 @@ def test_positive_control_stale_rollouts_reach_the_cap(run_program: Callable[...
     assert all(math.isfinite(step["actor/grad_norm"]) for step in steps)
 
 
+@pytest.mark.extended
 def test_what_is_fixed_for_a_batch_travels_with_it(run_program: Callable[..., Any]) -> None:
     """Self-normalised weights, the count of what is kept, baselines without rejected siblings, and two shadows."""
     finished, steps = train(

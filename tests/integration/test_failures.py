@@ -67,6 +67,7 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
     assert "in _update_actor" in finished.output  # the stacks
 
 
+@pytest.mark.extended
 def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
     finished = broken(run_program, "stop_rollout_engine:1", "offpolicy.watchdog.step_timeout=40")
     log = log_of(finished)
@@ -75,6 +76,7 @@ def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
     assert steps_of(finished) == []
 
 
+@pytest.mark.extended
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
@@ -92,6 +94,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
     assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", log)
 
 
+@pytest.mark.extended
 def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
     finished = broken(run_program, "log_probs_of_other_rows:2", "trainer.total_training_steps=6")
     assert "AlignmentError: rollout_log_probs are those of other rows" in log_of(finished)

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT = 420.0
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
 
 TWO_STAGES = (
     "platform=cpu_megatron",

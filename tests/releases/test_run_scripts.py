@@ -44,7 +44,7 @@ def composed(tmp_path: Path) -> Composed:
     """What a script trains, composed by the installed verl, after verl's own validation of it."""
 
     def compose(script: str, *arguments: str, **environment: str) -> DictConfig:
-        done = run(script, tmp_path, "--cfg", "job", *arguments, **environment)
+        done = run(script, tmp_path, *arguments, "--cfg", "job", **environment)
         assert done.returncode == 0, done.stderr[-3000:]
         config = OmegaConf.create(done.stdout)
         assert isinstance(config, DictConfig)
@@ -101,7 +101,14 @@ def test_a_check_that_fails_ends_the_script(tmp_path: Path) -> None:
 
 
 def test_the_dense_script(composed: Composed) -> None:
-    config = composed(DENSE, MODEL_PATH="/models/my model", TRAIN_FILE="/data/a b.parquet", NNODES="2", SP="4")
+    config = composed(
+        DENSE,
+        "correction=[tis_sequence,outlier]",
+        MODEL_PATH="/models/my model",
+        TRAIN_FILE="/data/a b.parquet",
+        NNODES="2",
+        SP="4",
+    )
     assert select(config, "actor_rollout_ref.model.path") == "/models/my model"
     assert select(config, "data.train_files") == "/data/a b.parquet"
     assert (select(config, "trainer.nnodes"), select(config, "trainer.n_gpus_per_node")) == (2, 8)
@@ -109,7 +116,8 @@ def test_the_dense_script(composed: Composed) -> None:
     assert select(config, "actor_rollout_ref.actor.strategy") == "fsdp2"
     assert select(config, "actor_rollout_ref.actor.fsdp_config.strategy") == "fsdp2"
     assert select(config, "actor_rollout_ref.rollout.calculate_log_probs") is True
-    assert set(select(config, "correction.masks")) == {"gsm"}
+    assert set(select(config, "correction.masks")) == {"outlier"}, "chosen by argument in place of the script's own"
+    assert select(config, "correction.weight.level") == "sequence"
 
 
 def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:

@@ -35,9 +35,13 @@ def alone() -> Iterator[None]:
     "overrides",
     [
         pytest.param([], id="legacy", marks=pytest.mark.verl("==0.7.1")),
-        pytest.param(["trainer.use_legacy_worker_impl=disable"], id="engine", marks=pytest.mark.verl("==0.7.1")),
+        pytest.param(
+            ["trainer.use_legacy_worker_impl=disable"],
+            id="engine",
+            marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended],
+        ),
         pytest.param([], id="v0", marks=pytest.mark.verl("==0.8.0")),
-        pytest.param(["trainer.use_v1=false"], id="v0", marks=pytest.mark.verl(">=0.9")),
+        pytest.param(["trainer.use_v1=false"], id="v0", marks=[pytest.mark.verl(">=0.9"), pytest.mark.extended]),
     ],
 )
 def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:

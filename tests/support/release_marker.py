@@ -76,7 +76,7 @@ def module_marks(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(specifier): for these releases of verl; left out in others")
-    config.addinivalue_line("markers", "extended: too long for the default run in the oldest release of verl")
+    config.addinivalue_line("markers", "extended: a long run that the default command leaves to --release")
     try:
         installed = Version(importlib.metadata.version("verl"))
     except importlib.metadata.PackageNotFoundError:

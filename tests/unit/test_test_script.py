@@ -65,7 +65,19 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
     return done.returncode, called, (done.stdout + done.stderr).splitlines()
 
 
-NEWEST = ".venv python -m pytest tests/unit tests/contract tests/integration tests/releases"
+OTHERS = "tests/releases tests/contract"
+ALL = "tests/unit tests/contract tests/integration tests/releases"
+DEFAULT = " and not extended"
+
+
+def calls(folder: str, suites: str, selection: str = "", arguments: str = "") -> list[str]:
+    """Programs in turn, then everything else on two processes."""
+    return [
+        f"{folder} python -m pytest -m program{selection} {arguments}{suites}",
+        f"{folder} python -m pytest -n 2 --dist loadfile -m not program{selection} {arguments}{suites}",
+    ]
+
+
 LINT = [".venv ruff check .", ".venv ruff format --check .", ".venv mypy recipe/offpolicy"]
 
 
@@ -76,41 +88,43 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
         f"install {tree}/.venv-0.7.1 --release 0.7.1",
         f"install {tree}/.venv --release 0.10.0",
         *LINT,
-        ".venv-0.7.1 python -m pytest -m not extended tests/releases tests/contract",
-        NEWEST,
+        *calls(".venv-0.7.1", OTHERS, DEFAULT),
+        *calls(".venv", ALL, DEFAULT),
     ]
     summary = lines[lines.index("--- summary") + 1 :]
-    assert [line.split()[:2] for line in summary[:-2]] == [
+    assert [line.split()[:2] for line in summary[:-4]] == [
         [name, "ok"] for name in ("install-0.7.1", "install-0.10.0", "lint", "types", "tests-0.7.1", "tests-0.10.0")
     ]
-    assert summary[-2:] == ["=== 1 passed in .venv-0.7.1 ===", "=== 1 passed in .venv ==="]
+    assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
 
 
 def test_one_release_has_all_its_tests(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "0.9.1", "-x")
     assert called == [
         f"install {tree}/.venv-0.9.1 --release 0.9.1",
-        ".venv-0.9.1 python -m pytest -x tests/releases tests/contract",
+        *calls(".venv-0.9.1", OTHERS, arguments="-x "),
     ]
     assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
     _, called, _ = run(tree, "--release", "0.10.0")
-    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, NEWEST]
+    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls(".venv", ALL)]
 
 
 def test_all_releases_end_with_the_newest(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "all")
     assert called[3:] == [
         *LINT,
-        ".venv-0.7.1 python -m pytest tests/releases tests/contract",
-        ".venv-0.9.1 python -m pytest tests/releases tests/contract",
-        NEWEST,
+        *calls(".venv-0.7.1", OTHERS),
+        *calls(".venv-0.9.1", OTHERS),
+        *calls(".venv", ALL),
     ]
-    assert [line.split()[-2] for line in lines[-3:]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
+    assert [line.split()[-2] for line in lines[-6::2]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
 
 
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
     _, called, _ = run(tree, "--quick")
-    assert called[-1] == ".venv python -m pytest -m not slow and not extended and not gpu tests/unit"
+    selection = "not program and not extended and not slow and not gpu"
+    assert called[-1] == f".venv python -m pytest -n 2 --dist loadfile -m {selection} tests/unit"
+    assert len([call for call in called if "python -m pytest" in call]) == 1
     assert not [call for call in called if "0.7.1" in call]
     _, called, _ = run(tree, "tests/unit/test_one.py::test_it", "-k", "it")
     assert called[-1] == ".venv python -m pytest -k it tests/unit/test_one.py::test_it"
@@ -120,16 +134,17 @@ def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
 def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
     run(tree, "--release", "0.9.1")
     _, called, _ = run(tree, VENV=str(tree / ".venv-0.9.1"))
-    assert called == [call.replace(".venv ", ".venv-0.9.1 ") for call in [*LINT, NEWEST]]
+    lint = [call.replace(".venv ", ".venv-0.9.1 ") for call in LINT]
+    assert called == [*lint, *calls(".venv-0.9.1", ALL, DEFAULT)]
     _, called, _ = run(tree, "--release", "0.9.1", VENV=".venv-0.9.1")
-    assert called == [".venv-0.9.1 python -m pytest tests/releases tests/contract"]
+    assert called == calls(".venv-0.9.1", OTHERS)
 
 
 @pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)
     assert status == 1
-    assert called[-1] == NEWEST, "the others still run"
+    assert called[-2:] == calls(".venv", ALL, DEFAULT), "the others still run"
     assert len([line for line in lines if "FAILED (exit 1)" in line]) == 1
 
 
