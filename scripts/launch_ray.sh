@@ -9,7 +9,7 @@
 # what is set here of VERL_PLATFORM, VERL_USE_EXTERNAL_MODULES and OFFPOLICY_* is as well. Arguments arrive as they are
 # given, whatever they hold.
 #
-#   RAY_ADDRESS    the dashboard of the cluster (default http://127.0.0.1:8265); where it wants a token, Ray itself reads
+#   RAY_ADDRESS    the dashboard of the cluster (default http://127.0.0.1:8265); where it wants a token, Ray reads
 #                  RAY_AUTH_MODE=token and RAY_AUTH_TOKEN
 #   WORKING_DIR    folder that is sent to all nodes and is the command's working directory (default: this checkout),
 #                  a URI that Ray takes, or none: the nodes have everything installed

@@ -13,6 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from verl_patches.contract import PatchError
 from verl_patches.runtime_env import forward
 
 from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
@@ -86,14 +87,12 @@ def train(config: DictConfig) -> None:
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    path = live_path(config)
-    if path.trainer == "v1":
+    if live_path(config).trainer == "v1":
         from .task_runner_v1 import RemoteTaskRunner
     else:
         from .task_runner_v0 import RemoteTaskRunner
 
     auto_set_device(config)
-    forward(config, groups=["legacy"] if path.worker == "legacy" else [])
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=RemoteTaskRunner)
 
@@ -107,8 +106,10 @@ def main() -> None:
     def run(config: DictConfig) -> None:
         try:
             spec = prepare(config)
-        except (SpecError, CheckError) as error:
+            forward(config, groups=["legacy"] if live_path(config).worker == "legacy" else [])
+        except (SpecError, CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
+        print(f"offpolicy: {live_path(config)}", flush=True)
         print(f"offpolicy: all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}", flush=True)
         for line in advice(spec):
             print(f"offpolicy: {line}", flush=True)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Asynchronous GRPO with off-policy corrections: verl's separate_async, whose rollouts have GPUs of their own and go on
 # sampling while the trainer (FSDP2) makes SYNC_STEPS updates. verl 0.9; earlier releases have no such trainer.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
+# what they make.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a dense model with off-policy corrections: FSDP2 trainer, vLLM rollouts on the same GPUs, any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
+# what they make.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)

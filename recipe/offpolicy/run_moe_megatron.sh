@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO of a mixture of experts with off-policy corrections: Megatron trainer with tensor, pipeline and expert
 # parallelism, vLLM rollouts on the same GPUs whose routes the trainer replays (R3), any supported verl.
-# Arguments are Hydra overrides; --check among them runs the start-up checks and exits; --cfg job at their end shows everything.
+# Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
+# what they make.
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-30B-A3B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)

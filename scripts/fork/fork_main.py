@@ -132,7 +132,7 @@ def _say_how(checkout: Checkout, place: Place) -> None:
     path = shlex.quote(place.python_path(checkout.root))
     print(f"\nTo train:\n    cd {shlex.quote(str(checkout.root))}\n    export PYTHONPATH={path}")
     print(f"    python -m {_MODULE} 'correction=[tis_token,gsm]' ...   # then as verl.trainer.main_ppo")
-    print(f"    bash {folder}recipe/offpolicy/run_grpo_fsdp_vllm.sh    # or a whole launch script")
+    print(f"    bash {folder}recipe/offpolicy/run_dense_fsdp.sh    # or a whole launch script")
     print("On a running Ray cluster every node needs the same PYTHONPATH.")
 
 

@@ -161,7 +161,7 @@ def _run_as_printed(fork: Path, printed: str) -> None:
     job = run("bash", "-c", f"{where} {module} 'correction=[tis_token,gsm]' --cfg job", cwd=fork.parent)
     assert job.returncode == 0, job.stderr
     assert re.search(r"^  masks:\n    gsm:$", job.stdout, re.M)
-    launch = (fork / place_in(fork) / "recipe/offpolicy/run_grpo_fsdp_vllm.sh").relative_to(fork)
+    launch = (fork / place_in(fork) / "recipe/offpolicy/run_dense_fsdp.sh").relative_to(fork)
     assert f"bash {launch} " in printed
     started = run(
         "bash",
@@ -169,7 +169,6 @@ def _run_as_printed(fork: Path, printed: str) -> None:
         f"cd {fork} && {exported(printed)} && bash {launch} --cfg job",
         cwd=fork.parent,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **dict.fromkeys(("MODEL", "TRAIN", "VAL"), "none"),
     )
     assert started.returncode == 0, started.stderr
     assert re.search(r"^    adv_estimator: grpo$|^  adv_estimator: grpo$", started.stdout, re.M)

@@ -598,7 +598,7 @@ def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.Monk
     assert {f"recipe/offpolicy/config/{path}" for path in configs} <= files
     sources = [*(ROOT / "recipe/offpolicy").rglob("*.py"), *(ROOT / "verl_patches").rglob("*.py")]
     assert {path.relative_to(ROOT).as_posix() for path in sources} <= files
-    assert {"recipe/offpolicy/REQUIRED_VERL.txt", "recipe/offpolicy/run_grpo_fsdp_vllm.sh"} <= files
+    assert {"recipe/offpolicy/REQUIRED_VERL.txt", "recipe/offpolicy/run_dense_fsdp.sh"} <= files
 
 
 def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:

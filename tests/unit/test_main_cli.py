@@ -344,19 +344,6 @@ def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None
     assert not list(tmp_path.glob("**/session_*")), "Ray was started"
 
 
-@pytest.mark.slow
-def test_the_launch_script_passes_the_checks(tmp_path: Path) -> None:
-    words = ["bash", str(ROOT / "recipe" / "offpolicy" / "run_grpo_fsdp_vllm.sh")]
-    unset = program(tmp_path, [*words, "--check"], MODEL="")
-    assert unset.returncode != 0
-    assert "MODEL" in unset.stderr
-    files = {"MODEL": "model", "TRAIN": "train.parquet", "VAL": "val.parquet", "CORRECTION": "tis_token,gsm"}
-    done = program(tmp_path, [*words, "--check", "correction.weight.upper=3.0"], **files)
-    assert done.returncode == 0, done.stderr
-    assert "'upper': 3.0" in done.stdout
-    assert "'gsm'" in done.stdout
-
-
 def test_shadows_are_options_by_name(launch: Launcher) -> None:
     result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
     assert result.status == 0, result.status
