@@ -19,6 +19,8 @@ MARGIN = 0.1
 """Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
 MOST_ELEMENTS = 1 << 18
 """Elements of a batch that are looked at; of more, rows are left out evenly."""
+MOST_POSITIONS = 512
+"""Of a row, those that are looked at."""
 LEAST_PAIRS = 128
 """Pairs at a lag below which its concordance is not looked at."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
@@ -86,6 +88,8 @@ def tally(
     """
     trainer, mu = trainer_log_prob.float(), rollout_log_prob.float()
     usable = response_mask.bool() & torch.isfinite(trainer) & torch.isfinite(mu)
+    # Many rows tell more than many tokens of a few.
+    trainer, mu, usable = (t[:, :MOST_POSITIONS] for t in (trainer, mu, usable))
     order = torch.arange(len(mu)) if groups is None else torch.tensor(_sorted(groups), dtype=torch.long)
     chosen = order[_spread(len(mu), mu.shape[-1])]
     trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
@@ -135,7 +139,7 @@ class AlignmentWatch:
             kind: count for kind in KINDS if (count := getattr(together, kind)).rows >= LEAST_ROWS or _long(count)
         }
         kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < ENOUGH_ROWS}
-        self._pending = Tally(**{kind: count for kind, count in kept.items() if not _long(count)})
+        self._pending = Tally(**kept)
         for kind, count in enough.items():
             if not self.allow_unrelated:
                 _judge(kind, count)

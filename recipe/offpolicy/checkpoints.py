@@ -65,15 +65,25 @@ class Folder:
 
     def whole(self, step: int) -> bool:
         """Whether nothing of a checkpoint is known to be missing; those of other runs have no record."""
-        if not self.step(step).is_dir():
+        if not self.step(step).is_dir() or self._emptied(step):
             return False
-        mark = self.begun()
-        if (self.step(step) / RECORD).is_file() or mark is None or mark.step != step:
+        mark, record = self.begun(), _read(self.step(step) / RECORD)
+        if record is not None and not record["complete"]:
+            # verl names a checkpoint whose save went on beside the training when that is done.
+            with contextlib.suppress(ValueError):
+                return (self.tracked() or 0) >= step
+            return False
+        if record is not None or mark is None or mark.step != step:
             return True
         # verl names a checkpoint when it is complete; one that was named already was being written over.
         with contextlib.suppress(ValueError):
             return self.tracked() == step != mark.tracked
         return False
+
+    def _emptied(self, step: int) -> bool:
+        """Whether verl has deleted the weights of an old checkpoint and left the rest of it."""
+        actor = self.step(step) / "actor"
+        return actor.is_dir() and not any(actor.iterdir())
 
     def recorded(self) -> list[int]:
         """Steps that our records call complete, newest first."""

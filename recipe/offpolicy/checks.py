@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
 
+import verl_patches
 from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError
 
@@ -104,6 +106,7 @@ def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     path = live_path(config)
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
+        verl_patches.status()
         engine_loss.check()
         engine_loss.check(trainer.SEAMS)
         if path.worker == "legacy":
@@ -205,12 +208,15 @@ def _unread_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 
 
 def _versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    synchronous = live_path(config).trainer == "v0" or config.trainer.v1.trainer_mode == "sync"
+    path = live_path(config)
+    reason = None
+    if Version(path.release) < Version("0.9"):
+        reason = f"verl {path.release} does not note which version of the weights sampled a row."
+    elif path.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
+        reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
     for name, part in {"correction": spec, **shadows_of(config)}.items():
-        if "version" in part.levels and not synchronous:
+        if "version" in part.levels and reason:
             key = "level" if name == "correction" else f"offpolicy.shadow={name}, level"
-            mode = config.trainer.v1.trainer_mode
-            reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
             yield Problem(key, "version", reason, "Set level=turn or level=sequence.")
 
 

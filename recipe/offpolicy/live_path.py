@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.contract import PatchError, installed_release
+
+from .correction.proximal import WITHOUT_FORWARD
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
 """verl's V1 trainers that are covered."""
@@ -45,10 +48,17 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """The path of a composed configuration; ``release`` is the installed verl's by default."""
+    """The path of a composed configuration; ``release`` is that of the verl that an import finds by default.
+
+    Raises:
+        PatchError: no verl is found.
+    """
+    release = release or installed_release("verl")
+    if release is None:
+        raise PatchError("no verl is found. Fix: install one, or put a checkout of it on PYTHONPATH.")
     legacy = OmegaConf.select(config, _LEGACY, default="disable")
     return LivePath(
-        release=release or importlib.metadata.version("verl"),
+        release=release,
         trainer="v1" if OmegaConf.select(config, "trainer.use_v1", default=False) else "v0",
         worker="engine" if legacy == "disable" else "legacy",
         strategy=config.actor_rollout_ref.actor.strategy,
@@ -84,7 +94,7 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     if path.strategy == "megatron" and path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         yield key, True, "its schedule takes a micro-batch while the loss of another is computed.", "Set it to false."
     padded = not OmegaConf.select(config, "actor_rollout_ref.model.use_remove_padding")
-    if path.release == "0.7.1" and path.worker == "engine" and padded:
+    if path.release.startswith("0.7.") and path.worker == "engine" and padded:
         yield (
             "actor_rollout_ref.model.use_remove_padding",
             False,
@@ -94,8 +104,14 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
 
 
 def _aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
-    """The key by which FSDP2's weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
-    key = "actor_rollout_ref.actor.fsdp_config.param_offload"
-    on_gpu = OmegaConf.select(config, "trainer.device") != "cpu"  # without one, verl_patches.cpu makes them copies
-    offloaded = path.strategy == "fsdp2" and on_gpu and OmegaConf.select(config, key)
-    return key if offloaded and OmegaConf.select(config, _SYNC_STEP) != 1 else None
+    """The key by which weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
+    if OmegaConf.select(config, "trainer.device") == "cpu":  # where verl_patches.cpu makes them copies
+        return None
+    if OmegaConf.select(config, _SYNC_STEP) == 1 or OmegaConf.select(config, "correction.proximal") in WITHOUT_FORWARD:
+        return None
+    keys = {
+        "fsdp2": ("fsdp_config.param_offload", "fsdp_config.offload_policy"),
+        "veomni": ("veomni.param_offload",),
+    }
+    set_keys = (f"actor_rollout_ref.actor.{key}" for key in keys.get(path.strategy, ()))
+    return next((key for key in set_keys if OmegaConf.select(config, key)), None)

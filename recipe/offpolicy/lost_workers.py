@@ -16,6 +16,7 @@ HOLDERS = (
     "critic_wg.workers",
     "ref_policy_wg.workers",
     "llm_server_manager.server_handles",
+    "standalone_server_manager.server_handles",
     "async_rollout_manager.server_handles",
     "async_rollout_manager.agent_loop_workers",
     "agent_loop_manager.agent_loop_workers",

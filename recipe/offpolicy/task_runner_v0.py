@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 
+import verl_patches
 from verl_patches.trainer_v0 import task_runner
 
 from .trainer_v0 import install_trainer
@@ -18,6 +19,7 @@ class OffPolicyTaskRunnerV0(_TaskRunner):
     """Runs in its own Ray process, which is where verl looks the trainer up."""
 
     def run(self, config: DictConfig) -> None:
+        verl_patches.status()
         install_trainer()
         super().run(config)
 

@@ -8,6 +8,8 @@ import ray
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 
+import verl_patches
+
 from .trainer_v1 import install_trainers
 
 # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
@@ -18,7 +20,8 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
     """Runs in its own Ray process, which is where verl looks the trainer up."""
 
     def run(self, config: DictConfig) -> None:
-        install_trainers()
+        verl_patches.status()
+        install_trainers(config.trainer.v1.trainer_mode)
         super().run(config)
 
 

@@ -70,6 +70,8 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self.correction.baseline == "include":
             return compute(data, *args, **kwargs)
+        if (versions := _versions(data)) is not None:
+            data.batch[VERSIONS] = versions
         uids = data.non_tensor_batch["uid"]
         groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
         data.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)

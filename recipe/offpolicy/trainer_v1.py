@@ -122,11 +122,16 @@ def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
     return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
 
 
-def install_trainers() -> None:
-    """Put the corrected trainers under verl's own mode names, in this process; idempotent."""
-    separate_async_logger.install()
-    for mode in V1_MODES:
-        substitute(mode, with_correction)
+def install_trainers(mode: str) -> None:
+    """Put the corrected trainers under verl's own mode names, in this process; idempotent.
+
+    Args:
+        mode: that the run asks for.
+    """
+    if mode == "separate_async":
+        separate_async_logger.install()
+    for name in V1_MODES:
+        substitute(name, with_correction)
 
 
 def _columns(batch: Any, *names: str) -> TensorDict:

@@ -28,6 +28,7 @@ PHASES: Mapping[str, str] = {
     "_setup": "start",
     "init_workers": "start",
     "replay_buffer.sample": "rollout",
+    "replay_buffer.wait_for_sampleable": "rollout",
     "async_rollout_manager.generate_sequences": "rollout",
     "checkpoint_manager.sleep_replicas": "engine_sleep",
     "_compute_old_log_prob": "old_log_prob",
@@ -37,6 +38,7 @@ PHASES: Mapping[str, str] = {
     "_update_critic": "update_critic",
     "_update_actor": "update_actor",
     "checkpoint_manager.update_weights": "weight_sync",
+    "standalone_checkpoint_manager.update_weights": "weight_sync",
     "_save_checkpoint": "checkpoint",
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
@@ -352,6 +354,9 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
             with watchdog.speaking():
                 result = fit(*args, **kwargs)
         except BaseException:
+            if watchdog.verdict is None:
+                # Now: what comes after may end this process before anybody else has said why.
+                logger.error("the run has failed.", exc_info=True)
             if _in_ray_actor():
                 # What comes after, such as closing a store, waits for processes that may not answer any more.
                 watchdog.failed()

@@ -20,6 +20,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
 from .alignment import tally
+from .arrival import check_zeros
 from .correction import CorrectionSpec, Statistic, StepStage
 from .correction.statistics import to_host
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
@@ -94,6 +95,7 @@ class OffPolicyLoss:
         if torch.is_grad_enabled():
             packet.rows = mb.row_checksums(batch.responses, batch.response_mask, batch.rollout_log_prob)
             if self.spec.proximal != "recompute":
+                check_zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask)
                 packet.alignment = tally(batch.log_prob.detach(), batch.rollout_log_prob, batch.response_mask)
         return packet
 

@@ -90,8 +90,8 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
 
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
     before = {mode: get_trainer_cls(mode) for mode in V1_MODES}
-    install_trainers()
-    install_trainers()
+    install_trainers("sync")
+    install_trainers("sync")
     for mode, trainer in before.items():
         ours = get_trainer_cls(mode)
         assert ours.__bases__ == (OffPolicyTrainer, trainer)

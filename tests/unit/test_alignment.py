@@ -90,7 +90,7 @@ def first_error(batches: list[Tally]) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("by", "where"), [(1, "after"), (-1, "before")])
 @pytest.mark.parametrize(
-    ("rows", "width", "within"), [(128, 10, 1), (16, 8, 6), (8, 6, 12), (1, 2000, 4), (64, 200, 1)]
+    ("rows", "width", "within"), [(128, 10, 1), (16, 8, 6), (8, 6, 12), (1, 2000, 12), (64, 200, 1)]
 )
 def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: str) -> None:
     for seed in range(10):
@@ -115,6 +115,18 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
             strange = permuted if other == "permuted" else batch(source, rows, width)[1]
             batches.append(tally(old, strange, mask))
         assert "those of other rows" in first_error(batches)[1]
+
+
+@pytest.mark.parametrize(("rows", "width", "within"), [(256, 8192, 1), (16, 16_384, 16)])
+def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
+    source, batches = generator(), []
+    healthy = AlignmentWatch()
+    for _ in range(within):
+        old, mu, mask = batch(source, rows, width)
+        groups = [str(row // 8) for row in range(rows)]
+        healthy.judge(tally(old, mu, mask, groups))
+        batches.append(tally(old, mu[torch.randperm(rows, generator=source)], mask, groups))
+    assert "those of other rows" in first_error(batches)[1]
 
 
 def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:

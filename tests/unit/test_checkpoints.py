@@ -225,3 +225,25 @@ def test_an_error_in_the_save_leaves_the_mark(tmp_path: Path) -> None:
         raise OSError("disk full")
     assert to_resume(tmp_path) == "2"
     assert not (tmp_path / "global_step_4" / RECORD).exists()
+
+
+def test_what_is_saved_asynchronously_is_whole_once_verl_names_it(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    asynchronous = config(tmp_path)
+    asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
+    with saving(asynchronous, 4, SPEC):
+        (tmp_path / "global_step_4").mkdir()
+    with pytest.raises(CheckpointError, match="cut short"):
+        before_loading(by_path(tmp_path, 4), SPEC)
+    (tmp_path / TRACKER).write_text("4")
+    before_loading(by_path(tmp_path, 4), SPEC)
+    assert to_resume(tmp_path) == "4"
+
+
+def test_a_checkpoint_whose_weights_verl_has_deleted_is_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    (tmp_path / "global_step_4" / "actor").mkdir(exist_ok=True)
+    for weights in (tmp_path / "global_step_4" / "actor").iterdir():
+        weights.unlink()
+    assert to_resume(tmp_path) == "2"

@@ -49,7 +49,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("main_offpolicy",),
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
-MAY_IMPORT_PATCHES = {"checks", "trainer_v0", "trainer_v1", "task_runner_v0", "main_offpolicy"}
+MAY_IMPORT_PATCHES = {
+    "checks",
+    "live_path",
+    "main_offpolicy",
+    "task_runner_v0",
+    "task_runner_v1",
+    "trainer_v0",
+    "trainer_v1",
+}
 PATCHES_MAY_IMPORT = {"correction", "handover", "legacy_loss", "worker_loss"}
 OURS = ("recipe", "verl_patches", "scripts", "tests")
 

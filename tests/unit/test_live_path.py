@@ -69,6 +69,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"trainer__v1__trainer_mode": "separate_async", "actor_rollout_ref__actor__fsdp_config__param_offload": True},
         f"{ACTOR}.fsdp_config.param_offload",
     ),
+    "aliased snapshots by policy": (
+        "0.9.1",
+        {"trainer__v1__trainer_mode": "separate_async", "actor_rollout_ref__actor__fsdp_config__offload_policy": True},
+        f"{ACTOR}.fsdp_config.offload_policy",
+    ),
     "dynamic context parallel": (
         "0.9.1",
         {
@@ -109,6 +114,14 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
             "trainer__v1__trainer_mode": "separate_async",
             "trainer__v1__separate_async__parameter_sync_step": 1,
             "actor_rollout_ref__actor__fsdp_config__param_offload": True,
+        },
+    ),
+    "no snapshot is taken": (
+        "0.9.1",
+        {
+            "trainer__v1__trainer_mode": "separate_async",
+            "actor_rollout_ref__actor__fsdp_config__param_offload": True,
+            "correction__proximal": "bypass",
         },
     ),
     "legacy Megatron": ("0.7.1", {"actor_rollout_ref__actor__strategy": "megatron"}),

@@ -278,29 +278,36 @@ def test_every_phase_is_of_verls_trainers() -> None:
     import inspect
 
     from verl.trainer.ppo import ray_trainer
-    from verl.trainer.ppo.v1 import trainer_base
+    from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
 
-    text = inspect.getsource(ray_trainer) + inspect.getsource(trainer_base)
+    text = "".join(map(inspect.getsource, (ray_trainer, trainer_base, trainer_separate_async)))
     for path in PHASES:
         *owner, method = path.split(".")
         assert (f"self.{path}(" in text) if owner else (f"def {method}(" in text), path
 
 
-@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize("version", ["v0", "v1", "separate"])
 def test_the_phases_of_a_step_are_watched_on_each_trainer(version: str) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-    trainer: Any = object.__new__(RayPPOTrainer if version == "v0" else PPOTrainerSync)
+    classes = {"v0": RayPPOTrainer, "v1": PPOTrainerSync, "separate": PPOTrainerSeparateAsync}
+    trainer: Any = object.__new__(classes[version])
     trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None, sleep_replicas=lambda: None)
     trainer.async_rollout_manager = SimpleNamespace(generate_sequences=lambda batch: None)
-    trainer.replay_buffer = SimpleNamespace(sample=lambda **kwargs: None)
+    trainer.standalone_checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
+    trainer.replay_buffer = SimpleNamespace(sample=lambda **kwargs: None, wait_for_sampleable=lambda: None)
     watchdog = watch(trainer, config(poll=None))
     assert watchdog is not None
     watchdog.stop()
     methods = {"_update_actor", "_compute_old_log_prob", "_save_checkpoint", "_load_checkpoint", "fit"}
     assert methods <= vars(trainer).keys()
-    for part in (trainer.checkpoint_manager.update_weights, trainer.replay_buffer.sample):
+    for part in (
+        trainer.checkpoint_manager.update_weights,
+        trainer.standalone_checkpoint_manager.update_weights,
+        trainer.replay_buffer.sample,
+    ):
         assert part.__name__ == "<lambda>"
         assert part.__wrapped__ is not None
 
