@@ -7,7 +7,8 @@
 #
 # A COMMAND that ends in .sh is run by bash. NAME=value before it is set in the command and in all of its workers;
 # what is set here of VERL_PLATFORM, VERL_USE_EXTERNAL_MODULES and OFFPOLICY_* is as well. Arguments arrive as they are
-# given, whatever they hold.
+# given, whatever they hold. With verl 0.7.1's legacy actors and other modules in VERL_USE_EXTERNAL_MODULES, name
+# verl_patches.legacy there too.
 #
 #   RAY_ADDRESS    the dashboard of the cluster (default http://127.0.0.1:8265); where it wants a token, Ray reads
 #                  RAY_AUTH_MODE=token and RAY_AUTH_TOKEN

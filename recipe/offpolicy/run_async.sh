@@ -39,7 +39,16 @@ MINI_BATCH=64
 # A checkout or a fork that is not installed is found from anywhere.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-verl=$(python3 -c 'import importlib.util as u; print(u.find_spec("verl").submodule_search_locations[0])')
+verl=$(python3 - <<'PY'
+import importlib.util
+import sys
+
+spec = importlib.util.find_spec("verl")
+if spec is None:
+    sys.exit(f"verl is not installed for {sys.executable}")
+print(spec.submodule_search_locations[0])
+PY
+)
 if ! grep -q '^ *separate_async:' "$verl/trainer/config/ppo_trainer.yaml"; then
     echo "run_async.sh: verl $(< "$verl/version/version") has no trainer.v1.separate_async, which came with 0.9, and" \
         "its experimental asynchronous trainers are not covered by the correction. Fix: install verl 0.9.1, or take" \

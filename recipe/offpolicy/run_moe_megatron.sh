@@ -39,7 +39,16 @@ MAX_TOKENS=$((MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH))
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 # Releases differ in some keys: the installed verl's own configuration tells.
-verl=$(python3 -c 'import importlib.util as u; print(u.find_spec("verl").submodule_search_locations[0])')
+verl=$(python3 - <<'PY'
+import importlib.util
+import sys
+
+spec = importlib.util.find_spec("verl")
+if spec is None:
+    sys.exit(f"verl is not installed for {sys.executable}")
+print(spec.submodule_search_locations[0])
+PY
+)
 configs=$verl/trainer/config
 
 ALGORITHM=(
@@ -89,14 +98,15 @@ ACTOR=(
     actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1
     # Close calls between experts go the rollout's way more often.
     +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32
-    actor_rollout_ref.actor.megatron.router_replay.mode="$ROUTER_REPLAY"
 )
 if grep -q '^grad_offload:' "$configs/engine/megatron.yaml"; then
     ACTOR+=(actor_rollout_ref.actor.megatron.grad_offload=true)
 fi
-if [[ -f $verl/workers/actor/megatron_actor.py ]]; then
-    # The legacy actor reads the mode from here, and the engine from above.
+# The legacy actor reads the mode from one place, engines from another.
+if [[ -f $verl/workers/actor/megatron_actor.py && " $* " != *" trainer.use_legacy_worker_impl=disable "* ]]; then
     ACTOR+=(actor_rollout_ref.actor.router_replay.mode="$ROUTER_REPLAY")
+else
+    ACTOR+=(actor_rollout_ref.actor.megatron.router_replay.mode="$ROUTER_REPLAY")
 fi
 
 ROLLOUT=(

@@ -46,12 +46,17 @@ def follow(client: Any, job: str) -> int:
         0 if it succeeded, else the exit status of its command, or 1 where that is unknown or 0.
     """
 
+    import aiohttp  # which Ray's client is made with
+
     async def tail() -> None:
         async for lines in client.tail_job_logs(job):
             print(lines, end="", flush=True)
 
-    asyncio.run(tail())
-    # The log may end before the job does, for instance when the connection is lost.
+    try:
+        asyncio.run(tail())
+    except (OSError, RuntimeError, aiohttp.ClientError) as error:
+        print(f"launch: the log of job {job} is lost ({error}); it runs on.", file=sys.stderr)
+    # The log may end before the job does.
     while not client.get_job_status(job).is_terminal():
         time.sleep(_POLL_SECONDS)
     info = client.get_job_info(job)

@@ -80,7 +80,7 @@ def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
-    finished = broken(run_program, "hang_in_checkpoint:2", "offpolicy.watchdog.step_timeout=40", *saving)
+    finished = broken(run_program, "hang_in_checkpoint:2", "offpolicy.watchdog.phase_timeouts.checkpoint=40", *saving)
     assert "WatchdogError: checkpoint is stuck" in log_of(finished)
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert (folder / "global_step_2" / "actor").is_dir()
