@@ -47,7 +47,11 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
 
 
 def status() -> dict[str, dict[str, str]]:
-    """For each group, each patch and its state in this process: "in force", "waiting" or "off".
+    """For each group, each patch and its state in this process.
+
+    "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off". Imports no
+    group and no target, so that a run can ask at its start wherever it is: a group that nobody has loaded has no
+    patches here.
 
     Raises:
         PatchError: a patch failed in this process and whoever loaded it carried on, or verl is imported and a group
@@ -55,10 +59,11 @@ def status() -> dict[str, dict[str, str]]:
     """
     if failed := recorded():
         raise PatchError("\n".join(failed))
-    states = {name: _states(group) for name, group in GROUPS.items()}
+    # A group may install itself when it is imported: now would be too late, and look as if it had been in time.
+    states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for():
-            if set(states[name].values()) == {OFF}:
+            if set(states[name].values()) <= {OFF}:
                 raise PatchError(_not_loaded(GROUPS[name]))
     return states
 

@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import platform
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,8 @@ class Contract:
 
         Raises:
             NotInstalledError: the distribution is not installed.
-            PatchError: the release was not tested and this was not opted into, the target does not exist, or its
-                signature or keys differ.
+            PatchError: the release was not tested and this was not opted into, the target does not exist or cannot
+                be imported, or its signature or keys differ.
         """
         self._check_release()
         found = resolve(self.target)
@@ -91,6 +92,10 @@ class Contract:
             expected = f"its code to hold {', '.join(map(repr, missing))}"
             raise PatchError(self.moved(f"none of it in {_held(found)}", expected))
         return found
+
+    def in_force(self) -> bool:
+        """Whether the patch of this name wraps the target in this process. Imports nothing and never raises."""
+        return is_wrapped(loaded(self.target), self.name)
 
     def covers(self, release: str) -> bool:
         """Whether the release was tested."""
@@ -174,12 +179,42 @@ def _release_beside(package: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """The object that "module:attribute.path" names, or None if module or attribute does not exist."""
+    """The object that "module:attribute.path" names, or None if module or attribute does not exist.
+
+    Raises:
+        PatchError: the module is there and cannot be imported, for want of another one or of a platform for instance.
+    """
     module_name, _, path = target.partition(":")
     try:
-        return functools.reduce(getattr, path.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError):
+        return _attribute(importlib.import_module(module_name), path)
+    except PatchError:  # of a patch that waited for this import
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            return None
+        mend = "install what is missing" if isinstance(error, ImportError) else "give it what the error asks for"
+        raise PatchError(f"{target} cannot be imported: {error}. Fix: {mend}.") from error
+
+
+def loaded(target: str) -> Any:
+    """As `resolve`, of a module that this process has imported already; None otherwise. Never raises."""
+    module_name, _, path = target.partition(":")
+    try:
+        return _attribute(sys.modules.get(module_name), path)
+    except ImportError:  # of an attribute that its module imports when it is asked for
         return None
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    try:
+        return None if owner is None else functools.reduce(getattr, path.split("."), owner)
+    except AttributeError:
+        return None
+
+
+def is_needed(error: ModuleNotFoundError) -> bool:
+    """Whether a module that is missing is one of verl or of ours, which every patch needs."""
+    return (error.name or "").partition(".")[0] in {"verl", "recipe", __name__.partition(".")[0]}
 
 
 def bare_signature(function: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from .contract import Contract, PatchError, resolve
+from .contract import Contract, PatchError, loaded, resolve
 from .contract import logger as own_logger
 
 MODULE = "verl.trainer.ppo.v1.trainer_separate_async"
@@ -47,4 +47,4 @@ def install() -> None:
 
 
 def in_force() -> bool:
-    return isinstance(resolve(f"{MODULE}:logger"), _WithoutFlush)
+    return isinstance(loaded(f"{MODULE}:logger"), _WithoutFlush)

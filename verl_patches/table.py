@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from .contract import Contract, NotInstalledError, PatchError, installed_release, of_installed
+from .contract import Contract, NotInstalledError, PatchError, installed_release, is_needed, of_installed
 from .groups import GROUPS, Group
 
 OK, NOT_HERE, MISSING = "ok", "not for this release", "not installed"
-CALLS = "calls"
+CALLS, OFF, NOT_NEEDED = "calls", "off", "not needed"
 _HERE = __name__.rpartition(".")[0]
 _INFRASTRUCTURE = {"__main__", "contract", "deferred", "failures", "groups", "plugin", "runtime_env", "table"}
 
@@ -23,7 +24,8 @@ class Row:
 
     Attributes:
         patch, target, releases: as the contract says.
-        state: of the patch in this process; "calls" for seams that are called and not patched.
+        state: of the patch in this process; "calls" for seams that are called and not patched; the module that is
+            missing where the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.
         broken: the contract matters here and does not hold.
     """
@@ -45,7 +47,7 @@ def rows() -> list[Row]:
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
     rows = [
-        _row(name, each, _state_alone(seams[name]), tested)
+        _row(name, each, _state_alone(seams[name], each), tested)
         for name, found in contracts.items()
         for each in _per_target(found)
     ]
@@ -54,23 +56,39 @@ def rows() -> list[Row]:
     return rows
 
 
-def _state_alone(module: ModuleType) -> str:
-    """Of a module without a group: a patch that the trainer installs where it is needed, or seams."""
-    if not hasattr(module, "in_force"):
-        return CALLS
-    return "in force" if module.in_force() else "off"
+def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
+    """Of a module without a group: a patch that the trainer installs where it is needed, or seams.
+
+    A seam that the trainer wraps is in force in the trainer's process.
+    """
+    if hasattr(module, "in_force"):
+        return "in force" if module.in_force() else OFF
+    return "in force" if any(each.in_force() for each in contracts) else CALLS
 
 
 def _rows_of_group(group: Group) -> Iterator[Row]:
+    loaded = group.module in sys.modules
     package = importlib.import_module(group.module)
     states = package.status()
+    if not loaded:  # what installed itself just now is in force in no other process of this environment
+        states = {name: state if state == NOT_NEEDED else OFF for name, state in states.items()}
     for name in states:
         if not group.needed():
             yield Row(f"{group.name}.{name}", "", "", states[name], f"not needed: {group.when}", broken=False)
             continue
-        module = importlib.import_module(f"{group.module}.{name}")
+        try:
+            module = importlib.import_module(f"{group.module}.{name}")
+        except ModuleNotFoundError as error:
+            yield _without(f"{group.name}.{name}", error)
+            continue
         for each in _per_target(contracts_of(module)):
-            yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == "not needed")
+            yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == NOT_NEEDED)
+
+
+def _without(patch: str, error: ModuleNotFoundError) -> Row:
+    """Of a patch for a distribution that is not installed; broken where what is missing is verl's or ours."""
+    broken = is_needed(error)
+    return Row(patch, "", "", f"{error.name} is missing", str(error) if broken else MISSING, broken)
 
 
 def _row(patch: str, contracts: list[Contract], state: str, may_be_of_others: bool) -> Row:

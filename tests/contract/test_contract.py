@@ -25,6 +25,7 @@ from verl_patches.contract import (
     installed_release,
     is_wrapped,
     literals,
+    loaded,
     location,
     of_installed,
     resolve,
@@ -104,6 +105,65 @@ def test_a_missing_target_raises(module: ModuleType, target: str) -> None:
     assert resolve(target) is None
     with pytest.raises(PatchError, match="nothing of that name"):
         missing.check()
+
+
+def module_file(folder: Path, name: str, code: str) -> str:
+    """A package of that name with one module, `inner`."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("")
+    (folder / name / "inner.py").write_text(code)
+    return f"{name}.inner"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import a_dependency_that_is_not_installed\n", "No module named 'a_dependency_that_is_not_installed'"),
+        ("from os import no_such_name\n", "cannot import name 'no_such_name'"),
+        ("import os\nos.no_such_name\n", "module 'os' has no attribute 'no_such_name'"),
+        ("raise ValueError('no platform')\n", "no platform"),
+        ("def __getattr__(name):\n    import a_lazy_dependency\n", "No module named 'a_lazy_dependency'"),
+    ],
+)
+def test_a_target_that_cannot_be_imported_has_not_moved(
+    code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mend is to install what its module wants, and no other release of the distribution."""
+    monkeypatch.syspath_prepend(tmp_path)
+    name = module_file(tmp_path, f"wants_{abs(hash(code))}", code)
+    with pytest.raises(PatchError) as error:
+        Contract("wanting", f"{name}:f", "()", "packaging", ">=20").check()
+    assert str(error.value).startswith(f"{name}:f cannot be imported: {reason}")
+    mend = (
+        "give it what the error asks for"
+        if "attribute" in reason or "platform" in reason
+        else "install what is missing"
+    )
+    assert str(error.value).endswith(f"Fix: {mend}.")
+    assert loaded(f"{name}:f") is None, "a look at the state does not raise"
+
+
+def test_a_missing_module_or_parent_of_the_target_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = module_file(tmp_path, "has_one_module", "")
+    package = name.partition(".")[0]
+    for target in (f"{package}.other:f", f"{package}.other.deeper:f", f"{name}.deeper:f", f"{name}:f", "no_parent.x:f"):
+        assert resolve(target) is None
+    # A module whose name only begins like the target's is a dependency.
+    (tmp_path / package / "near.py").write_text(f"import {package}.nea\n")
+    with pytest.raises(PatchError, match=f"cannot be imported: No module named '{package}.nea'"):
+        resolve(f"{package}.near:f")
+
+
+def test_the_state_of_a_patch_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = module_file(tmp_path, "looked_at_for_its_state", "def f():\n    return 1\n")
+    patched = Contract("stated", f"{name}:f", "()", "packaging", ">=20")
+    assert not patched.in_force()
+    assert name not in sys.modules
+    wrap(patched, negated)
+    assert patched.in_force()
+    assert not Contract("another", patched.target, "()", "packaging", ">=20").in_force()
 
 
 def test_an_untested_release_needs_an_opt_in(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

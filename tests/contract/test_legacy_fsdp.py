@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import legacy_actor as la
 import pytest
+import torch
 from fresh_python import CPU, ok, python
 
 pytestmark = pytest.mark.verl("==0.7.1")
@@ -26,6 +28,7 @@ def names() -> list[str]:
         "dp_actor.agg_loss",
         "dp_actor.kl_penalty",
         "rollout_corr_metrics",
+        "dp_actor.prepare_dynamic_batch",
         "dp_actor.forward_micro_batch",
         "dp_actor.update_policy",
     ]
@@ -94,6 +97,54 @@ def test_installed_once_however_often(patch: Any) -> None:
     patch.install()
     assert before == [dp_actor.agg_loss, dp_actor.DataParallelPPOActor.update_policy]
     assert patch.in_force()
+
+
+@pytest.mark.parametrize("function", ["prepare_dynamic_batch", "agg_loss"])
+def test_it_is_not_in_force_while_one_is_missing(patch: Any, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers.actor import dp_actor
+
+    patch.install()
+    monkeypatch.setattr(dp_actor, function, inspect.unwrap(getattr(dp_actor, function)))
+    assert not patch.in_force()
+
+
+def test_dynamic_micro_batches_without_a_process_group(patch: Any) -> None:
+    """As verl itself cuts them: 35 tokens of responses and 17 of prompts, at most 17 at a time."""
+    from verl.utils.seqlen_balancing import prepare_dynamic_batch
+    from verl.workers.actor import dp_actor
+
+    patch.install()
+    data = la.proto(la.rollout())
+    assert not torch.distributed.is_initialized()
+    _, rows = dp_actor.prepare_dynamic_batch(data, max_token_len=17)
+    assert rows == prepare_dynamic_batch(data, max_token_len=17)[1]
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_the_count_is_agreed_on_over_the_world_or_the_group_given(
+    patch: Any, positional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.workers.actor import dp_actor
+
+    patch.install()
+    reduce, groups = torch.distributed.all_reduce, []
+
+    def all_reduce(numbers: torch.Tensor, op: Any, group: Any) -> Any:
+        groups.append(group)
+        return reduce(numbers, op=op, group=group)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    data = la.proto(la.rollout())
+    with la.process_group():
+        world, given = torch.distributed.group.WORLD, torch.distributed.new_group([0])
+        dp_actor.prepare_dynamic_batch(data, max_token_len=17)
+        if positional:
+            dp_actor.prepare_dynamic_batch(data, 17, given)
+        else:
+            dp_actor.prepare_dynamic_batch(data, max_token_len=17, dp_group=given)
+    assert groups == [world, given]
+    assert world is not given
 
 
 def test_every_other_module_keeps_verls_functions(patch: Any) -> None:

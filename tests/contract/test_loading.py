@@ -100,6 +100,39 @@ def test_what_nobody_loaded_is_found() -> None:
     assert "Fix: export VERL_USE_EXTERNAL_MODULES=verl_patches.cpu before verl is imported" in done.stderr
 
 
+def test_a_look_does_not_load_what_nobody_loaded() -> None:
+    """The group cpu installs itself wherever it is imported, which is too late once verl is."""
+    look = "import verl, sys, verl_patches\ntry: verl_patches.status()\n"
+    look += "except verl_patches.PatchError as error: print(str(error))\n"
+    look += "assert 'verl_patches.cpu' not in sys.modules"
+    told = ok(look, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
+    assert told.startswith("the environment asks for the patches 'cpu', and none of them is installed in this process")
+
+
+@pytest.mark.parametrize("environment", [{}, CPU], ids=["", "cpu"])
+def test_a_look_at_the_start_imports_nothing(environment: dict[str, str]) -> None:
+    code = "import sys, verl_patches; assert not any(verl_patches.status().values())"
+    code += "; assert not {'torch', 'verl', 'verl_patches.cpu'} & set(sys.modules); print('nothing')"
+    assert ok(code, **environment) == "nothing"
+
+
+# verl's legacy actors, of which one is for Megatron, are of 0.7.
+needs_legacy = pytest.mark.verl("<0.8")
+NO_MEGATRON = "import sys; sys.modules['megatron'] = None; "
+
+
+@needs_legacy
+def test_without_megatron_only_its_actor_is_refused() -> None:
+    """A user of FSDP who has no Megatron starts and looks at the state; one who asks for it is told the mend."""
+    code = NO_MEGATRON + "import verl, verl.workers.actor.dp_actor, verl_patches; from verl_patches import legacy\n"
+    code += "legacy.check('fsdp'); assert verl_patches.status()['legacy'] == "
+    code += "{'fsdp_actor': 'in force', 'megatron_actor': 'waiting'}, verl_patches.status()\n"
+    code += "try: legacy.check('megatron')\nexcept verl_patches.contract.NotInstalledError as error: print(error)"
+    told = ok(code, VERL_USE_EXTERNAL_MODULES="verl_patches.legacy")
+    assert told.startswith("the legacy Megatron actor needs megatron")
+    assert told.endswith(". Fix: install megatron-core and mbridge.")
+
+
 def test_without_a_name_capability_decides() -> None:
     """The platform by its variable, legacy actors by the files of the installed verl; nothing is imported to tell."""
     legacy = "'legacy'" if has_legacy_actor() else ""
@@ -128,11 +161,18 @@ def test_a_wrong_name_names_the_groups() -> None:
 TABLE = "import runpy, sys; sys.argv = ['verl_patches']; {before}runpy.run_module('verl_patches', run_name='__main__')"
 
 
+def table_of(printed: str) -> list[list[str]]:
+    """Its cells, row by row."""
+    return [
+        [cell.strip() for cell in line.strip("┃ ").split("│")[1:-1]] for line in printed.splitlines() if "│" in line
+    ]
+
+
 @pytest.mark.slow
 def test_the_table_shows_every_contract_and_that_it_holds() -> None:
     done = python(TABLE.format(before=""), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in done.stdout.splitlines() if "│" in line]
+    rows = table_of(done.stdout)
     by_patch = {(row[0], row[1]): row[2:] for row in rows}
     seam = by_patch["engine_loss", "verl.workers.utils.losses:ppo_loss"]
     assert seam[1:] == ["calls", "ok"]
@@ -141,6 +181,41 @@ def test_the_table_shows_every_contract_and_that_it_holds() -> None:
     assert {row[4] for row in rows if row[0].startswith("cpu.")} <= {"ok", "not for this release", "not installed"}
     if not has_legacy_actor():
         assert [row[3] for row in rows if row[0].startswith("legacy.")] == ["off"] * 2
+
+
+@needs_legacy
+@pytest.mark.slow
+def test_the_table_without_megatron_says_so_and_holds() -> None:
+    done = python(TABLE.format(before=NO_MEGATRON))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = table_of(done.stdout)
+    [megatron] = [row for row in rows if row[0] == "legacy.megatron_actor"]
+    # Of a package that is blocked and not absent, Python names the module that was asked for.
+    assert megatron[1:] == ["", "", "megatron.core is missing", "not installed"]
+    fsdp = [row for row in rows if row[0] == "legacy.fsdp_actor"]
+    assert len(fsdp) > 1
+    assert {row[4] for row in fsdp} == {"ok"}
+
+
+@pytest.mark.slow
+def test_the_table_shows_what_the_trainer_wraps() -> None:
+    before = "import verl, verl_patches.trainer_v0 as t; t.around_advantage(None); "
+    done = python(TABLE.format(before=before), **CPU, VERL_USE_EXTERNAL_MODULES="verl_patches.cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    seams = {row[1].rpartition(":")[2]: row[3] for row in table_of(done.stdout) if row[0] == "trainer_v0"}
+    assert {name for name, state in seams.items() if state == "in force"} == {"compute_advantage"}
+    assert set(seams.values()) == {"calls", "in force"}
+
+
+@pytest.mark.slow
+def test_the_table_says_that_a_group_which_it_had_to_import_is_off() -> None:
+    done = python(TABLE.format(before=""), OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
+    assert done.returncode == 1
+    assert "the environment asks for the patches 'cpu', and none of them is installed" in done.stderr
+    assert "Traceback" not in done.stderr
+    states = {row[3] for row in table_of(done.stdout) if row[0].startswith("cpu.")}
+    assert "off" in states
+    assert states <= {"off", "not needed"}
 
 
 @pytest.mark.slow

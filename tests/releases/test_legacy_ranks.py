@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import legacy_actor as la
+import legacy_ranks
 import pytest
 import torch
 from specs import BATCH_WIDE, STACK
@@ -39,22 +40,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def expected(steps: str, mapping: dict[str, Any]) -> la.Parameters:
-    order = list(TWO_STEPS if steps == "two" else range(8))
-    batch = {name: column[order] for name, column in la.rollout().items()}
-    return la.plain_update(batch, la.Plain(mapping, mini_rows=8 if steps == "one" else 4, **TERMS))
+    return la.plain_update(in_order(steps), la.Plain(mapping, mini_rows=8 if steps == "one" else 4, **TERMS))
 
 
-@pytest.mark.parametrize("steps", ["one", "two"])
+def in_order(steps: str) -> dict[str, torch.Tensor]:
+    order = list(range(8) if steps == "one" else TWO_STEPS)
+    return {name: column[order] for name, column in legacy_ranks.rollout(steps).items()}
+
+
+@pytest.mark.parametrize("steps", legacy_ranks.STEPS)
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_data_parallel_ranks_make_the_plain_update(ranks: Any, sharding: str, steps: str) -> None:
     parameters, packets = ranks[f"{sharding} stack {steps}"]
     within = 1e-5 if sharding == "fsdp1" else 1e-10
     got = {name: value.double() for name, value in parameters.items()}
     assert la.distance(expected(steps, STACK), got, la.parameters(la.model())) < within
-    assert live(STACK, packets)["rows"] == 8.0
+    assert live(STACK, packets, steps)["rows"] == 8.0
 
 
-@pytest.mark.parametrize("steps", ["one", "two"])
+@pytest.mark.parametrize("steps", legacy_ranks.STEPS)
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sharding: str, steps: str) -> None:
     """Against one process, whose own update is checked against the plain one elsewhere."""
@@ -64,17 +68,35 @@ def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sha
 
     verl_patches.install("legacy")
     parameters, packets = ranks[f"{sharding} batch_wide {steps}"]
-    order = list(TWO_STEPS if steps == "two" else range(8))
-    batch = {name: column[order] for name, column in la.rollout().items()}
     rows = 8 if steps == "one" else 4
     with la.process_group():
         config = dict(ppo_mini_batch_size=rows, entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3)
         actor = la.actor(learning_rate=la.FLOAT32_LEARNING_RATE, **config)
-        single, _ = la.moved(actor, la.handed(batch, BATCH_WIDE, mini_rows=rows))
+        single, _ = la.moved(actor, la.handed(in_order(steps), BATCH_WIDE, mini_rows=rows))
     got = {name: value.double() for name, value in parameters.items()}
     within = 1e-5 if sharding == "fsdp1" else 1e-10
     assert la.distance(single, got, la.parameters(la.model())) < within
-    assert live(BATCH_WIDE, packets)["rows"] == 8.0
+    assert live(BATCH_WIDE, packets, steps)["rows"] == 8.0
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_ranks_cut_alike_however_unequal_their_rows(ranks: Any, sharding: str) -> None:
+    """Rank 0 needs two micro-batches of 13 tokens for each of its two mini-batches, rank 1 would do with one."""
+    _, packets = ranks[f"{sharding} stack dynamic"]
+    assert [len(rank) for rank in packets] == [4, 4]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_old_log_probs_of_unequal_ranks(ranks: Any, sharding: str) -> None:
+    """Without a handover: rank 0 needs three micro-batches for its 37 tokens, rank 1 one for 13."""
+    batch = legacy_ranks.rollout("dynamic")
+    with torch.no_grad():
+        expected = la.forward(la.model(), batch)[0]
+    values, passes = zip(*ranks[f"{sharding} log_probs"], strict=True)
+    assert passes == (3, 3)
+    mask = batch["response_mask"].bool()
+    within = 1e-5 if sharding == "fsdp1" else 1e-10
+    torch.testing.assert_close(torch.cat(values).double()[mask], expected[mask], rtol=0, atol=within)
 
 
 def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
@@ -85,7 +107,7 @@ def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
         assert live(STACK, [packet])["rows"] == 8.0
 
 
-def live(mapping: dict[str, Any], packets: Any) -> dict[str, float]:
+def live(mapping: dict[str, Any], packets: Any, steps: str = "one") -> dict[str, float]:
     from tensordict import TensorDict
 
     from recipe.offpolicy.correction import CorrectionSpec
@@ -93,7 +115,7 @@ def live(mapping: dict[str, Any], packets: Any) -> dict[str, float]:
     from recipe.offpolicy.micro_batch import sampled_checksums
 
     dtype = torch.float64 if packets[0][0].proof.log_prob_bits == 64 else torch.float32
-    sampled = sampled_checksums(TensorDict(la.rollout(dtype), batch_size=8))
+    sampled = sampled_checksums(TensorDict(legacy_ranks.rollout(steps, dtype), batch_size=8))
     flat = [packet for rank in packets for packet in rank]
     verdict = verify(flat, CorrectionSpec.from_mapping(mapping), sampled_rows=sampled)
     assert verdict["proved"] == 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch.multiprocessing as mp
 STEPS: dict[str, dict[str, Any]] = {
     "one": dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2),
     "two": dict(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=1),
+    "dynamic": dict(ppo_mini_batch_size=2, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=13),
 }
 """Rows by rank of a mini-batch: one or two steps for the eight rows of ``legacy_actor.rollout``."""
+UNEQUAL = (7, 7, 7, 7, 1, 1, 2, 1)
+"""Lengths of responses in "dynamic": rank 0 has 19 and 18 tokens with their prompts by mini-batch, rank 1 5 and 8."""
 TERMS: dict[str, Any] = dict(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
 
 
@@ -30,7 +34,10 @@ def main(rank: int, out: str, port: int) -> None:
     import verl_patches
 
     verl_patches.install("legacy")
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    # Ranks that run into different collectives wait for one another: an error, well before the caller's limit.
+    torch.distributed.init_process_group(
+        "gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=120)
+    )
     results: dict[str, Any] = {}
     for sharding in (fsdp1, fsdp2):
         for name, mapping in {"stack": STACK, "batch_wide": BATCH_WIDE}.items():
@@ -38,13 +45,38 @@ def main(rank: int, out: str, port: int) -> None:
                 # PyTorch takes FSDP1's norm of gradients in float32 alone.
                 dtype = torch.float32 if sharding is fsdp1 else torch.float64
                 module = sharding(la.model(dtype))
-                data = la.handed(la.rollout(dtype), mapping, mini_rows=2 * config["ppo_mini_batch_size"], ranks=2)
+                batch = rollout(steps, dtype)
+                data = la.handed(batch, mapping, mini_rows=2 * config["ppo_mini_batch_size"], ranks=2)
                 results[f"{sharding.__name__} {name} {steps}"] = update(module, data.chunk(2)[rank], config)
+        results[f"{sharding.__name__} log_probs"] = log_probs(
+            sharding(la.model(dtype)), rollout("dynamic", dtype), rank
+        )
     results["ulysses"] = ulysses(rank)
     if rank == 0:
         torch.save(results, Path(out) / "ranks.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def rollout(steps: str, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The eight rows of both ranks for one of ``STEPS``."""
+    import legacy_actor as la
+
+    return la.rollout(dtype, UNEQUAL if steps == "dynamic" else la.LENGTHS)
+
+
+def log_probs(module: Any, batch: dict[str, torch.Tensor], rank: int) -> list[tuple[torch.Tensor, int]]:
+    """By rank, log-probs of the responses, (4, T), as for pi_old, and their micro-batches of at most 13 tokens."""
+    import legacy_actor as la
+
+    data = la.proto(batch).chunk(2)[rank]
+    data.meta_info |= {"micro_batch_size": 4, "use_dynamic_bsz": True, "max_token_len": 13}
+    passes: list[None] = []
+    module.register_forward_hook(lambda *_: passes.append(None))
+    values = la.actor(module).compute_log_prob(data)["log_probs"]
+    halves: list[Any] = [None, None]
+    torch.distributed.all_gather_object(halves, (values, len(passes)))
+    return halves
 
 
 def update(module: Any, data: Any, config: dict[str, Any]) -> tuple[Any, Any]:

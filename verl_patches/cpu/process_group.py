@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 
 CONTRACT = Contract(
     name="process_group",
@@ -39,4 +39,4 @@ def install() -> None:
 
 
 def in_force() -> bool:
-    return is_wrapped(resolve(CONTRACT.target), CONTRACT.name)
+    return CONTRACT.in_force()

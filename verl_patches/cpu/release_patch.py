@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from ..contract import Contract, installed_release, is_wrapped, of_installed, resolve, wrap
+from ..contract import Contract, installed_release, of_installed, wrap
 from ..deferred import after_import
 
 
@@ -42,7 +42,7 @@ class Wrapping:
 
     def in_force(self) -> bool:
         """Whether the target is wrapped in this process."""
-        return is_wrapped(resolve(self.contract.target), self.contract.name)
+        return self.contract.in_force()
 
 
 @dataclass(frozen=True)

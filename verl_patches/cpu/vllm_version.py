@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 
 CONTRACT = Contract(
     name="vllm_version",
@@ -34,4 +34,4 @@ def install() -> None:
 
 
 def in_force() -> bool:
-    return is_wrapped(resolve(CONTRACT.target), CONTRACT.name)
+    return CONTRACT.in_force()

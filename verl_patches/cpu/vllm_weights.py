@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 from ..deferred import after_import
 
 MODULE = "vllm.model_executor.layers.utils"
@@ -41,4 +41,4 @@ def waiting() -> bool:
 
 
 def in_force() -> bool:
-    return MODULE in sys.modules and is_wrapped(resolve(CONTRACT.target), CONTRACT.name)
+    return MODULE in sys.modules and CONTRACT.in_force()

@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from ..contract import PatchError, installed_release, location
+from ..contract import NotInstalledError, PatchError, installed_release, is_needed, location
 from ..deferred import after_import, is_awaited
 
 PATCHES = {
@@ -46,6 +46,7 @@ def check(strategy: str) -> None:
     """Check the contracts of the actor for verl's ``actor.strategy`` against the installed verl.
 
     Raises:
+        NotInstalledError: the Megatron actor is asked for, and what it needs is not installed.
         PatchError: a target has moved.
     """
     for contract in _patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:
@@ -69,7 +70,14 @@ def _state(name: str, actor: str) -> str:
 
 def _patch(name: str) -> Any:
     # Imported late: it imports the recipe's loss and with it verl, which loads this package before itself.
-    return importlib.import_module(f"{__name__}.{name}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if name != "megatron_actor" or is_needed(error):
+            raise
+        raise NotInstalledError(
+            f"the legacy Megatron actor needs {error.name}. Fix: install megatron-core and mbridge."
+        ) from error
 
 
 if "verl_patches.legacy" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):

@@ -13,7 +13,7 @@ from typing import Any
 
 from recipe.offpolicy.legacy_loss import LegacyUpdate
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 
 RELEASES = "==0.7.1"
 _RUNNING: ContextVar[LegacyUpdate | None] = ContextVar("offpolicy_legacy_update", default=None)
@@ -77,7 +77,7 @@ def install(module: str) -> None:
 
 def in_force(module: str) -> bool:
     """Whether all of them are wrapped in this process."""
-    return all(is_wrapped(resolve(contract.target), contract.name) for contract in contracts(module))
+    return all(contract.in_force() for contract in contracts(module))
 
 
 def _answering(function: str) -> Callable[..., Any]:

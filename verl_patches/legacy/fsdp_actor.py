@@ -3,7 +3,8 @@
 ``update_policy`` selects the columns on its own list and no other, computes every mean over a micro-batch, and with
 one mini-batch and one epoch takes the current log-probs for pi_old. Here the batch keeps our columns, the numbers of
 the whole mini-batch travel as such, and what ``update_policy`` calls is answered by a ``LegacyUpdate``. A batch
-without a handover goes through untouched.
+without a handover goes through untouched, except for the number of its dynamic micro-batches: the actor lets each rank
+choose its own, and ranks with fewer than others hang in the next collective of FSDP. They agree on it, always.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from verl.utils.device import get_device_name
 
 from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 from . import algorithms
 from .columns import carried, handover_of
 from .logged import Logged
@@ -56,7 +57,18 @@ FORWARD = Contract(
     releases=algorithms.RELEASES,
     keys=("log_probs",),
 )
-CONTRACTS = (*algorithms.contracts(MODULE), FORWARD, UPDATE)
+DYNAMIC = Contract(
+    name=f"{MODULE}.prepare_dynamic_batch",
+    target=f"verl.workers.actor.{MODULE}:prepare_dynamic_batch",
+    signature=(
+        "(data, max_token_len, dp_group=None, num_batches_divided_by=None, same_micro_num_in_dp=True, "
+        "min_num_micro_batch=None, use_dynamic_bsz_balance=True)"
+    ),
+    distribution="verl",
+    releases=algorithms.RELEASES,
+)
+_OURS = (DYNAMIC, FORWARD, UPDATE)
+CONTRACTS = (*algorithms.contracts(MODULE), *_OURS)
 
 
 def install() -> None:
@@ -68,14 +80,15 @@ def install() -> None:
     for contract in CONTRACTS:
         contract.check()
     algorithms.install(MODULE)
+    wrap(DYNAMIC, _prepare_dynamic_batch)
     wrap(FORWARD, _forward_micro_batch)
     wrap(UPDATE, _update_policy)
 
 
 def in_force() -> bool:
     """Whether the whole actor is wrapped in this process."""
-    methods = all(is_wrapped(resolve(contract.target), contract.name) for contract in (FORWARD, UPDATE))
-    return methods and algorithms.in_force(MODULE)
+    ours = all(contract.in_force() for contract in _OURS)
+    return ours and algorithms.in_force(MODULE)
 
 
 def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
@@ -96,6 +109,16 @@ def _over_ranks(copies: int, numbers: Tensor) -> Tensor:
     total = numbers.to(get_device_name())
     torch.distributed.all_reduce(total)
     return total.to(numbers.device) // copies
+
+
+def _prepare_dynamic_batch(
+    original: Callable[..., Any], data: Any, max_token_len: int, dp_group: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if dp_group is None:
+        # All ranks: FSDP's collectives span them, and those that share a sequence hold the same rows. None where
+        # this process is in no group.
+        dp_group = torch.distributed.group.WORLD
+    return original(data, max_token_len, dp_group, *args, **kwargs)
 
 
 def _forward_micro_batch(

@@ -22,7 +22,7 @@ from verl.utils.device import get_device_id
 from recipe.offpolicy.handover import Handover
 from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
 
-from ..contract import Contract, is_wrapped, resolve, wrap
+from ..contract import Contract, wrap
 from . import algorithms
 from .columns import carried, handover_of
 from .logged import Logged
@@ -97,7 +97,7 @@ def install() -> None:
 def in_force() -> bool:
     """Whether the whole actor is wrapped in this process."""
     targets = (DEAL, UPDATE, PASS, SPLIT)
-    return algorithms.in_force(MODULE) and all(is_wrapped(resolve(each.target), each.name) for each in targets)
+    return algorithms.in_force(MODULE) and all(each.in_force() for each in targets)
 
 
 class MegatronUpdate(LegacyUpdate):
