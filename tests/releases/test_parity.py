@@ -28,6 +28,14 @@ ENGINES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_process_group() -> Iterator[None]:
+    """Leaves the next module of this process without the group that is opened here."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.tiny_model(tmp_path_factory.mktemp("model"))
