@@ -20,9 +20,9 @@ from verl_patches.contract import PatchError
 from .baseline import GROUP_ESTIMATORS
 from .correction import CorrectionSpec, SpecError
 from .correction.denominator import HAS_DENOMINATOR
+from .correction.dialects.verl import VERL_DEFAULTS
 from .correction.mask_spec import ON_RATIO
 from .live_path import live_path, uncovered
-from .verl_keys import DEFAULTS as VERL_CORRECTION_DEFAULTS
 from .verl_keys import dead_keys
 from .watchdog import problems as watchdog_problems
 
@@ -335,9 +335,7 @@ def verl_correction_changes(config: DictConfig) -> dict[str, Any]:
     values = OmegaConf.to_container(own, resolve=True)
     assert isinstance(values, dict)
     return {
-        str(key): value
-        for key, value in values.items()
-        if key not in VERL_CORRECTION_DEFAULTS or value != VERL_CORRECTION_DEFAULTS[str(key)]
+        str(key): value for key, value in values.items() if key not in VERL_DEFAULTS or value != VERL_DEFAULTS[str(key)]
     }
 
 
@@ -349,7 +347,7 @@ def _verl_correction(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
             f"algorithm.rollout_correction.{key}",
             value,
             "verl's own correction beside ours would correct twice.",
-            f"Remove this override, or set correction=none. verl's default is {VERL_CORRECTION_DEFAULTS.get(key)}.",
+            f"Remove this override, or set correction=none. verl's default is {VERL_DEFAULTS.get(key)}.",
         )
 
 

@@ -18,7 +18,9 @@ from .arrival import check_arrived, check_zeros, missing
 from .micro_batch import ROLLOUT_LOG_PROBS, row_checksums
 
 SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
-"""What is read of a rollout."""
+"""What ``sampled`` reads of a rollout."""
+ALIGNED = ("response_mask", ROLLOUT_LOG_PROBS, "old_log_probs")
+"""What ``aligned`` reads once the trainer's own log-probs are there."""
 _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
@@ -38,7 +40,10 @@ class SampleWatch:
         self._metrics: dict[str, float] = {}
 
     def sampled(self, rows: TensorDict) -> list[int]:
-        """The checksums of a rollout as it came, nested or padded, see ``micro_batch.row_checksums``.
+        """The checksums of a rollout as it came, see ``micro_batch.row_checksums``.
+
+        Args:
+            rows: with ``SAMPLED``, (B, T) each, nested or padded.
 
         Raises:
             ArrivalError: mu is missing or is no log-probs.
@@ -47,18 +52,18 @@ class SampleWatch:
         check_arrived(mu, mask)
         return row_checksums(responses, mask, mu)
 
-    def aligned(self, rows: TensorDict, *, trainer: str = "old_log_probs", groups: Sequence[str] | None = None) -> None:
-        """Hold mu against the log-probs that the trainer computed, under the key ``trainer``.
+    def aligned(self, rows: TensorDict, groups: Sequence[str] | None = None) -> None:
+        """Hold mu against the log-probs that the trainer computed.
 
         Args:
-            rows: nested or padded.
+            rows: with ``ALIGNED``, (B, T) each, nested or padded.
             groups: of each row, its prompt.
 
         Raises:
             ArrivalError: zeros stand in for mu.
             AlignmentError: mu is off by one token or that of other rows.
         """
-        mask, mu, log_prob = _dense(rows, ("response_mask", ROLLOUT_LOG_PROBS, trainer))
+        mask, mu, log_prob = _dense(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
         self.judge([tally(log_prob, mu, mask, groups)])
 

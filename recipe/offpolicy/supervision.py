@@ -61,12 +61,12 @@ class Supervision:
         self._sampled_rows = self._samples.sampled(rows)
 
     def aligned(self, rows: TensorDict, uids: Sequence[str]) -> None:
-        """Hold the rollout's log-probs against the trainer's own, ``old_log_probs`` among the columns of ``rows``.
+        """Hold the rollout's log-probs against the trainer's own, see ``sample_watch.SampleWatch.aligned``.
 
         Raises:
             AlignmentError: they are off by one token or those of other rows.
         """
-        self._samples.aligned(rows, groups=uids)
+        self._samples.aligned(rows, uids)
 
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.

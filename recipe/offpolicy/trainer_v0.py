@@ -24,8 +24,8 @@ from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
 from .handover import HANDOVER, Handover
 from .live_path import live_path
+from .liveness import LivenessError
 from .micro_batch import ROLLOUT_LOG_PROBS
-from .sample_watch import SAMPLED
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
 from .versions import VERSIONS
@@ -63,7 +63,8 @@ class OffPolicyRayTrainer(SupervisedRun):
             return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
         old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         if self.supervision.wants_sampled:
-            rows = batch.batch.select(*SAMPLED).update({"old_log_probs": old.batch["old_log_probs"]})
+            rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
+            rows["old_log_probs"] = old.batch["old_log_probs"]
             self.supervision.aligned(rows, [str(uid) for uid in batch.non_tensor_batch["uid"]])
         return old, mfu
 
@@ -85,8 +86,11 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         self.supervision.begin()
+        if self.correction.baseline == "exclude" and not self._advantage_metrics:
+            raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
         output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
         output.meta_info["metrics"].update(self.supervision.metrics() | self._advantage_metrics)
+        self._advantage_metrics = {}
         return output
 
     def _with_plan(self, batch: DataProto) -> DataProto:

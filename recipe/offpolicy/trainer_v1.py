@@ -26,7 +26,7 @@ from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
 from .live_path import V1_MODES
 from .micro_batch import ROLLOUT_LOG_PROBS
-from .sample_watch import SAMPLED, naming_missing
+from .sample_watch import ALIGNED, SAMPLED, naming_missing
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
 from .worker_loss import loss_of
@@ -67,7 +67,7 @@ class OffPolicyTrainer(SupervisedRun):
             return _put(batch, old_log_probs=mu)
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if self.supervision.wants_sampled:
-            rows = _columns(batch, *SAMPLED, "old_log_probs", "uid")
+            rows = _columns(batch, *ALIGNED, "uid")
             self.supervision.aligned(rows.exclude("uid"), [str(uid) for uid in rows["uid"]])
         return batch
 

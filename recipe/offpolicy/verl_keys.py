@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 from .correction import CorrectionSpec
+from .correction.dialects.verl import VERL_DEFAULTS as DEFAULTS
 from .correction.proximal import WITHOUT_FORWARD
 from .live_path import LivePath
 
@@ -35,17 +36,6 @@ _WORKERS = f"{_ACTOR}.policy_loss.rollout_correction"
 _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 _TRAINER_MODE = "trainer.v1.trainer_mode"
 _BYPASS = "bypass_mode"
-
-DEFAULTS: dict[str, Any] = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-}
-"""What verl ships under ``algorithm.rollout_correction``, in every supported release."""
 
 OBSOLETE = {
     "rollout_is_threshold_lower": "rollout_is_threshold='lower_upper', a string, which verl >= 0.8 reads",

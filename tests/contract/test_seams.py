@@ -131,10 +131,10 @@ def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:
     import verl.trainer.config
     import yaml
 
-    from recipe.offpolicy.checks import VERL_CORRECTION_DEFAULTS
+    from recipe.offpolicy.correction.dialects.verl import VERL_DEFAULTS
 
     shipped = Path(verl.trainer.config.__file__).parent / "algorithm" / "rollout_correction.yaml"
-    assert yaml.safe_load(shipped.read_text()) == VERL_CORRECTION_DEFAULTS
+    assert yaml.safe_load(shipped.read_text()) == VERL_DEFAULTS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

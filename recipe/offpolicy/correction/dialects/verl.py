@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..validation import SpecError, number, truth
 from .reading import mask, one_of, ratio, read
 
-_VERL_DEFAULTS: Final[dict[str, Any]] = {
+VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
     "rollout_is_batch_normalize": False,
@@ -18,6 +18,7 @@ _VERL_DEFAULTS: Final[dict[str, Any]] = {
     "bypass_mode": False,
     "loss_type": "ppo_clip",
 }
+"""What verl ships under ``algorithm.rollout_correction``, in every supported release."""
 _VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "token_k1": ("token", "product"),
     "token_k2": ("token", "k2_sum"),
@@ -54,7 +55,7 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
         SpecError: unknown keys, malformed values, what verl would ignore, and normalisation of weights on pi / mu.
     """
     where = "rollout_correction"
-    values = read({} if mapping is None else mapping, _VERL_DEFAULTS, where, ignored={"_target_"})
+    values = read({} if mapping is None else mapping, VERL_DEFAULTS, where, ignored={"_target_"})
     bypass = truth(values, "bypass_mode", where)
     normalize = truth(values, "rollout_is_batch_normalize", where)
     loss_type = one_of(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)

@@ -1,0 +1,139 @@
+"""What the V0 trainer does around verl's own methods, on a real DataProto and with verl's own estimator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+
+from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE
+from recipe.offpolicy.handover import HANDOVER
+from recipe.offpolicy.liveness import LivenessError
+from recipe.offpolicy.supervision import Supervision
+from recipe.offpolicy.trainer_v0 import with_correction
+from recipe.offpolicy.versions import VERSIONS
+
+GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
+ROWS, WIDTH = 4, 3
+REWARDS = [1.0, 0.0, 0.0, 5.0]
+"""The last row is far off policy: its siblings are to be compared without its reward."""
+
+
+class VerlsTrainer:
+    """Stands in for RayPPOTrainer: what it was handed, and an update that reports nothing."""
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        raise AssertionError("a forward pass of the trainer")
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        self.sent = batch
+        return DataProto.from_single_dict(data={}, meta_info={"metrics": {}})
+
+    def _get_dp_size(self, worker_group: Any, role: str) -> int:
+        return 1
+
+
+def trainer(legacy: bool = False, **correction: Any) -> Any:
+    from recipe.offpolicy.correction import CorrectionSpec
+
+    made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
+    made.config = configuration()
+    made.correction = CorrectionSpec.from_mapping(correction)
+    made.shadows, made.global_steps = {}, 7
+    made.supervision = Supervision(made.correction, made.config)
+    made.supervision._statistics = {"kl/k3": 0.0}
+    made.supervision.begin = lambda: None
+    made.actor_rollout_wg, made._by_engine, made._advantage_metrics = None, not legacy, {}
+    return made
+
+
+def configuration() -> DictConfig:
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "actor": {"ppo_epochs": 1, "ppo_mini_batch_size": 2, "loss_agg_mode": "token-mean"},
+                "rollout": {"n": 1},
+            },
+            "offpolicy": {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False},
+        }
+    )
+
+
+def batch(**columns: Any) -> DataProto:
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(ROWS, WIDTH, generator=generator) - 1.2
+    apart = torch.tensor([0.0, 0.01, -0.01, 1.0])[:, None]
+    rewards = torch.zeros(ROWS, WIDTH)
+    rewards[:, -1] = torch.tensor(REWARDS)
+    made = DataProto.from_dict(
+        {
+            "responses": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH),
+            "response_mask": torch.ones(ROWS, WIDTH, dtype=torch.int64),
+            "old_log_probs": old,
+            "rollout_log_probs": old + apart,
+            "token_level_rewards": rewards,
+        }
+    )
+    made.non_tensor_batch["uid"] = np.array(["prompt"] * ROWS, dtype=object)
+    made.non_tensor_batch.update(columns)
+    return made
+
+
+def test_rejected_rows_leave_the_baseline_of_verls_estimator() -> None:
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    made, data = trainer(masks={"gsm": GSM}, baseline="exclude"), batch()
+    data = made._around_advantage(compute_advantage, data, adv_estimator="grpo")
+    left = torch.tensor(REWARDS[:3])
+    expected = (left - left.mean()) / (left.std() + 1e-6)
+    torch.testing.assert_close(data.batch["advantages"][:3, 0], expected)
+    assert data.batch["advantages"][3].abs().max() == 0
+    assert list(data.non_tensor_batch["uid"]) == ["prompt"] * ROWS
+    metrics = made._update_actor(data).meta_info["metrics"]
+    assert metrics["offpolicy/baseline/excluded_sequences"] == 1.0
+    # The next step has to go through it again.
+    with pytest.raises(LivenessError, match="baseline=exclude"):
+        made._update_actor(data)
+
+
+def test_by_default_verls_estimator_sees_its_own_groups() -> None:
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    plain = compute_advantage(batch(), adv_estimator="grpo").batch["advantages"]
+    found = trainer(masks={"gsm": GSM})._around_advantage(compute_advantage, batch(), adv_estimator="grpo")
+    assert torch.equal(found.batch["advantages"], plain)
+
+
+def test_without_a_forward_pass_mu_stands_in_for_pi_old() -> None:
+    data = batch()
+    old, mfu = trainer(masks={"gsm": GSM | {"ratio": "full"}}, proximal="bypass")._compute_old_log_prob(data)
+    assert torch.equal(old.batch["old_log_probs"], data.batch["rollout_log_probs"])
+    assert torch.isnan(old.batch["entropys"]).all()
+    assert mfu == 0.0
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
+    made = trainer(legacy, masks={"gsm": GSM}, denominator="kept")
+    spans = {f"{end}_global_steps": np.array([5, 5, 6, 6], dtype=object) for end in ("min", "max")}
+    made._update_actor(batch(**spans))
+    sent = made.sent
+    # Two mini-batches of two rows: nothing is rejected in the first, one row of two in the second.
+    assert sent.batch[MINI_BATCH_TOKENS].tolist() == [6, 6, 6, 6]
+    assert sent.batch[SCALE].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert sent.batch[VERSIONS].tolist() == [[5, 5], [5, 5], [6, 6], [6, 6]]
+    plan = sent.meta_info[HANDOVER].plan if legacy else sent.meta_info[PLAN]
+    assert plan.step == 7
+    if legacy:
+        handover = sent.meta_info[HANDOVER]
+        assert (handover.spec, handover.prove) == (made.correction, True)
+
+
+def test_versions_that_verl_does_not_tell_are_left_out() -> None:
+    made = trainer(masks={"gsm": GSM})
+    made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
+    assert VERSIONS not in made.sent.batch.keys()
