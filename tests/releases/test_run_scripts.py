@@ -126,22 +126,27 @@ def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:
     assert select(config, "actor_rollout_ref.actor.strategy") == "megatron"
     sizes = [megatron[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "expert_model")]
     assert sizes == [4, 2, 8]
-    # Every key that a worker of some release reads.
-    assert megatron.router_replay.mode == "R3"
+    assert select(config, router_replay_mode()) == "R3"
     assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is True
-    if has_legacy_actor():
-        assert select(config, "actor_rollout_ref.actor.router_replay.mode") == "R3"
     assert select(config, "correction.weight.level") == "sequence"
 
 
-def has_legacy_actor() -> bool:
+def router_replay_mode() -> str:
+    """Where the worker of the installed release reads it: the legacy actor in one place, the engine in another."""
     import verl
 
-    return (Path(verl.__file__).parent / "workers" / "actor" / "megatron_actor.py").is_file()
+    legacy = (Path(verl.__file__).parent / "workers" / "actor" / "megatron_actor.py").is_file()
+    return "actor_rollout_ref.actor." + ("" if legacy else "megatron.") + "router_replay.mode"
 
 
 def test_other_routes_leave_the_rollouts_alone(composed: Composed) -> None:
     config = composed(MOE, ROUTER_REPLAY="R2")
+    assert select(config, router_replay_mode()) == "R2"
+
+
+@pytest.mark.verl("<0.8")
+def test_the_engine_of_a_release_with_both_workers_gets_its_own_key(composed: Composed) -> None:
+    config = composed(MOE, "trainer.use_legacy_worker_impl=disable", ROUTER_REPLAY="R2")
     assert select(config, "actor_rollout_ref.actor.megatron.router_replay.mode") == "R2"
     assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is False
 

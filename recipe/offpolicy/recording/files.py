@@ -1,0 +1,183 @@
+"""One recorded file: written under another name first, and read with nothing taken on trust."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from .rows import Rows
+from .schema import PROMPT_COLUMN, REASONS_KEY, ROW_COLUMNS, SCHEMA, SPEC_KEY, TOKEN_COLUMNS, VERSION, VERSION_KEY
+
+COMPRESSION = "zstd"
+LARGEST = 8 * 2**30
+"""Bytes that a file may unpack to; more is taken for a mistake or an attack."""
+_REASONS = 32  # bits of rejected_by
+
+
+class RecordingError(ValueError):
+    """A recording cannot be read: the message names the file, what is wrong with it, and what to do."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank recorded of one step.
+
+    Attributes:
+        rows: its responses.
+        spec: the correction that acted, as ``CorrectionSpec.to_mapping`` gives it.
+        reasons: what can have rejected a token; bit i of ``rows.rejected_by`` is that of reasons[i].
+    """
+
+    rows: Rows
+    spec: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+
+def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.Table:
+    """The Arrow table of a step."""
+    if len(reasons) > _REASONS:
+        raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {_REASONS} bits.")
+    columns: dict[str, pa.Array] = {}
+    for name, (kind, _) in ROW_COLUMNS.items():
+        columns[name] = pa.array(getattr(rows, name), type=kind)
+    columns[PROMPT_COLUMN] = _lists(rows.prompt_offsets, rows.prompt_ids, PROMPT_COLUMN)
+    for name in TOKEN_COLUMNS:
+        columns[name] = _lists(rows.offsets, getattr(rows, name), name)
+    metadata = {
+        VERSION_KEY: str(VERSION).encode(),
+        SPEC_KEY: json.dumps(spec, sort_keys=True).encode(),
+        REASONS_KEY: json.dumps(list(reasons)).encode(),
+    }
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA.with_metadata(metadata))
+
+
+def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> int:
+    """Write a step's file; a reader never sees half of it.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written; nothing is left behind.
+    """
+    partial = path.with_suffix(".partial")
+    try:
+        pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def read(path: Path) -> Step:
+    """One step's file.
+
+    Raises:
+        RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_size(path, file.metadata)
+            metadata = file.schema_arrow.metadata or {}
+            _check_version(path, metadata)
+            _check_schema(path, file.schema_arrow)
+            table = file.read()
+            table.validate(full=True)
+    except RecordingError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). Remove it.") from error
+    spec = _json(path, metadata, SPEC_KEY, dict)
+    reasons = _json(path, metadata, REASONS_KEY, list)
+    if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > _REASONS:
+        raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is no list of names. Remove the file.")
+    rows = _rows(path, table)
+    unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)
+    if unknown:
+        raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. Remove the file.")
+    return Step(rows, spec, tuple(reasons))
+
+
+def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str) -> pa.Array:
+    kind = SCHEMA.field(name).type
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, type=pa.int32()), pa.array(values, type=kind.value_type), type=kind
+    )
+
+
+def _rows(path: Path, table: pa.Table) -> Rows:
+    columns = {name: table.column(name).combine_chunks() for name in SCHEMA.names}
+    for name, column in columns.items():
+        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+            raise RecordingError(f"{path}: {name} has a value that is missing. Remove the file.")
+    values: dict[str, Any] = {}
+    for name in ROW_COLUMNS:
+        values[name] = columns[name].to_numpy(zero_copy_only=False)
+    values["prompt_offsets"], values["prompt_ids"] = _ragged(columns[PROMPT_COLUMN])
+    for name in TOKEN_COLUMNS:
+        offsets, values[name] = _ragged(columns[name])
+        if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
+            raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. Remove the file.")
+    counted = np.add.reduceat(np.append(values["response_mask"], False).astype(np.int64), values["offsets"][:-1])
+    counted[np.diff(values["offsets"]) == 0] = 0
+    if not np.array_equal(counted, values["length"]):
+        raise RecordingError(f"{path}: length is not the count of response_mask. Remove the file.")
+    return Rows(**values)
+
+
+def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.concatenate([[0], np.cumsum(lengths)]), column.flatten().to_numpy(zero_copy_only=False)
+
+
+def _check_size(path: Path, metadata: pq.FileMetaData) -> None:
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    if size > LARGEST:
+        raise RecordingError(f"{path}: unpacks to {size} bytes, more than {LARGEST}. Remove it.")
+
+
+def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
+    version = metadata.get(VERSION_KEY)
+    if version is None:
+        raise RecordingError(
+            f"{path}: no recording of offpolicy.record, {VERSION_KEY.decode()} is not in its metadata."
+        )
+    if version != str(VERSION).encode():
+        raise RecordingError(
+            f"{path}: schema {version.decode(errors='replace')[:20]}, and this release reads {VERSION}. "
+            f"Read it with the release that wrote it."
+        )
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    for field in SCHEMA:
+        index = schema.get_field_index(field.name)
+        if index < 0:
+            raise RecordingError(f"{path}: the column {field.name} is missing. Remove the file.")
+        if not schema.field(index).type.equals(field.type):
+            kind = schema.field(index).type
+            raise RecordingError(f"{path}: {field.name} is of {kind}, expected {field.type}. Remove the file.")
+
+
+def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
+    try:
+        value = json.loads(metadata.get(key, b""))
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise RecordingError(f"{path}: {key.decode()} in its metadata is not readable. Remove the file.")
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:200] or type(error).__name__

@@ -1,0 +1,121 @@
+"""Recorded rows in memory: numpy arrays, ragged columns end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .schema import ROW_COLUMNS, TOKEN_COLUMNS
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N responses with M tokens in all; see ``schema`` for what each column means.
+
+    Attributes:
+        step, rank, mini_batch, uid, reward, oldest_version, newest_version, length: (N,).
+        offsets: (N + 1,) int64; row i has the tokens offsets[i] to offsets[i + 1].
+        response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn:
+            (M,).
+        prompt_offsets: (N + 1,) int64, likewise for ``prompt_ids``.
+        prompt_ids: (P,) int32; no prompt has a token where they were not recorded.
+    """
+
+    step: NDArray[np.int64]
+    rank: NDArray[np.int32]
+    mini_batch: NDArray[np.int32]
+    uid: NDArray[np.object_]
+    reward: NDArray[np.float32]
+    oldest_version: NDArray[np.int64]
+    newest_version: NDArray[np.int64]
+    length: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    response_ids: NDArray[np.int32]
+    response_mask: NDArray[np.bool_]
+    rollout_log_prob: NDArray[np.float32]
+    old_log_prob: NDArray[np.float32]
+    log_prob: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    rejected_by: NDArray[np.uint32]
+    turn: NDArray[np.int16]
+    prompt_offsets: NDArray[np.int64]
+    prompt_ids: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        """M, tokens of all rows, tool outputs included."""
+        return int(self.offsets[-1])
+
+    @property
+    def row_of_token(self) -> NDArray[np.int64]:
+        """(M,) which row each token belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """(M,) place of each token in its response, from 0."""
+        return np.arange(self.tokens) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """(N,) steps from the weights that sampled a row to those that its step began with; -1 where not known."""
+        known = self.oldest_version >= 0
+        return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
+        """These rows alone, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
+        places, values["offsets"] = _places(self.offsets, index)
+        values |= {name: getattr(self, name)[places] for name in TOKEN_COLUMNS}
+        places, values["prompt_offsets"] = _places(self.prompt_offsets, index)
+        values["prompt_ids"] = self.prompt_ids[places]
+        return Rows(**values)
+
+    def padded(self, *names: str) -> dict[str, Tensor]:
+        """Token columns as (N, longest) tensors, zeros (False) on padding; ``response_mask`` is always among them."""
+        lengths = np.diff(self.offsets)
+        place = np.arange(int(lengths.max(initial=0)))[None, :] < lengths[:, None]
+        result = {}
+        for name in dict.fromkeys(("response_mask", *names)):
+            values = getattr(self, name)
+            wide = np.zeros(place.shape, dtype=values.dtype if values.dtype != np.uint32 else np.int64)
+            wide[place] = values
+            result[name] = torch.from_numpy(wide)
+        return result
+
+
+def concatenated(parts: Sequence[Rows]) -> Rows:
+    """The rows of all ``parts``, in order.
+
+    Raises:
+        ValueError: there is no part.
+    """
+    if not parts:
+        raise ValueError("no rows to put together: expected at least one part.")
+    values: dict[str, Any] = {}
+    for field in fields(Rows):
+        arrays = [getattr(part, field.name) for part in parts]
+        if field.name.endswith("offsets"):
+            lengths = np.concatenate([np.diff(array) for array in arrays])
+            values[field.name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        else:
+            values[field.name] = np.concatenate(arrays)
+    return Rows(**values)
+
+
+def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the elements of ``rows`` lie, and the offsets that they have once put end to end."""
+    lengths = np.diff(offsets)[rows]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends

@@ -1,0 +1,56 @@
+"""The columns of a recorded step, one Parquet row a response: the one place that names them.
+
+A file holds what one rank saw of one step. Columns of tokens are lists over the response, from its first token to its
+last valid one; tool outputs in between are there, with ``response_mask`` False. All lists of a row have one length.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+VERSION = 1
+"""Grows whenever a column is added, removed or changes its meaning."""
+
+VERSION_KEY = b"offpolicy.schema"
+"""In the file's metadata: ``VERSION``, in digits."""
+SPEC_KEY = b"offpolicy.correction"
+"""In the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
+REASONS_KEY = b"offpolicy.rejected_by"
+"""In the file's metadata: JSON list, what can reject a token (``masks.gsm``), a bit of ``rejected_by`` each."""
+
+UNKNOWN_VERSION = -1
+"""For versions of the weights, where verl does not tell them."""
+
+ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "step": (pa.int64(), "the trainer's step, from 1; the weights that it began with are of version step - 1"),
+    "rank": (pa.int32(), "data-parallel rank"),
+    "mini_batch": (pa.int32(), "gradient steps of this batch before the one that the row was recorded at"),
+    "uid": (pa.string(), "the prompt's group, as verl names it; empty where it is not known"),
+    "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN where it is not known"),
+    "oldest_version": (pa.int64(), "of the weights that sampled the first token; -1 where it is not known"),
+    "newest_version": (pa.int64(), "of the weights that sampled the last token; -1 where it is not known"),
+    "length": (pa.int32(), "T, valid response tokens"),
+}
+TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "response_ids": (pa.int32(), "token ids"),
+    "response_mask": (pa.bool_(), "whether the token is the model's own"),
+    "rollout_log_prob": (pa.float32(), "log mu"),
+    "old_log_prob": (pa.float32(), "log pi_old, as the correction takes it"),
+    "log_prob": (pa.float32(), "log pi at the first gradient step that used the row"),
+    "advantages": (pa.float32(), ""),
+    "weight": (pa.float32(), "what the correction multiplies the policy term by, before masks"),
+    "rejected_by": (pa.uint32(), "bits of what rejected the token; 0: kept, or not valid"),
+    "turn": (pa.int16(), "number of the model's turn in its row, from 0; -1 off response_mask"),
+}
+PROMPT_COLUMN = "prompt_ids"
+
+SCHEMA = pa.schema(
+    [
+        *(pa.field(name, kind, nullable=False) for name, (kind, _) in ROW_COLUMNS.items()),
+        pa.field(PROMPT_COLUMN, pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        *(
+            pa.field(name, pa.list_(pa.field("element", kind, nullable=False)), nullable=False)
+            for name, (kind, _) in TOKEN_COLUMNS.items()
+        ),
+    ]
+)

@@ -1,0 +1,73 @@
+"""Recordings made of drawn numbers: what recorders write and readers take, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Rows
+from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.recording import file_name
+
+NONE = CorrectionSpec.from_mapping({}).to_mapping()
+
+
+def drawn_rows(
+    lengths: Sequence[int],
+    *,
+    seed: int = 0,
+    step: int = 1,
+    rank: int = 0,
+    backend: float = 0.01,
+    drift: float = 0.0,
+    group: int = 4,
+    **columns: Any,
+) -> Rows:
+    """Rows of these lengths: log mu about -1, log pi_old = log mu + backend noise, log pi = log pi_old + drift noise.
+
+    Args:
+        backend, drift: standard deviations, in nats a token.
+        group: rows of one prompt.
+        columns: arrays that replace drawn ones.
+    """
+    rng = np.random.default_rng(seed)
+    rows, tokens = len(lengths), int(sum(lengths))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mu = -rng.exponential(1.0, tokens)
+    old = mu + backend * rng.standard_normal(tokens)
+    of_row = np.repeat(np.arange(rows), lengths)
+    values: dict[str, Any] = {
+        "step": np.full(rows, step),
+        "rank": np.full(rows, rank, dtype=np.int32),
+        "mini_batch": np.zeros(rows, dtype=np.int32),
+        "uid": np.array([f"prompt-{row // group}" for row in range(rows)], dtype=object),
+        "reward": rng.integers(0, 2, rows).astype(np.float32),
+        "oldest_version": np.full(rows, step - 1),
+        "newest_version": np.full(rows, step - 1),
+        "length": np.asarray(lengths, dtype=np.int32),
+        "offsets": offsets,
+        "response_ids": rng.integers(3, 100, tokens).astype(np.int32),
+        "response_mask": np.ones(tokens, dtype=bool),
+        "rollout_log_prob": mu.astype(np.float32),
+        "old_log_prob": old.astype(np.float32),
+        "log_prob": (old + drift * rng.standard_normal(tokens)).astype(np.float32),
+        "advantages": rng.standard_normal(rows)[of_row].astype(np.float32),
+        "weight": np.ones(tokens, dtype=np.float32),
+        "rejected_by": np.zeros(tokens, dtype=np.uint32),
+        "turn": np.zeros(tokens, dtype=np.int16),
+        "prompt_offsets": np.arange(rows + 1) * 2,
+        "prompt_ids": rng.integers(3, 100, 2 * rows).astype(np.int32),
+    }
+    return Rows(**(values | columns))
+
+
+def record(directory: Path, *steps: Rows, spec: Any = NONE, reasons: Sequence[str] = ()) -> Path:
+    """Write each of ``steps`` as the file of its step and rank; returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for rows in steps:
+        write(directory / file_name(int(rows.step[0]), int(rows.rank[0])), rows, spec, reasons)
+    return directory
