@@ -1,0 +1,95 @@
+"""One style for every figure, without matplotlib's global state: no pyplot, no figure that stays open."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK: Final = "#1f2933"
+MUTED: Final = "#7b8794"
+GRID: Final = "#e4e7eb"
+PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+"""Told apart by the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
+MARKERS: Final = "osD^vPX"
+DASHES: Final = ("-", "--", "-.", ":")
+
+_STYLE: Any = {
+    "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "axes.titlesize": 11,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 9, "lines.linewidth": 1.8,
+    "lines.markersize": 5, "svg.hashsalt": "offpolicy",
+}  # fmt: skip
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Within it, what is drawn has the style of this package; draw and save inside."""
+    from cycler import cycler
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=PALETTE)}):
+        yield
+
+
+def panels(
+    rows: int = 1, columns: int = 1, *, width: float | None = None, height: float | None = None, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure and its axes, row by row; call it within ``style``.
+
+    Args:
+        width, height: in inches; None: 4.4 a column and 3.8 a row.
+        options: of ``Figure.subplots``, such as ``sharex``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(axes.flat)
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the index-th line of a panel: no two alike among the first 28."""
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+    }
+
+
+def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
+    """Write a PNG, or what else the suffix of ``path`` says; equal figures make equal files.
+
+    Raises:
+        ValueError: a suffix that matplotlib does not know.
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.suffix.removeprefix(".") or "png"
+    path.write_bytes(_bytes(figure, kind, dpi))
+
+
+def image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
+    """Media type and content of the smaller of its SVG and its PNG."""
+    drawn = {"image/svg+xml": _bytes(figure, "svg", dpi), "image/png": _bytes(figure, "png", dpi)}
+    kind = min(drawn, key=lambda name: len(drawn[name]))
+    return kind, drawn[kind]
+
+
+def _bytes(figure: Figure, kind: str, dpi: int) -> bytes:
+    # No date and no version in the file.
+    metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,182 @@
+"""Tables, figures and pages: what is shown is what was given, escaped, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from recipe.offpolicy import pages
+from recipe.offpolicy.pages import Column, Page, PageError, Table, figures
+from recipe.offpolicy.pages.table import shown
+
+HOSTILE = "<script>alert('x')</script>&\"[bold]"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.98765, 3, "0.988"),
+        (0.0, 3, "0.000"),
+        # Would be shown as 0.000, and is not 0.
+        (0.00012, 3, "1.20e-04"),
+        (-3.5e7, 3, "-3.50e+07"),
+        (0.0005, 3, "0.001"),  # rounds to a digit that is seen
+        (12345, 3, "12,345"),
+        (np.int64(7), 3, "7"),
+        (np.float32(0.5), 2, "0.50"),
+        (float("nan"), 3, "-"),
+        (None, 3, "-"),
+        (float("-inf"), 3, "-inf"),
+        (True, 3, "yes"),
+        (False, 3, "no"),
+        ("gsm", 3, "gsm"),
+    ],
+)
+def test_cells(value: object, digits: int, text: str) -> None:
+    assert shown(value, digits) == text
+
+
+def test_numbers_stand_right_and_text_left() -> None:
+    table = Table([Column("name"), Column("kept"), Column("forced", align="left")], [["a", 0.5, 1], ["b", None, 2]])
+    assert [table.aligned(column) for column in range(3)] == ["left", "right", "left"]
+
+
+def test_a_row_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 has 1 cells, and the table 2 columns"):
+        Table([Column("a"), Column("b")], [[1, 2], [3]])
+
+
+def test_rich_shows_brackets_as_text() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(pages.to_rich(Table([Column("correction[bold]"), Column("kept", "%")], [["[gsm,opsm]", 1.0]], "T")))
+    text = console.export_text()
+    assert "correction[bold]" in text
+    assert "[gsm,opsm]" in text
+    assert "kept (%)" in text
+
+
+def test_csv_keeps_every_digit(tmp_path: Path) -> None:
+    pages.to_csv(Table([Column("x", "nats"), Column("y")], [[1 / 3, None]]), tmp_path / "t.csv")
+    assert list(csv.reader((tmp_path / "t.csv").open())) == [["x (nats)", "y"], ["0.3333333333333333", ""]]
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def drawn() -> Figure:
+    with figures.style():
+        figure, (left, right) = figures.panels(1, 2)
+        left.plot([0, 1], [0, 1], label=HOSTILE)
+        right.plot([0, 1], [1, 0])
+    return figure
+
+
+def a_page() -> Page:
+    page = Page(HOSTILE, "sub")
+    table = Table([Column(HOSTILE)], [[HOSTILE]], title=HOSTILE)
+    page.section(HOSTILE, pages.paragraph(HOSTILE), pages.code(HOSTILE), pages.table(table))
+    page.section("more", pages.keys({HOSTILE: HOSTILE}), pages.details(HOSTILE, pages.paragraph(HOSTILE)))
+    page.section("picture", pages.figure(drawn(), alt=HOSTILE))
+    return page
+
+
+def test_recorded_text_is_never_markup(tmp_path: Path) -> None:
+    assert a_page().write(tmp_path / "deep" / "page.html") == (tmp_path / "deep" / "page.html").stat().st_size
+    reader = Reader()
+    reader.feed((tmp_path / "deep" / "page.html").read_text())
+    assert not {"script", "link", "iframe", "object"} & set(reader.tags)
+    # Title, heading, navigation, section heading, paragraph, code, caption, column, cell, key, value, summary, inner.
+    assert reader.text.count(HOSTILE) == 13
+
+
+def test_nothing_comes_from_the_network() -> None:
+    html = a_page().html()
+    reader = Reader()
+    reader.feed(html)
+    assert reader.sources
+    assert all(source.startswith(("data:image/", "#")) for source in reader.sources)
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "default-src 'none'" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
+    found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.figure(drawn(), alt="two lines")))
+    assert found is not None
+    assert found[1] == "image/svg+xml"  # two lines are few paths
+    assert b"<svg" in base64.b64decode(found[2])
+    with figures.style():
+        crowded, (axes,) = figures.panels()
+        rng = np.random.default_rng(0)
+        axes.plot(rng.random(20000), rng.random(20000), "o")
+    assert figures.image(crowded)[0] == "image/png"  # a path a dot
+
+
+def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
+    for name in ("a.png", "a.svg"):
+        figures.save(drawn(), tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        figures.save(drawn(), tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+
+
+def test_the_style_stays_inside() -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    figures.image(drawn())
+    assert dict(matplotlib.rcParams) == before
+    assert len({tuple(sorted(figures.look(index).items())) for index in range(28)}) == 28
+
+
+def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    page = Page("large")
+    page.section("text", pages.code("x" * 5_000_001))
+    with pytest.raises(PageError, match="more than 5,000,000"):
+        page.write(tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
+    """Half of a surrogate pair, as a tokenizer can leave it."""
+    page = Page("surrogate")
+    page.section("text", pages.code("a\ud800b"))
+    page.write(tmp_path / "page.html")
+    assert "a?b" in (tmp_path / "page.html").read_text()
+
+
+def test_a_bare_string_is_no_block() -> None:
+    with pytest.raises(TypeError, match="no block of a page"):
+        Page("p").section("s", "<b>text</b>")  # type: ignore[arg-type]
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    code = "import sys, recipe.offpolicy.pages; print({'matplotlib', 'jinja2', 'rich', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
