@@ -30,9 +30,10 @@ ENGINES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def own_process_group() -> Iterator[None]:
-    """Leaves the next module of this process without the group that is opened here."""
+    """Leaves the process with the group that it had, if any: workers of other modules may live in it."""
+    found = torch.distributed.is_initialized()
     yield
-    if torch.distributed.is_initialized():
+    if not found and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
