@@ -113,8 +113,9 @@ types() {
     timeout 300 mypy "${targets[@]}"
 }
 
-# The tests of one release; what other releases need is deselected there by the marker `verl`. Programs, which
-# take all cores, run one after the other, everything else on two processes.
+# The tests of one release; what other releases need is deselected there by the marker `verl`. Programs run one
+# after the other and leave half of the machine idle, as they wait for each other's processes: everything else runs
+# beside them, at a lower priority, and is shown after them.
 tests() {
     local release=$1 deadline=$2 suites=(tests/releases tests/contract) selection="" suite status=0
     local found=(${paths[@]+"${paths[@]}"})
@@ -132,22 +133,30 @@ tests() {
     done
     [[ -n $asked ]] || selection=" and not extended"
     $quick && selection=" and not extended and not slow and not gpu"
-    if ! $quick; then
-        bounded "$deadline" -m "program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}" || status=$?
-        # A release without such a program is no failure.
-        ((status == 5)) && status=0
+    local rest=(-n 2 --dist loadfile -m "not program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}")
+    if $quick; then
+        bounded "$deadline" "${rest[@]}"
+        return
     fi
-    bounded "$deadline" -n 2 --dist loadfile -m "not program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}" ||
-        status=$?
+    (
+        renice -n 10 $BASHPID >/dev/null
+        bounded "$deadline" "${rest[@]}"
+    ) >"$logs/rest-$release" 2>&1 &
+    bounded "$deadline" -m "program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}" || status=$?
+    # A release without such a program is no failure.
+    ((status == 5)) && status=0
+    wait $! || status=$?
+    cat "$logs/rest-$release"
     return "$status"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a
-# minute later.
+# minute later. What bash runs in the background would ignore the interrupt.
 bounded() {
     local left=$(($1 - SECONDS))
     shift
-    timeout --foreground --signal=INT --kill-after=60 $((left > 0 ? left : 1)) python -m pytest "$@"
+    timeout --foreground --signal=INT --kill-after=60 $((left > 0 ? left : 1)) \
+        env --default-signal=INT python -m pytest "$@"
 }
 
 if [[ -z ${VENV:-} ]]; then

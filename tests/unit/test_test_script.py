@@ -62,6 +62,10 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
         check=False,
     )
     called = notes.read_text().splitlines() if notes.exists() else []
+    for i in range(1, len(called)):
+        # Of two that run side by side, whichever was first to be noted.
+        if called[i - 1].startswith(called[i].split(" -m program")[0] + " -n 2"):
+            called[i - 1 : i + 1] = called[i], called[i - 1]
     return done.returncode, called, (done.stdout + done.stderr).splitlines()
 
 
@@ -71,7 +75,7 @@ DEFAULT = " and not extended"
 
 
 def calls(folder: str, suites: str, selection: str = "", arguments: str = "") -> list[str]:
-    """Programs in turn, then everything else on two processes."""
+    """Programs in turn, and beside them everything else on two processes."""
     return [
         f"{folder} python -m pytest -m program{selection} {arguments}{suites}",
         f"{folder} python -m pytest -n 2 --dist loadfile -m not program{selection} {arguments}{suites}",
