@@ -115,7 +115,7 @@ types() {
 
 # The tests of one release; what other releases need is deselected there by the marker `verl`. Programs run one
 # after the other and leave half of the machine idle, as they wait for each other's processes: everything else runs
-# beside them, at a lower priority, and is shown after them.
+# beside them, below the priority of Ray's workers (15), and is shown after them.
 tests() {
     local release=$1 deadline=$2 suites=(tests/releases tests/contract) selection="" suite status=0
     local found=(${paths[@]+"${paths[@]}"})
@@ -139,7 +139,7 @@ tests() {
         return
     fi
     (
-        renice -n 10 $BASHPID >/dev/null
+        renice -n 19 $BASHPID >/dev/null
         bounded "$deadline" "${rest[@]}"
     ) >"$logs/rest-$release" 2>&1 &
     bounded "$deadline" -m "program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}" || status=$?
