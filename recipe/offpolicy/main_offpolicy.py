@@ -111,7 +111,7 @@ def main() -> None:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         print(f"offpolicy: {live_path(config)}", flush=True)
         print(f"offpolicy: all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}", flush=True)
-        for line in advice(spec):
+        for line in advice(config, spec):
             print(f"offpolicy: {line}", flush=True)
         if not only_check:
             train(config)

@@ -372,7 +372,8 @@ def test_bounds_that_leave_out_agreement_stop(base: DictConfig, changes: dict[st
 
 @pytest.mark.parametrize(("upper", "said"), [(10.0, False), (10.5, True), (None, True)])
 def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: bool) -> None:
-    lines = advice(run_checks(changed(base, {"correction.weight.upper": upper})))
+    config = changed(base, {"correction.weight.upper": upper})
+    lines = advice(config, run_checks(config))
     assert bool(lines) is said
     assert all("correction.weight.upper" in line for line in lines)
 

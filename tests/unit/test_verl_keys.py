@@ -58,7 +58,9 @@ def found(base: DictConfig, changes: dict[str, Any]) -> dict[LivePath, dict[str,
     """For each path, key -> reason and fix."""
     config = changed(base, TWO_STEPS | changes)
     spec = spec_of(config)
-    return {path: {key: f"{reason} {fix}" for key, _, reason, fix in dead_keys(config, spec, path)} for path in PATHS}
+    return {
+        path: {found.key: f"{found.reason} {found.fix}" for found in dead_keys(config, spec, path)} for path in PATHS
+    }
 
 
 # What is set, on which paths it is dead, the key that is named, and a part of the message.

@@ -1,0 +1,158 @@
+"""The loss around the correction: KL, denominators, baselines, distillation, and the base loss itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..baseline import GROUP_ESTIMATORS
+from ..correction import CorrectionSpec
+from ..correction.denominator import HAS_DENOMINATOR
+from ..findings import EVERYTHING, Problem, set_to
+from ..verl_keys.reading import BYPASS, active, part
+from .reading import ACTOR
+
+_KL_CLIP = ("kl_clip",)
+
+
+def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A clip of a KL loss that is not there, has no weight, or no gradient."""
+    if spec.kl_clip is None:
+        return
+    actor = config.actor_rollout_ref.actor
+    shown = spec.to_mapping()["kl_clip"]
+    if not actor.use_kl_loss:
+        yield Problem(
+            "correction.kl_clip",
+            shown,
+            "there is no KL loss to clip.",
+            "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_clip=null.",
+            "INERT",
+            _KL_CLIP,
+            (set_to(f"{ACTOR}.use_kl_loss", True),),
+        )
+    elif actor.kl_loss_type in ("kl", "k1"):
+        yield Problem(
+            "actor_rollout_ref.actor.kl_loss_type",
+            actor.kl_loss_type,
+            "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct.",
+            "Set kl_loss_type=k3+ or k2.",
+            "INERT",
+            _KL_CLIP,
+            (set_to(f"{ACTOR}.kl_loss_type", "k3+"),),
+        )
+    elif actor.kl_loss_coef == 0:
+        key = f"{ACTOR}.kl_loss_coef"
+        reason, fix = "the KL loss that is clipped counts nothing.", "Set it to 0.001, or correction.kl_clip=null."
+        yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
+
+
+def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``denominator=kept`` of a loss without a count, or with rows that are dealt anew."""
+    if spec.denominator == "original":
+        return
+    actor = config.actor_rollout_ref.actor
+    parts = ("denominator",)
+    if actor.loss_agg_mode not in HAS_DENOMINATOR:
+        key = "actor_rollout_ref.actor.loss_agg_mode"
+        reason = "it divides by no count, so that original and kept are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.denominator=original."
+        override = set_to(key, "token-mean")
+        yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
+    if actor.shuffle:
+        key = "actor_rollout_ref.actor.shuffle"
+        reason = "denominator=kept counts by mini-batch before the update, and shuffling deals them anew."
+        yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
+
+
+def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``baseline=exclude`` of an estimator without groups."""
+    if spec.baseline == "include":
+        return
+    key = "algorithm.adv_estimator"
+    estimator = OmegaConf.select(config, key)
+    if estimator not in GROUP_ESTIMATORS:
+        yield Problem(
+            key,
+            estimator,
+            "baseline=exclude takes rejected siblings out of a group, and this estimator has none or mixes them.",
+            f"Set one of {', '.join(GROUP_ESTIMATORS)}, or correction.baseline=include.",
+            "INERT",
+            ("baseline",),
+            (set_to("correction.baseline", "include"),),
+        )
+
+
+def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """verl's distillation loss, which would be overwritten."""
+    key = "distillation.enabled"
+    if OmegaConf.select(config, key, default=False):
+        reason = "verl's distillation loss and the corrected loss take the same place in the worker."
+        yield Problem(key, True, reason, "Set distillation.enabled=false.", overrides=(set_to(key, False),))
+
+
+def base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A base loss that does not take weights as they are meant, tried on a small batch."""
+    if spec.is_none:
+        return
+    yield from _probed(config, EVERYTHING)
+
+
+def base_loss_of_verls_own(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
+    asked = active(config)
+    if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
+        for problem in _probed(config, (part("rollout_is"),)):
+            if "micro-batches" not in problem.reason:  # which verl's own does not claim
+                yield problem
+
+
+def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from ..base_loss_probe import probe
+
+    actor = config.actor_rollout_ref.actor
+    try:
+        actor_config: Any = omega_conf_to_dataclass(actor)
+    except Exception as error:
+        said = str(error.__cause__ or error)
+        yield Problem(
+            ACTOR, "...", f"verl does not take it: {said}", "", parts=parts, overrides=_what_verl_demands(config)
+        )
+        return
+    try:
+        wrong = probe(actor_config)
+    except Exception as error:
+        wrong = f"it fails on a small batch: {error}"
+    if wrong:
+        without_scale = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
+        fix = (
+            "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
+            if without_scale
+            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo."
+        )
+        override = (
+            set_to(f"{ACTOR}.loss_scale_factor", config.data.max_response_length)
+            if without_scale
+            else set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+        )
+        yield Problem(
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            f"{actor.policy_loss.loss_mode} (actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode})",
+            f"{wrong}.",
+            fix,
+            parts=parts,
+            overrides=(override,),
+        )
+
+
+def _what_verl_demands(config: DictConfig) -> tuple[str, ...]:
+    """The one thing without a default that verl's actor demands."""
+    actor = config.actor_rollout_ref.actor
+    sizes = ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+    if not actor.use_dynamic_bsz and all(actor.get(key) is None for key in sizes):
+        return (set_to(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1),)
+    return ()

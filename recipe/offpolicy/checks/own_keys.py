@@ -1,0 +1,65 @@
+"""The keys under ``offpolicy``: which there are, and what each may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..correction import CorrectionSpec
+from ..findings import Finding, Problem, named_overrides, set_to
+from ..watchdog import problems as watchdog_problems
+
+Validator = Callable[[DictConfig], Iterator[Finding]]
+"""Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
+
+
+def _truth(key: str, config: DictConfig) -> Iterator[Finding]:
+    if not isinstance(value := OmegaConf.select(config, f"offpolicy.{key}"), bool):
+        yield f"offpolicy.{key}", value, "not a truth value.", "Set true or false."
+
+
+def _elsewhere(config: DictConfig) -> Iterator[Finding]:
+    """Validated where it is read."""
+    return iter(())
+
+
+OWN_KEYS: dict[str, Validator] = {
+    "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
+    "allow_unrelated_log_probs": partial(_truth, "allow_unrelated_log_probs"),
+    "resume_changed_correction": partial(_truth, "resume_changed_correction"),
+    "shadow": _elsewhere,
+    "shadow_delta": _elsewhere,
+    "watchdog": watchdog_problems,
+}
+"""Every key under ``offpolicy`` -> what may be wrong with its value."""
+
+
+def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Unknown keys, and values that no key takes."""
+    if config.get("offpolicy") is None:
+        yield _problem("offpolicy", None, "its keys have no values.", "Remove this override.")
+        return
+    for key in map(str, config.offpolicy):
+        if key not in OWN_KEYS:
+            fix = f"Remove offpolicy.{key}."
+            yield Problem(
+                f"offpolicy.{key}", config.offpolicy[key], "unknown key.", fix, "WRONG", (), (f"~offpolicy.{key}",)
+            )
+    for validate in OWN_KEYS.values():
+        yield from (_problem(*finding) for finding in validate(config))
+
+
+def _problem(key: str, value: object, reason: str, fix: str) -> Problem:
+    if fix == "Set true or false.":
+        overrides: tuple[str, ...] = (set_to(key, False),)
+    elif reason == "unknown key." or reason == "no phase has this name.":
+        overrides = (f"~{key}",)
+    elif "null for any time" in fix:
+        overrides = (set_to(key, None),)
+    elif fix.startswith("Set {"):
+        overrides = (f"{key}={{}}",)
+    else:
+        overrides = named_overrides(fix)
+    return Problem(key, value, reason, fix, "WRONG", (), overrides)

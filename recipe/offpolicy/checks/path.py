@@ -1,0 +1,79 @@
+"""The path from the rollout to the gradient: its release, its seams, and what of it is not covered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from omegaconf import DictConfig
+from packaging.version import Version
+
+import verl_patches
+from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
+from verl_patches.contract import Contract, PatchError
+
+from ..correction import CorrectionSpec
+from ..findings import EVERYTHING, Problem, set_to
+from ..live_path import LivePath, live_path, uncovered
+from .reading import shadows_of
+
+Hold = Callable[[Iterable[Contract]], None]
+"""Holds contracts against the installed verl; raises PatchError where one does not hold."""
+
+
+def seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Every seam of the live path, imported and held against its contract."""
+    yield from seams_held(live_path(config), engine_loss.check)
+
+
+def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
+    """As ``seams``, by another way to hold what is not of the legacy actors."""
+    trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
+    try:
+        verl_patches.status()
+        hold(engine_loss.SEAMS)
+        hold(trainer.SEAMS)
+        if path.worker == "legacy":
+            legacy.check(path.strategy)
+    except PatchError as error:
+        yield Problem("verl", path.release, str(error), "")
+
+
+_SWITCHES = {
+    "trainer.v1.trainer_mode": "sync",
+    "trainer.use_legacy_worker_impl": "auto",
+    "actor_rollout_ref.actor.strategy": "fsdp",
+    "actor_rollout_ref.model.use_remove_padding": True,
+}
+"""Keys of the path -> a value that is covered; what is not here is switched off."""
+
+
+def path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """What of the path the correction cannot go through."""
+    for key, value, reason, fix in uncovered(config, live_path(config)):
+        override = set_to(key, _SWITCHES.get(key, False))
+        yield Problem(key, value, reason, fix, "WRONG", EVERYTHING, (override,))
+
+
+def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``level=version`` where nobody notes versions."""
+    where = live_path(config)
+    reason = None
+    if Version(where.release) < Version("0.9"):
+        reason = f"verl {where.release} does not note which version of the weights sampled a row."
+    elif where.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
+        reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
+    for name, part in {"correction": spec, **shadows_of(config)}.items():
+        if "version" in part.levels and reason:
+            ours = name == "correction"
+            key = "level" if ours else f"offpolicy.shadow={name}, level"
+            fix = "Set level=turn or level=sequence."
+            levels = tuple(_levels(part)) if ours else ()
+            parts = tuple(level.removeprefix("correction.").removesuffix(".level") for level in levels)
+            overrides = tuple(set_to(level, "sequence") for level in levels)
+            yield Problem(key, "version", reason, fix, "WRONG", parts or (f"shadow.{name}",), overrides)
+
+
+def _levels(spec: CorrectionSpec) -> Iterator[str]:
+    if spec.weight is not None and spec.weight.level == "version":
+        yield "correction.weight.level"
+    yield from (f"correction.masks.{name}.level" for name, mask in spec.masks if mask.level == "version")

@@ -1,0 +1,83 @@
+"""What a check finds: a key, what is wrong with it, and what mends it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["NOTE", "INERT", "WRONG"]
+"""NOTE: it does what it says, and is rarely all that was meant. INERT: it would do nothing. WRONG: it would do
+something else than it says, or end the run."""
+
+EVERYTHING = ("*",)
+"""Concerns every correction that is configured."""
+MU = ("mu",)
+"""Concerns every correction that reads the rollout engine's log-probs."""
+
+Finding = tuple[str, object, str, str]
+"""Key, value, reason and fix, as packages that know no verdicts yield them."""
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
+_ASSIGNED = re.compile(r"(?<![\w.])(\+{0,2}[a-z][\w.@/]*\.[\w.]+|correction|offpolicy)=(\[[^\]]*\]|'[^']*'|[^\s,;]+)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key, the value it has, what is wrong with it, and the override that mends it.
+
+    Attributes:
+        key, value: as Hydra has them.
+        reason: a sentence.
+        fix: a sentence; empty where no key mends it.
+        verdict: what becomes of the corrections that it concerns.
+        parts: names of these corrections, ``EVERYTHING`` or ``MU``.
+        overrides: the fix in Hydra's grammar, to be put behind the overrides of the launch.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    fix: str
+    verdict: Verdict = "WRONG"
+    parts: tuple[str, ...] = EVERYTHING
+    overrides: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key}={spelt(self.value)}: {self.reason} {self.fix}".rstrip()
+
+    @property
+    def pasted(self) -> str:
+        """The overrides as words of a shell."""
+        return shlex.join(self.overrides)
+
+
+def set_to(key: str, value: object, *, add: bool = False) -> str:
+    """The override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have."""
+    return f"{'++' if add else ''}{key}={quoted(value)}"
+
+
+def quoted(value: object) -> str:
+    """A value in Hydra's grammar: strings that would be taken for something else in quotes."""
+    if not isinstance(value, str):
+        return spelt(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in {"null", "true", "false", "nan", "inf"}:
+        return value
+    escaped = value.replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def spelt(value: object) -> str:
+    """A value as a message shows it: truth values and null as Hydra spells them."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def named_overrides(sentence: str) -> tuple[str, ...]:
+    """The first ``key=value`` that a sentence of ours proposes; () where it names none or leaves the value open."""
+    found = _ASSIGNED.search(sentence)
+    if found is None or "..." in found[0]:
+        return ()
+    return (f"{found[1]}={found[2].rstrip('.:')}",)
