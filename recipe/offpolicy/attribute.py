@@ -1,0 +1,107 @@
+"""Where does the mismatch of a recorded run come from?
+
+    python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
+
+Reads what offpolicy.record.dir was written. Exit status: 0, or 2 where the recording or an argument is no good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    from .attribution import attribute
+    from .pages import PageError
+    from .recording import Recording, RecordingError
+
+    try:
+        found = attribute(Recording(options.directory), steps=options.steps, worst=options.worst)
+        if options.png:
+            from .attribution.figures import overview
+            from .pages import figures
+
+            figures.save(overview(found), options.png)
+        if options.html:
+            from .attribution.page import page_of
+
+            page_of(found, str(options.directory)).write(options.html)
+    except (RecordingError, PageError, OSError, ValueError) as error:
+        print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    if options.json:
+        print(json.dumps(_plain(asdict(found)), allow_nan=False))  # noqa: T201
+    else:
+        _show(found)
+    return 0
+
+
+def _show(found: Any) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from .attribution import tables
+    from .pages import to_rich
+
+    console = Console()
+    shown = [tables.causes_table(found), tables.shares_table(found.whole), tables.steps_table(dict(found.by_step))]
+    shown += [tables.versions_table(found)]
+    shown += [tables.profile_table(name, buckets) for name, buckets in found.profiles.items() if len(buckets) > 1]
+    for table in [*shown, tables.tokens_table(found), tables.rows_table(found)]:
+        console.print(to_rich(table))
+    if found.without_text:
+        console.print(Text(f"Ids in place of text: {found.without_text}."))
+    console.print(Text(tables.verdict(found)))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: NaN and infinities become null, keys text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.attribute", description="Where does the mismatch of a recorded run come from?"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="of offpolicy.record.dir")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="steps to read (default: all)")
+    parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        steps = int(first), int(last if colon else first)
+    except ValueError:
+        steps = (1, 0)
+    if steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10")
+    return steps
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

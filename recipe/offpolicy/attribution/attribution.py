@@ -1,0 +1,90 @@
+"""Everything that is said of a recording's mismatch, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..recording import Recording, RecordingError, Rows, concatenated
+from .causes import Cause, find_causes
+from .decomposition import Decomposition, OfVersion, by_step, by_version, decompose, row_sums
+from .profiles import Bucket, profiles, tokens_of
+from .text import reader_of
+from .worst import WorstRow, WorstToken, worst_rows, worst_tokens
+
+WORST = 12
+"""Tokens and rows that are listed."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Where a recording's mismatch comes from.
+
+    Attributes:
+        steps: recorded, of which this is.
+        rows: how many.
+        whole: of all of them together.
+        by_step: of each.
+        versions: by the age of the weights that sampled a row.
+        profiles: by position, length, probability, turn and staleness.
+        tokens, worst: the largest mismatches, with their text.
+        without_text: why ids are shown in place of text; empty where text is.
+        causes: what the cause finder says.
+    """
+
+    steps: Sequence[int]
+    rows: int
+    whole: Decomposition
+    by_step: Mapping[int, Decomposition]
+    versions: Sequence[OfVersion]
+    profiles: Mapping[str, Sequence[Bucket]]
+    tokens: Sequence[WorstToken]
+    worst: Sequence[WorstRow]
+    without_text: str
+    causes: Sequence[Cause]
+
+
+def attribute(recording: Recording, *, steps: tuple[int, int] | None = None, worst: int = WORST) -> Attribution:
+    """Read and explain a recording.
+
+    Args:
+        steps: first and last step to read; None: all.
+        worst: tokens and rows to list.
+
+    Raises:
+        RecordingError: a file is damaged, or no such step or no token was recorded.
+    """
+    chosen = [step for step in recording.steps if steps is None or steps[0] <= step <= steps[1]]
+    if not chosen:
+        raise RecordingError(
+            f"{recording.directory}: no step from {steps and steps[0]} to {steps and steps[1]} is recorded; there are "
+            f"{recording.steps[0]} to {recording.steps[-1]}."
+        )
+    return explain(concatenated([recording.step(step).rows for step in chosen]), recording.card, worst=worst)
+
+
+def explain(rows: Rows, card: Mapping[str, object], *, worst: int = WORST) -> Attribution:
+    """Explain rows.
+
+    Raises:
+        RecordingError: they have no token with finite log-probs.
+    """
+    tokens = tokens_of(rows)
+    if not len(tokens.row):
+        raise RecordingError(f"{len(rows)} rows are recorded, and no token with finite log-probs. Record other steps.")
+    sums = row_sums(rows)
+    reader, why = reader_of(card)
+    return Attribution(
+        steps=[int(step) for step in np.unique(rows.step)],
+        rows=len(rows),
+        whole=decompose(sums),
+        by_step=by_step(sums, rows.step),
+        versions=by_version(sums, rows.staleness),
+        profiles=profiles(rows, tokens),
+        tokens=worst_tokens(rows, tokens, reader, worst),
+        worst=worst_rows(rows, tokens, reader, worst),
+        without_text=why,
+        causes=find_causes(rows),
+    )

@@ -1,0 +1,71 @@
+"""Misalignment: mu belongs to the token before or after."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cause import Cause, absent, untestable
+from .sampled import Array, Integers, Sampled, estimate
+from .thresholds import LEAST_TOKENS, THRESHOLDS
+
+NAME = "misalignment"
+LOWEST = -15.0
+"""Log-probs are cut off there, so that no single token decides."""
+
+
+def find(sampled: Sampled) -> Cause:
+    """Correlation of log pi_old with log mu of the same token, and of the tokens beside, over tokens of one row."""
+    pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
+    if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
+        return untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
+    values = {lag: _correlation(_columns(sampled, *pair).sum(0)) for lag, pair in pairs.items()}
+    best = max((-1, 1), key=lambda lag: values[lag])
+    here, beside = _columns(sampled, *pairs[0]), _columns(sampled, *pairs[best])
+    columns = np.concatenate([np.pad(here, ((0, 0), (0, 6))), np.pad(beside, ((0, 0), (6, 0)))])
+    cluster = np.concatenate([sampled.cluster[pairs[0][0]], sampled.cluster[pairs[best][0]]])
+    better = estimate(columns, cluster, lambda sums: _correlation(sums[6:]) - _correlation(sums[:6]))
+    evidence = {f"correlation_{lag}": value for lag, value in values.items()}
+    if better is None:
+        return untestable(NAME, "all log-probs are alike", **evidence)
+    evidence |= {"better_beside": better.value, "better_low": better.low, "better_high": better.high}
+    sides = {-1: "before", 1: "after"}
+    if better.low <= THRESHOLDS.shift:
+        return absent(
+            NAME,
+            f"log pi_old correlates with log mu of the same token at {values[0]:.2f}, and beside at most at "
+            f"{values[best]:.2f}",
+            **evidence,
+        )
+    return Cause(
+        NAME,
+        "present",
+        evidence,
+        f"log mu of a token is that of the token {sides[-best]}: at that shift it correlates with log pi_old at "
+        f"{values[best]:.2f}, without it at {values[0]:.2f}",
+        "mend the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
+    )
+
+
+def _pairs(sampled: Sampled, lag: int) -> tuple[Integers, Integers]:
+    """Indices of tokens, and of those ``lag`` places further in the same row."""
+    row, place = sampled.tokens.row, sampled.tokens.place
+    first = np.arange(len(row))
+    if lag == 0:
+        return first, first
+    key = row * (place.max(initial=0) + 3) + place
+    there = np.searchsorted(key, key + lag)
+    there = np.minimum(there, len(key) - 1)
+    found = key[there] == key + lag
+    return first[found], there[found]
+
+
+def _columns(sampled: Sampled, first: Integers, second: Integers) -> Array:
+    x = np.maximum(sampled.tokens.old[first], LOWEST)
+    y = np.maximum(sampled.tokens.mu[second], LOWEST)
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
+
+
+def _correlation(sums: Array) -> float:
+    _, x, y, xx, yy, xy = sums / max(sums[0], 1.0)
+    spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
+    return float((xy - x * y) / np.sqrt(spread)) if spread > 0 else float("nan")

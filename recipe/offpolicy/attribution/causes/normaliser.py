@@ -1,0 +1,114 @@
+"""Truncated sampling and extra vocabulary: mu shares out what it has cut off, and lies above pi_old by a constant.
+
+Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
+all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its mean is the mass cut off. That mean is 1
+for any other cause that leaves every token possible.
+
+The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
+sampled every one of them, and then their mu sum to 1 while their pi_old do not. A padded vocabulary leaves all real
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .cause import Cause, absent, untestable
+from .sampled import Estimate, Sampled, estimate
+from .thresholds import LEAST_TOKENS, THRESHOLDS
+from .within import support_of
+
+TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
+WHOLE = 1e-4
+"""Distance from 1 at which probabilities have summed to it."""
+SHORT = 1e-2
+"""Mass that pi_old has to miss for a context to count."""
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How mu lies above pi_old.
+
+    Attributes:
+        missing: mass under pi_old that mu has not kept.
+        one_sided: share of the squared gap where mu is the larger.
+        exhausted: share of contexts in which pi_old misses ``SHORT`` or more whose sampled tokens are all of mu.
+    """
+
+    missing: Estimate
+    one_sided: Estimate
+    exhausted: Estimate
+
+
+def measure(sampled: Sampled) -> Offset | None:
+    """None where both policies agree to the bit."""
+    gap = sampled.tokens.gap
+    above = np.square(np.minimum(gap, 0.0))
+    columns = np.stack([np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), above, gap * gap], axis=-1)
+    missing = estimate(columns, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
+    one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
+    support = support_of(sampled)
+    short = support.old < 1.0 - SHORT
+    whole = short & (support.mu > 1.0 - WHOLE)
+    counted = np.stack([short, whole], axis=-1).astype(np.float64)
+    exhausted = estimate(counted, support.cluster, lambda sums: float(sums[1] / sums[0]))
+    if missing is None or one_sided is None or exhausted is None:
+        return None
+    return Offset(missing, one_sided, exhausted)
+
+
+def find(sampled: Sampled) -> tuple[Cause, Cause]:
+    """Verdicts on truncated sampling and on extra vocabulary."""
+    if len(sampled) < LEAST_TOKENS:
+        why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
+        return untestable(TRUNCATED, why), untestable(EXTRA, why)
+    offset = measure(sampled)
+    if offset is None:
+        why = "both policies agree to the bit"
+        return absent(TRUNCATED, why), absent(EXTRA, why)
+    missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
+    evidence = {
+        "missing": missing.value,
+        "missing_low": missing.low,
+        "missing_high": missing.high,
+        "one_sided": one_sided.value,
+        "one_sided_low": one_sided.low,
+        "exhausted": exhausted.value,
+        "exhausted_low": exhausted.low,
+    }
+    if missing.low <= THRESHOLDS.missing or one_sided.low <= THRESHOLDS.one_sided:
+        why = (
+            f"mu has cut off {missing.value:.2%} of pi_old's mass, and lies above it in {one_sided.value:.0%} of the "
+            f"squared gap"
+        )
+        return absent(TRUNCATED, why, **evidence), absent(EXTRA, why, **evidence)
+    constant = (
+        f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
+        f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
+    )
+    if exhausted.low > THRESHOLDS.exhausted:
+        return (
+            Cause(
+                TRUNCATED,
+                "present",
+                evidence,
+                f"{constant}; in {exhausted.value:.0%} of the contexts the sampled tokens are all that mu allows",
+                "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
+            ),
+            absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
+        )
+    return (
+        absent(
+            TRUNCATED, f"in {exhausted.value:.0%} of the contexts only are the sampled tokens all of mu", **evidence
+        ),
+        Cause(
+            EXTRA,
+            "present",
+            evidence,
+            f"{constant}, and no token that could be sampled is missing: the engine masks ids that the trainer counts",
+            "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size has "
+            "to be len(tokenizer)",
+        ),
+    )

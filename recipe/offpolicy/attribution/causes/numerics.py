@@ -1,0 +1,67 @@
+"""Numerics: two engines round differently. The gap has no sign, is the same at every step, and has a heavy tail at low
+probability, where an error of the logits is not damped by the normaliser."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cause import Cause, absent, untestable
+from .sampled import Array, Sampled, estimate
+from .thresholds import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS
+from .within import contexts_of
+
+NAME = "numerics"
+LOW, MIDDLE, HIGH = np.log(0.1), np.log(0.5), np.log(0.9)
+
+
+def find(sampled: Sampled, *, offset: bool) -> Cause:
+    """Deviation of the gap where tokens are neither rare nor certain, and its growth towards low probability.
+
+    Args:
+        offset: mu lies above pi_old by a constant in each context: only what is left within contexts is judged.
+    """
+    mu, gap, cluster = sampled.tokens.mu, sampled.tokens.gap, sampled.cluster
+    if offset:
+        contexts = contexts_of(sampled)
+        if contexts.count < LEAST_CONTEXTS:
+            return untestable(
+                NAME, f"{contexts.count} contexts have two different sampled tokens", contexts=contexts.count
+            )
+        mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
+    if len(gap) < LEAST_TOKENS:
+        return untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")
+    low, middle, high = mu < LOW, (mu >= LOW) & (mu < HIGH), mu >= MIDDLE
+    columns = np.stack(
+        [column for chosen in (low, middle, high) for column in (chosen, chosen * gap, chosen * gap * gap)], axis=-1
+    ).astype(np.float64)
+    noise = estimate(columns, cluster, lambda sums: _deviation(sums[3:6]))
+    tail = estimate(columns, cluster, lambda sums: _deviation(sums[:3]) / _deviation(sums[6:]))
+    evidence: dict[str, float] = {"tokens_low": float(low.sum())}
+    if noise is None:
+        return untestable(NAME, "no token has a probability of 0.1 to 0.9", **evidence)
+    evidence |= {"noise": noise.value, "noise_low": noise.low, "noise_high": noise.high}
+    if tail is not None:
+        evidence |= {"tail": tail.value, "tail_low": tail.low}
+    if noise.low <= THRESHOLDS.noise:
+        return absent(
+            NAME,
+            f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, as two "
+            f"engines in bfloat16 have",
+            **evidence,
+        )
+    if tail is None or tail.low <= THRESHOLDS.tail:
+        return absent(NAME, f"the gap of {noise.value:.2g} nats does not grow towards low probability", **evidence)
+    return Cause(
+        NAME,
+        "present",
+        evidence,
+        f"the gap has no sign, {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] at a probability of 0.1 to "
+        f"0.9 and {tail.value:.1f} times as much below 0.1 as above 0.5: the engines compute with different precision",
+        "give the engine the trainer's precision: actor_rollout_ref.rollout.dtype, no quantised weights or cache; or "
+        " correct for it: correction=[tis_token,icepop]",
+    )
+
+
+def _deviation(sums: Array) -> float:
+    count, first, second = sums
+    return float(np.sqrt(max(second / count - (first / count) ** 2, 0.0))) if count >= 2 else float("nan")

@@ -1,0 +1,69 @@
+"""Temperature: within a context log mu is log pi_old times a factor, plus a constant.
+
+With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi: over the tokens of one context the
+slope of log mu on log pi_old is T_pi / T_mu, whatever the distribution.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cause import Cause, absent, untestable
+from .sampled import Array, Sampled, estimate
+from .thresholds import LEAST_CONTEXTS, THRESHOLDS
+from .within import contexts_of
+
+NAME = "temperature"
+
+
+def find(sampled: Sampled) -> Cause:
+    """Slope within contexts, and how much of the gap it explains."""
+    contexts = contexts_of(sampled)
+    evidence: dict[str, float] = {"contexts": contexts.count}
+    if contexts.count < LEAST_CONTEXTS:
+        return untestable(
+            NAME,
+            f"{contexts.count} contexts have two different sampled tokens, {LEAST_CONTEXTS} are needed: record whole "
+            f"groups with rollout.n of 2 or more",
+            **evidence,
+        )
+    x, y = contexts.old, contexts.mu
+    columns = np.stack([x * x, x * y, (y - x) ** 2, (y - x) * x], axis=-1)
+    cluster = sampled.cluster[contexts.index]
+    slope = estimate(columns, cluster, _slope)
+    explained = estimate(columns, cluster, _explained)
+    if slope is None or explained is None:
+        return untestable(NAME, "both policies agree to the bit", **evidence)
+    evidence |= {
+        "slope": slope.value,
+        "slope_low": slope.low,
+        "slope_high": slope.high,
+        "explained": explained.value,
+        "explained_low": explained.low,
+    }
+    distance = max(slope.low - 1.0, 1.0 - slope.high)
+    if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
+        return absent(
+            NAME,
+            f"within a context log mu is {slope.value:.3f} times log pi_old, which explains {explained.value:.0%} of "
+            f"the gap",
+            **evidence,
+        )
+    return Cause(
+        NAME,
+        "present",
+        evidence,
+        f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old, which "
+        f"explains {explained.value:.0%} of the gap: mu is at {1 / slope.value:.3f} times the trainer's temperature",
+        "one temperature for both, and log-probs after it: actor_rollout_ref.rollout.temperature=1.0 "
+        "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+    )
+
+
+def _slope(sums: Array) -> float:
+    return float(sums[1] / sums[0])
+
+
+def _explained(sums: Array) -> float:
+    """Share of the squared gap within contexts that is linear in log pi_old."""
+    return float(sums[3] ** 2 / (sums[0] * sums[2]))

@@ -1,0 +1,112 @@
+"""An attribution as pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from ..pages import figures
+from .attribution import Attribution
+from .profiles import Bucket
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS: Final = {"backend": 0, "staleness": 1, "drift": 2, "rollout": 6}
+_SHOWN: Final = ("position", "probability", "length", "turn")
+
+
+def overview(attribution: Attribution) -> Figure:
+    """Steps, and profiles by position, probability, length and turn, in one picture."""
+    with figures.style():
+        figure, axes = figures.panels(2, 3, width=13.0, height=7.2)
+        _steps(axes[0], attribution)
+        _shares(axes[1], attribution)
+        for place, name in zip(axes[2:], _SHOWN, strict=True):
+            _profile(place, name, attribution.profiles[name])
+        return figure
+
+
+def _steps(axes: Axes, attribution: Attribution) -> None:
+    steps = list(attribution.by_step)
+    parts = list(attribution.by_step.values())
+    axes.set_title("KL of mu and pi by step")
+    axes.set_ylabel("nats a token")
+    axes.set_xlabel("step")
+    if all(part.kl.backend is not None for part in parts):
+        names = ["backend", "staleness", "drift"]
+    else:
+        names = ["rollout", "drift"]
+    base = [0.0] * len(steps)
+    for name in names:
+        heights = [max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) for part in parts]
+        label = "backend and staleness" if name == "rollout" else name
+        axes.bar(steps, heights, bottom=base, width=0.7, color=figures.PALETTE[_COLOURS[name]], label=label)
+        base = [below + height for below, height in zip(base, heights, strict=True)]
+    _whole_ticks(axes)
+    axes.set_ylim(0.0, 1.25 * max(base) or 1.0)
+    axes.legend(loc="upper left", ncols=3)
+
+
+def _shares(axes: Axes, attribution: Attribution) -> None:
+    whole = attribution.whole
+    axes.set_title("Shares of all steps")
+    names = ["backend", "staleness", "drift"]
+    if whole.kl.backend is None:
+        names = ["rollout", "drift"]
+    labels = []
+    for place, name in enumerate(names):
+        for offset, (key, split) in enumerate((("variance", whole.variance), ("kl", whole.kl))):
+            share = getattr(split, name)
+            low, high = whole.intervals.get(f"{key}.{name}", (share, share))
+            axes.barh(
+                place + 0.36 * offset - 0.18,
+                share,
+                height=0.32,
+                color=figures.PALETTE[_COLOURS[name]],
+                alpha=1.0 if key == "variance" else 0.5,
+                xerr=[[max(share - low, 0.0)], [max(high - share, 0.0)]],
+                ecolor=figures.INK,
+            )
+        labels.append("backend and\nstaleness" if name == "rollout" else name)
+    axes.set_yticks(range(len(names)), labels)
+    axes.invert_yaxis()
+    axes.axvline(0.0, color=figures.MUTED, linewidth=0.8)
+    axes.set_xlabel("of variance (dark) and of KL (light), with 90 %")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_title(f"By {name}" + (" under mu" if name == "probability" else ""))
+    places = range(len(buckets))
+    positive = [bucket.k3 for bucket in buckets if bucket.k3 > 0]
+    axes.bar(places, [bucket.share for bucket in buckets], width=0.7, color=figures.PALETTE[5], label="share of KL")
+    axes.set_xticks(places, [_label(name, bucket.name) for bucket in buckets], rotation=30, ha="right")
+    axes.set_ylabel("share of KL (bars)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    other = axes.twinx()
+    other.grid(False)
+    other.spines["right"].set_visible(True)
+    other.plot(places, [bucket.k3 for bucket in buckets], color=figures.PALETTE[1], marker="o")
+    if positive:
+        other.set_yscale("log")
+        # Whole powers of ten, so that every one of them has its label.
+        other.set_ylim(
+            10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)) + 0.01)
+        )
+        other.yaxis.set_minor_locator(NullLocator())
+    other.set_ylabel("KL, nats a token (line)")
+
+
+def _label(profile: str, bucket: str) -> str:
+    return str(int(bucket) + 1) if profile == "turn" and bucket.isdigit() else bucket
+
+
+def _whole_ticks(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

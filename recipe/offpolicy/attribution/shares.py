@@ -1,0 +1,139 @@
+"""Backend, staleness and drift as shares of the variance and of the KL divergence of log pi/mu.
+
+Variance: share of x is Cov(x, L) / Var(L) over tokens, so that the shares of backend, staleness and drift sum to 1; one
+is negative where it works against the others.
+
+KL: k3 of what has come together so far, in the order in which it happens: backend k3(b), staleness k3(b + s) - k3(b),
+drift k3(L) - k3(b + s), each over the sum of k3(L). As mu sampled the tokens, the terms estimate KL(mu, policy at
+sampling in the trainer's engine), and by how much KL(mu, pi_old) and KL(mu, pi) go beyond it.
+
+Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled them, so that it cannot
+be seen token by token. Its mean, variance and k3 are taken from fresh tokens of the same probability, and it is taken
+to be independent of staleness and drift within a bin of probability. Where too few fresh tokens are known, backend and
+staleness are *not identified*, and None; their sum, the rollout's share, always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sums import AGES, COLUMNS, SHAPE
+
+LEAST_TOKENS: Final = 20
+"""Fresh tokens that make a bin of probability known."""
+LEAST_COVERED: Final = 0.95
+"""Share of stale tokens whose bin has to be known; the others are taken to be like the nearest bin that is."""
+
+_FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
+_N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of a whole that sum to 1 with each other: rollout + drift, backend + staleness + drift.
+
+    Attributes:
+        whole: what they are shares of: a variance in nats^2, or a KL divergence in nats a token.
+        rollout: of log pi_old/mu, backend and staleness together; NaN where the whole is 0.
+        backend, staleness: None where not identified.
+        drift: of log pi/pi_old.
+    """
+
+    whole: float
+    rollout: float
+    backend: float | None
+    staleness: float | None
+    drift: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What the backend alone does, by bin of probability, as fresh tokens show it.
+
+    Attributes:
+        tokens: (bins,) how many.
+        mean, variance, k3: (bins,) of log pi_old - log mu a token; of the nearest known bin where there are fewer than
+            ``LEAST_TOKENS``.
+        known: (bins,) bool.
+    """
+
+    tokens: Array
+    mean: Array
+    variance: Array
+    k3: Array
+    known: NDArray[np.bool_]
+
+    def covered(self, tokens: Array) -> bool:
+        """Whether it is known for ``tokens``, a count by bin."""
+        return bool(tokens[self.known].sum() >= LEAST_COVERED * tokens.sum())
+
+
+def floor_of(sums: Array) -> Floor | None:
+    """The backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None where no bin has enough."""
+    fresh = sums[_FRESH]
+    tokens = fresh[:, _N]
+    known = tokens >= LEAST_TOKENS
+    if not known.any():
+        return None
+    places = np.flatnonzero(known)
+    nearest = places[np.abs(np.arange(len(tokens))[:, None] - places[None, :]).argmin(-1)]
+    mean, square, k3 = (fresh[nearest, column] / tokens[nearest] for column in (_G, _GG, _GK))
+    return Floor(tokens, mean, np.maximum(square - mean**2, 0.0), k3, known)
+
+
+def shares(sums: Array | Sequence[float], floor: Floor | None = None) -> tuple[Shares, Shares]:
+    """Shares of variance and of KL.
+
+    Args:
+        sums: of ``sums.sums_by_row``, summed over rows; SHAPE, or flat.
+        floor: of the backend; by default that of the fresh tokens of ``sums``.
+    """
+    table = np.asarray(sums, dtype=np.float64).reshape(SHAPE)
+    floor = floor or floor_of(table)
+    whole = table.sum((0, 1))
+    count = whole[_N]
+    if not count:
+        nothing = Shares(np.nan, np.nan, None, None, np.nan)
+        return nothing, nothing
+    stale = table[_STALE]
+    identified = not table[_UNKNOWN, :, _N].any()
+    fresh = table[_FRESH].sum(0)
+    # Sums over tokens of b, b L and k3(b), with b the backend's part.
+    backend = np.array([fresh[_G], fresh[_GL], fresh[_GK]])
+    if stale[:, _N].any():
+        identified = identified and floor is not None and floor.covered(stale[:, _N])
+        if identified and floor is not None:
+            backend += _of_stale(stale, floor)
+    mean = whole[[_L, _G]] / count
+    variance = max(whole[_LL] / count - mean[0] ** 2, 0.0)
+    gap_covariance = whole[_GL] / count - mean[0] * mean[1]
+    backend_covariance = backend[1] / count - mean[0] * backend[0] / count
+    return (
+        _split(variance, gap_covariance, backend_covariance if identified else None),
+        _split(whole[_LK] / count, whole[_GK] / count, backend[2] / count if identified else None),
+    )
+
+
+def _of_stale(stale: Array, floor: Floor) -> Array:
+    """Sums of b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
+    tokens = stale[:, _N]
+    first = tokens * floor.mean
+    product = floor.mean * stale[:, _L] + tokens * floor.variance
+    return np.array([first.sum(), product.sum(), (tokens * floor.k3).sum()])
+
+
+def _split(whole: float, rollout: float, backend: float | None) -> Shares:
+    scale = 1.0 / whole if whole > 0 else np.nan
+    return Shares(
+        whole=float(whole),
+        rollout=float(rollout * scale),
+        backend=None if backend is None else float(backend * scale),
+        staleness=None if backend is None else float((rollout - backend) * scale),
+        drift=float((whole - rollout) * scale),
+    )

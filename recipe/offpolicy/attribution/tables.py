@@ -1,0 +1,143 @@
+"""An attribution as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ..pages import Column, Table
+from .attribution import Attribution
+from .decomposition import Decomposition
+from .profiles import Bucket
+
+OPEN, CLOSE = "«", "»"
+"""Marks around a token."""
+PARTS: Final = {
+    "backend": "other engine, equal weights",
+    "staleness": "older weights sampled",
+    "drift": "pi / pi_old, this step's updates",
+}
+
+
+def shares_table(whole: Decomposition) -> Table:
+    """Shares of variance and of KL, with intervals."""
+    rows: list[list[object]] = []
+    for name, meaning in PARTS.items():
+        row: list[object] = [name, meaning]
+        for key, split in (("variance", whole.variance), ("kl", whole.kl)):
+            share = getattr(split, name)
+            low, high = whole.intervals.get(f"{key}.{name}", (None, None))
+            row += ["not identified", ""] if share is None else [_percent(share), _interval(low, high)]
+        rows.append(row)
+    columns = [
+        Column("part"),
+        Column("what"),
+        Column("of variance", align="right"),
+        Column("90 %", align="right"),
+        Column("of KL", align="right"),
+        Column("90 %", align="right"),
+    ]
+    return Table(columns, rows, title="log pi/mu, split")
+
+
+def steps_table(by_step: dict[int, Decomposition]) -> Table:
+    """Each step: KL and its shares."""
+    columns = [Column("step"), Column("tokens"), Column("KL", "nats", digits=6)]
+    columns += [Column(part, "of KL", digits=2, align="right") for part in PARTS]
+    columns += [Column("backend from")]
+    rows = [
+        [step, part.tokens, part.kl.whole, part.kl.backend, part.kl.staleness, part.kl.drift, part.floor_from or "-"]
+        for step, part in by_step.items()
+    ]
+    return Table(columns, rows, title="by step")
+
+
+def versions_table(attribution: Attribution) -> Table:
+    """By staleness."""
+    columns = [
+        Column("staleness", "steps"),
+        Column("rows"),
+        Column("tokens"),
+        Column("mean", "log pi_old/mu", digits=4),
+        Column("std", digits=4),
+        Column("KL", "nats", digits=6),
+        Column("of it backend", digits=6),
+    ]
+    rows = [
+        ["not known" if v.staleness < 0 else v.staleness, v.rows, v.tokens, v.mean, v.std, v.k3, v.backend]
+        for v in attribution.versions
+    ]
+    return Table(columns, rows, title="by version of the weights")
+
+
+def profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
+    """One profile."""
+    columns = [
+        Column(name, align="left"),
+        Column("tokens"),
+        Column("mean", "log pi_old/mu", digits=4),
+        Column("std", digits=4),
+        Column("KL", "nats", digits=6),
+        Column("of KL", align="right"),
+        Column("drift", "std", digits=4),
+    ]
+    rows = [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets]
+    return Table(columns, rows, title=f"by {name}")
+
+
+def tokens_table(attribution: Attribution) -> Table:
+    """The worst tokens, each between marks in its context."""
+    columns = [
+        Column("step"),
+        Column("place"),
+        Column("log mu", digits=2),
+        Column("pi_old", digits=2),
+        Column("pi", digits=2),
+        Column("of KL", align="right"),
+        Column("in its context", align="left"),
+    ]
+    rows = [
+        [t.step, t.position, t.mu, t.old, t.pi, _percent(t.share), f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}"]
+        for t in attribution.tokens
+    ]
+    return Table(columns, rows, title="worst tokens")
+
+
+def rows_table(attribution: Attribution) -> Table:
+    """The worst rows."""
+    columns = [
+        Column("step"),
+        Column("tokens"),
+        Column("age"),
+        Column("KL", "nats", digits=4),
+        Column("log pi/mu", digits=2),
+        Column("of KL", align="right"),
+        Column("text", align="left"),
+    ]
+    rows = [
+        [r.step, r.length, r.staleness if r.staleness >= 0 else None, r.k3, r.log_ratio, _percent(r.share), r.text]
+        for r in attribution.worst
+    ]
+    return Table(columns, rows, title="worst rows")
+
+
+def causes_table(attribution: Attribution) -> Table:
+    """The verdicts."""
+    rows = [[cause.name, cause.verdict, cause.sentence, cause.fix or None] for cause in attribution.causes]
+    return Table([Column("cause"), Column("verdict"), Column("evidence"), Column("fix")], rows, title="causes")
+
+
+def verdict(attribution: Attribution) -> str:
+    """One sentence on the causes."""
+    present = [cause for cause in attribution.causes if cause.verdict == "present"]
+    if not present:
+        return "No cause stands out: what differs is as small and as even as two healthy engines leave it."
+    return " ".join(f"{cause.name}: {cause.sentence}." for cause in present)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share == share else "-"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"

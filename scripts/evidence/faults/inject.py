@@ -1,0 +1,134 @@
+"""An external module for verl that makes rollouts and trainer disagree on purpose, one cause at a time.
+
+    OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES beside verl_patches.cpu
+
+    temperature:0.8    the rollout server samples at this temperature, the trainer scores at its own
+    shift:1            log-probs arrive one token late (-1: early)
+    stale:3            of every three synchronisations two send the weights of the one before
+    round:3            weights reach the rollout server with this many bits of mantissa
+
+Each acts in the process where the real fault would: the agent loop, or the sender of the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_patches.deferred import after_import
+
+NAME, _, STRENGTH = os.environ.get("OFFPOLICY_INJECT", "none").partition(":")
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    """``weight`` with ``bits`` of mantissa beside the leading one, as an engine of lower precision holds it."""
+    mantissa, exponent = torch.frexp(weight.float())
+    scale = 2.0 ** (bits + 1)
+    return torch.ldexp(torch.round(mantissa * scale) / scale, exponent).to(weight.dtype)
+
+
+def moved(log_probs: list[float], by: int) -> list[float]:
+    """Each log-prob at the place ``by`` tokens later; what falls out at one end comes in at the other."""
+    by %= max(len(log_probs), 1)
+    return log_probs[-by:] + log_probs[:-by] if by else list(log_probs)
+
+
+def _agent_loop() -> Any:
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    # Ray wraps a class into an actor class; the class itself is kept in its metadata.
+    return AgentLoopWorkerTQ.__ray_metadata__.modified_class
+
+
+def _temperature() -> None:
+    plain, temperature = _agent_loop(), float(STRENGTH)
+    original = plain._run_prompt
+
+    @functools.wraps(original)
+    async def _run_prompt(self: Any, prompt: Any, sampling_params: Any, trajectory: Any, trace: bool = False) -> None:
+        if not trajectory["validate"]:
+            sampling_params = {**sampling_params, "temperature": temperature}
+        await original(self, prompt, sampling_params, trajectory, trace)
+
+    plain._run_prompt = _run_prompt
+
+
+def _shift() -> None:
+    plain, by = _agent_loop(), int(STRENGTH)
+    original = plain._agent_loop_postprocess
+
+    @functools.wraps(original)
+    async def _agent_loop_postprocess(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+        for one in output if isinstance(output, list) else [output]:
+            one.response_logprobs = moved(one.response_logprobs, by)
+        await original(self, output, validate, **kwargs)
+
+    plain._agent_loop_postprocess = _agent_loop_postprocess
+
+
+def _send(change: Callable[[Any, Weights], Weights]) -> None:
+    """Puts ``change`` between the trainer's weights and the sender."""
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    original = ServerAdapter.update_weights
+
+    @functools.wraps(original)
+    async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        return await original(self, await _collected(weights, functools.partial(change, self)), *args, **kwargs)
+
+    ServerAdapter.update_weights = update_weights
+
+
+async def _collected(weights: Any, change: Callable[[Weights], Weights]) -> Iterator[tuple[str, Tensor]]:
+    """The weights are of a small model: they are copied at once, whatever kind of iterator they come by."""
+    if isinstance(weights, AsyncIterator):
+        pairs = [(name, weight.clone()) async for name, weight in weights]
+    else:
+        pairs = [(name, weight.clone()) for name, weight in weights]
+    return iter(list(change(pairs)))
+
+
+def _round() -> None:
+    bits = int(STRENGTH)
+
+    def change(sender: Any, weights: Weights) -> Weights:
+        return [(name, rounded(weight, bits) if weight.dim() > 1 else weight) for name, weight in weights]
+
+    _send(change)
+
+
+def _stale() -> None:
+    period = int(STRENGTH)
+
+    def change(sender: Any, weights: Weights) -> Weights:
+        count, held = getattr(sender, "_injected", (0, []))
+        if count % period == 0:
+            held = list(weights)
+        sender._injected = (count + 1, held)
+        return held
+
+    _send(change)
+
+
+_LOOP = "verl.trainer.ppo.v1.agent_loop_tq"
+_SENDER = "verl.workers.rollout.vllm_rollout.vllm_rollout"
+
+FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
+    "temperature": (_LOOP, _temperature),
+    "shift": (_LOOP, _shift),
+    "stale": (_SENDER, _stale),
+    "round": (_SENDER, _round),
+}
+"""Name -> the module that it waits for, and what it does there."""
+
+if NAME in FAULTS:
+    after_import(*FAULTS[NAME])
+elif NAME != "none":
+    raise ValueError(f"OFFPOLICY_INJECT={NAME}: unknown, one of {', '.join(FAULTS)}")

@@ -1,0 +1,76 @@
+"""Models that faults need: one whose vocabulary is padded, and one whose tokens can be cut in several ways."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import CHAT_TEMPLATE, ModelSettings, build_model
+from task import TaskSettings, instruction, splits
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from warm_start import WarmStartSettings, warm_start
+
+MERGES = 60
+DROPOUT = 0.4
+"""Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
+
+
+def pad_vocabulary(source: Path, target: Path, extra: int, logit: float) -> None:
+    """A copy of a model with ``extra`` more rows of the vocabulary than its tokenizer has.
+
+    verl's rollout server masks their logits; the trainer does not. Checkpoints are padded for fast matrix products;
+    here the rows are made to point along the mean of the output embeddings, so that their logits are not negligible.
+
+    Args:
+        logit: by what the rows are scaled.
+    """
+    model = Qwen2ForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
+    size = model.config.vocab_size
+    mean = model.get_input_embeddings().weight.detach().mean(0)
+    model.resize_token_embeddings(size + extra, mean_resizing=False)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(extra)
+        noise = torch.randn(extra, len(mean), generator=generator) * mean.norm() / len(mean) ** 0.5
+        model.get_input_embeddings().weight[size:] = logit * mean + 0.1 * noise
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def build_merging_tokenizer(instruction_text: str, words: list[str]) -> PreTrainedTokenizerFast:
+    """The quickstart's tokenizer of bytes, with the ``MERGES`` most frequent pairs of letters as tokens beside."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = Counter(pair for word in words for pair in pairwise(word))
+    merges = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:MERGES]]
+    vocabulary = {piece: index for index, piece in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+    )
+    tokenizer.add_tokens([AddedToken(instruction_text, normalized=False)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def merging_model(target: Path, task: TaskSettings, schooling: WarmStartSettings) -> None:
+    """Warm-starts a model that spells the same word with long or with short tokens."""
+    torch.set_num_threads(1)
+    entries: list[dict[str, Any]] = splits(task)["warm_start"]
+    words = [entry["answer"] for entry in entries]
+    random.Random(0).shuffle(words)
+    tokenizer = build_merging_tokenizer(instruction(entries), words)
+    model = build_model(ModelSettings(), tokenizer)
+    tokenizer.backend_tokenizer.model.dropout = DROPOUT
+    warm_start(schooling, model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))
+    tokenizer.backend_tokenizer.model.dropout = None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
