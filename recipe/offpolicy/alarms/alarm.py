@@ -1,0 +1,80 @@
+"""One alarm as a state machine: it fires after several updates beyond a bound and re-arms after several well inside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Action = Literal["off", "warn", "stop", "fallback"]
+Event = Literal["none", "fired", "recovered"]
+
+_SHOWN = 5  # values that a message names
+
+
+@dataclass(frozen=True)
+class Band:
+    """Inclusive bounds; None leaves a side open. NaN lies outside of every band."""
+
+    lower: float | None
+    upper: float | None
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` lies inside."""
+        if math.isnan(value):
+            return False
+        return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
+
+    def __str__(self) -> str:
+        """``>= 0.5 and <= 2``."""
+        sides = {">=": self.lower, "<=": self.upper}
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in sides.items() if bound is not None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an alarm fires and re-arms.
+
+    Attributes:
+        band: values that are in order.
+        recovery: values that are well inside, a part of ``band``.
+        patience: consecutive updates outside of ``band`` after which it fires.
+        recovery_patience: consecutive updates inside ``recovery`` after which it re-arms.
+    """
+
+    band: Band
+    recovery: Band
+    patience: int
+    recovery_patience: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Where an alarm stands.
+
+    Attributes:
+        firing: it has fired and has not re-armed.
+        beyond: consecutive updates outside of the band, up to the last one.
+        calm: consecutive updates inside the recovery band, up to the last one.
+        values: of the updates that ``beyond`` counts, the latest few.
+    """
+
+    firing: bool = False
+    beyond: int = 0
+    calm: int = 0
+    values: tuple[float, ...] = ()
+
+    def after(self, rule: Rule, value: float) -> tuple[State, Event]:
+        """The state after an update with ``value``, and what happened."""
+        inside = rule.band.holds(value)
+        state = replace(
+            self,
+            beyond=0 if inside else self.beyond + 1,
+            calm=self.calm + 1 if rule.recovery.holds(value) else 0,
+            values=() if inside else (*self.values, value)[-_SHOWN:],
+        )
+        if not state.firing and state.beyond >= rule.patience:
+            return replace(state, firing=True), "fired"
+        if state.firing and state.calm >= rule.recovery_patience:
+            return replace(state, firing=False), "recovered"
+        return state, "none"

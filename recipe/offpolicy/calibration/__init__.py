@@ -1,0 +1,1 @@
+"""Bounds that keep a wanted share: from recordings, and online."""

@@ -1,0 +1,58 @@
+"""Bounds of masks that move from update to update, apart from the rest of a correction, which does not.
+
+The rest is the structure. Its fingerprint is that of the spec with a marker in the place of each bound that moves, so
+that it stays the same for a whole run, while the bounds themselves travel with each update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..correction import CorrectionSpec, MaskSpec
+
+Bounds = Mapping[str, float | None]
+"""The keys of a mask that bound it, with their values: lower and upper, or delta."""
+MOVES = "moves"
+"""Stands in a structure for a bound that moves; an open side stays null."""
+
+
+def bounds_of(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
+    """The bounds of the named masks."""
+    return {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
+
+
+def with_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
+    """The spec with other bounds for the masks that ``bounds`` names.
+
+    Raises:
+        KeyError: the spec has no such mask.
+        SpecError: bounds that a mask cannot have.
+    """
+    if unknown := set(bounds) - {name for name, _ in spec.masks}:
+        raise KeyError(f"bounds for {', '.join(sorted(unknown))}, and the correction has no mask of that name")
+    masks = tuple((name, _moved(name, mask, bounds[name]) if name in bounds else mask) for name, mask in spec.masks)
+    return spec if masks == spec.masks else replace(spec, masks=masks)
+
+
+def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
+    """As ``CorrectionSpec.fingerprint``, of the structure; without names the spec's own."""
+    if not names:
+        return spec.fingerprint()
+    mapping = spec.to_mapping()
+    for name in names:
+        mask = mapping["masks"][name]
+        mask.update({key: MOVES for key, value in _bounds(mask).items() if value is not None})
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _bounds(mapping: Mapping[str, Any]) -> dict[str, float | None]:
+    return {key: mapping[key] for key in ("lower", "upper", "delta") if key in mapping}
+
+
+def _moved(name: str, mask: MaskSpec, bounds: Bounds) -> MaskSpec:
+    return MaskSpec.from_mapping(mask.to_mapping() | dict(bounds), key=f"correction.masks.{name}")

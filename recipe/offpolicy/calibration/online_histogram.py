@@ -1,0 +1,161 @@
+"""How far the units that a mask decides by lie from agreement, counted so that micro-batches and ranks add up.
+
+The distance of a unit is how wide a bound has to be to keep it: in nats of log ratio for aggregates that are ratios,
+in the aggregate's own units for the others. Bins are the same everywhere, so that the histogram of a whole batch is
+the sum of those of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from ..correction import CorrectionSpec, MaskSpec, Reduction, Statistic
+from ..correction.masks import applies
+from ..correction.ratios import divergence, log_ratio, valid_tokens
+from ..correction.units import Units, units_of
+
+Side = Literal["both", "upper", "lower"]
+
+_PER_DECADE: Final = 64
+_DECADES: Final = (-7, 3)
+EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(_PER_DECADE * _DECADES[0], _PER_DECADE * _DECADES[1] + 1))
+"""Greatest distance of each bin but the last, 1e-7 to 1e3, 3.7 % apart; the last bin holds what lies beyond."""
+
+DISTANCE, NOISE, KEPT = "distance", "noise", "kept"
+"""What is counted of a mask: a histogram of distances, one of backend noise, and the share that its bounds kept."""
+
+
+@torch.no_grad()
+def measured(
+    spec: CorrectionSpec,
+    sides: Mapping[str, Side],
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+    staleness: Tensor | None = None,
+) -> dict[str, Statistic]:
+    """What one micro-batch shows of the masks that ``sides`` names, see the stages for the arguments.
+
+    Units are counted where the mask looks: of a mask for negative advantages, those that hold a token with one. A unit
+    beyond a bound on the side that does not move counts as infinitely far. Backend noise is the distance of
+    pi_old / mu where both have the same weights, staleness 0 or None, for masks on pi / mu; its rows count whatever
+    their advantage is.
+
+    Returns:
+        ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
+    """
+    valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
+    log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
+    log_r = log_ratio(log_prob, old_log_prob, valid)
+    operands = {
+        "rollout": (log_rho, old_log_prob, rollout_log_prob),
+        "full": (log_rho + log_r, log_prob, rollout_log_prob),
+        "ppo": (log_r, log_prob, old_log_prob),
+    }
+    statistics = {}
+    for name, mask in spec.masks:
+        if name not in sides:
+            continue
+        units = units_of(mask.level, valid, {"turn": segment_ids, "version": versions}.get(mask.level))
+        there = units.tokens > 0
+        looked = there & (units.greatest(applies(mask, advantages, valid).expand(valid.shape).double()) > 0)
+        below, above = extremes(mask, units, *operands[mask.ratio])
+        lower, upper = mask.limits
+        inside = (below >= lower) & (above <= upper)
+        kept = Statistic(Reduction.MEAN, tuple(float(n) for n in ((inside & looked).sum(), looked.sum())))
+        statistics[f"{name}/{KEPT}"] = kept
+        statistics[f"{name}/{DISTANCE}"] = histogram(_distance(mask, sides[name], below, above), looked)
+        if mask.ratio == "full":
+            equal = there if staleness is None else there & (staleness == 0)[:, None]
+            noise = _distance(mask, sides[name], *extremes(mask, units, *operands["rollout"]))
+            statistics[f"{name}/{NOISE}"] = histogram(noise, equal)
+    return statistics
+
+
+def extremes(
+    mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Least and greatest value that a mask compares with its bounds, by unit, rounded as it compares them.
+
+    Equal where a unit has one value; a unit lies inside if and only if both do, see ``correction.masks.outside``.
+
+    Returns:
+        (B, U) float32 each, in nats of log ratio for aggregates that are ratios.
+    """
+    if mask.aggregate in ("any", "binary_tv"):
+        value = log_value
+        if mask.aggregate == "binary_tv":
+            value = numerator.detach().double().exp() - denominator.detach().double().exp()
+        least, greatest = -units.greatest(-value), units.greatest(value)
+    elif mask.aggregate in ("product", "geometric"):
+        least = greatest = units.total(log_value) if mask.aggregate == "product" else units.mean(log_value)
+    else:
+        measure, reduction = mask.aggregate.split("_")
+        values = torch.where(units.valid, divergence(measure, log_value), 0.0)
+        reduce = {"sum": units.total, "mean": units.mean, "max": units.greatest}[reduction]
+        least = greatest = reduce(values)
+    return least.float(), greatest.float()
+
+
+def moving_sides(mask: MaskSpec, side: Side) -> tuple[Literal["lower", "upper"], ...]:
+    """Which bounds of a mask move: those of ``side`` that are set, and away from agreement."""
+    lower, upper = mask.limits
+    numbers = {"lower": -lower, "upper": upper}
+    wanted: tuple[Literal["lower", "upper"], ...] = ("lower", "upper") if side == "both" else (side,)
+    return tuple(name for name in wanted if 0 < numbers[name] < float("inf"))
+
+
+def histogram(distance: Tensor, counted: Tensor) -> Statistic:
+    """How many of the ``counted`` units lie in each bin; a NaN is beyond them all.
+
+    Args:
+        distance: any shape, >= 0.
+        counted: bool of that shape.
+    """
+    edges = torch.tensor(EDGES, dtype=torch.float64, device=distance.device)
+    where = torch.bucketize(distance.double().nan_to_num(float("inf"), posinf=float("inf")), edges)
+    counts = torch.bincount(where.flatten(), weights=counted.flatten().double(), minlength=len(EDGES) + 1)
+    return Statistic(Reduction.SUM, tuple(counts.tolist()))
+
+
+def quantile(counts: Sequence[float | Tensor], share: float) -> float:
+    """The least edge that ``share`` or more of what was counted lies within.
+
+    Returns:
+        Infinite for what lies beyond the last edge, NaN where nothing was counted.
+    """
+    numbers = [float(count) for count in counts]
+    total = sum(numbers)
+    if not total:
+        return float("nan")
+    # Counts are whole, so that a share of them is missed by rounding alone: 0.98 of 50 is 49.
+    wanted = share * total * (1 - 1e-12)
+    within = next(place for place, below in enumerate(accumulate(numbers)) if below >= wanted)
+    return EDGES[within] if within < len(EDGES) else float("inf")
+
+
+def _distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> Tensor:
+    """How wide the bounds that move have to be, by unit; infinite where the other bound rejects."""
+    moving = moving_sides(mask, side)
+    lower, upper = mask.limits
+    distance = torch.zeros_like(above)
+    if "upper" in moving:
+        distance = torch.maximum(distance, above)
+    if "lower" in moving:
+        distance = torch.maximum(distance, -below)
+    fixed = torch.zeros_like(above, dtype=torch.bool)
+    if "upper" not in moving:
+        fixed = fixed | (above > upper)
+    if "lower" not in moving:
+        fixed = fixed | (below < lower)
+    return torch.where(fixed, float("inf"), distance)

@@ -1,0 +1,121 @@
+"""Which correction the workers are to run at the next update, and under which bounds: decided between updates.
+
+The configured correction, or the fallback of an alarm; the configured bounds, or those that a schedule has moved. One
+trainer decides for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+from .alarms import settings as alarm_settings
+from .alarms.panel import CONFIGURED, Panel
+from .calibration import online_settings
+from .calibration.online import Calibration
+from .calibration.online_histogram import Side
+from .checkpoints import changes
+from .correction import CorrectionSpec, Statistic
+from .voice import logger
+
+
+class Steering:
+    """What is in force.
+
+    Args:
+        spec: the configured correction.
+        config: the composed configuration of the run, prepared by ``main_offpolicy``.
+    """
+
+    def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
+        self._configured = spec
+        self._panel = Panel.of(config)
+        self._calibration = Calibration.of(config, spec)
+        self._noted = online_settings.plain(config)
+
+    @property
+    def spec(self) -> CorrectionSpec:
+        """The correction of the next update, under its bounds."""
+        if (fallback := self._panel.fallback) is not None:
+            return fallback
+        return self._configured if self._calibration is None else self._calibration.spec
+
+    @property
+    def moving(self) -> dict[str, Side]:
+        """Masks whose bounds come with each update, and the sides that move; none while a fallback is in force."""
+        if self._calibration is None or self._panel.fallback is not None:
+            return {}
+        settings = self._calibration.settings
+        return dict.fromkeys(settings.masks, settings.schedule.side)
+
+    @property
+    def bounds(self) -> dict[str, dict[str, float | None]]:
+        """Mask -> its bounds at the next update, for those of ``moving``."""
+        return self._calibration.bounds if self._calibration is not None and self.moving else {}
+
+    def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
+        """Take in what one update showed, and decide for the next.
+
+        Args:
+            values: statistics below ``offpolicy/``.
+            histograms: of the masks in ``moving``, see ``calibration.online_histogram``.
+
+        Returns:
+            Whether another correction is in force, which has to reach the workers and to be proved.
+
+        Raises:
+            AlarmError: an alarm ends the run.
+        """
+        switched = self._panel.judge(self.spec, values)
+        if self._calibration is not None:
+            if switched or self._panel.fallback is not None:
+                self._calibration.forget()
+            else:
+                self._calibration.observe(histograms)
+        return switched
+
+    def metrics(self) -> dict[str, float]:
+        """What is in force and what moved, below ``offpolicy/``; the same keys at every update of a run."""
+        calibrated = {} if self._calibration is None else self._calibration.metrics()
+        return self._panel.metrics() | calibrated
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, in plain values."""
+        fallback = self._panel.fallback
+        return {
+            "alarms": self._panel.state(),
+            "fallback": None if fallback is None else fallback.to_mapping(),
+            "calibrate": self._noted,
+            "calibration": None if self._calibration is None else self._calibration.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
+        alarms, fallback = state["alarms"], state["fallback"]
+        self._panel.restore(alarms | {"in_force": CONFIGURED})
+        if self._calibration is not None and state["calibration"] is not None:
+            self._calibration.restore(state["calibration"])
+            for name, bounds in self._calibration.bounds.items():
+                logger.info("resuming with correction.masks.%s at %s, as calibrated.", name, bounds)
+        if alarms["in_force"] == CONFIGURED:
+            return
+        self._panel.restore(alarms)
+        if (there := self._panel.fallback) is not None and there.to_mapping() == fallback:
+            logger.warning("resuming with the fallback of alarm %s in force: %s", alarms["in_force"], fallback)
+        else:
+            self._panel.restore(alarms | {"in_force": CONFIGURED})
+            logger.warning("the fallback of alarm %s was in force: the configured one is now.", alarms["in_force"])
+
+
+def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
+    """Where a run would not go on as the checkpoint with this ``state`` was left: keys, with both values."""
+    noted = {"target_kept": None} if state is None else state["calibrate"]
+    found = changes(noted, online_settings.plain(config), online_settings.SECTION)
+    if state is None or state["fallback"] is None:
+        return found
+    name = state["alarms"]["in_force"]
+    alarm = alarm_settings.settings_of(config).get(name)
+    configured = alarm.fallback.to_mapping() if alarm is not None and alarm.fallback is not None else {}
+    return found + changes(state["fallback"], configured, f"{alarm_settings.SECTION}.{name}.fallback")
