@@ -1,0 +1,151 @@
+"""Bounds for a target kept share or effective sample size, from a recording:
+
+python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .calibration.floor import QUANTILE, ROUNDING
+from .calibration.joint import Joint, joint
+from .calibration.parts import placeholders
+from .calibration.propose import Calibrated, Request, calibrated
+from .calibration.tables import by_length, overrides, overview, plain, remarks, together
+from .correction import CorrectionSpec, SpecError
+from .recording import Recording, RecordingError
+from .whatif.composed import composed_mapping, composer
+
+USAGE, UNREACHED = 2, 1
+"""Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
+
+
+def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
+    """The correction that overrides compose, or that acted at the last recorded step, and its keys without a value.
+
+    Raises:
+        SpecError: it is malformed, or there is none.
+        RecordingError: the recording cannot be read.
+    """
+    if spec:
+        with composer():
+            values, unset = placeholders(composed_mapping(spec))
+    else:
+        values, unset = dict(recording.parts(recording.steps[-1])[0].spec), frozenset()
+    correction = CorrectionSpec.from_mapping(values)
+    if not spec and correction.weight is None and not correction.masks:
+        raise SpecError(
+            "recorded without a weight or mask, so that there is no bound to set. Name a correction: "
+            "--spec 'correction=[tis_token,gsm]'."
+        )
+    return correction, unset
+
+
+def replayed(
+    recording: Recording, spec: CorrectionSpec, unset: frozenset[str], result: Calibrated
+) -> tuple[Joint | None, Joint]:
+    """What the correction keeps as a whole, as it is (None where a bound has no value yet) and as proposed."""
+    now = None if unset else joint(recording, spec)
+    then = result.spec
+    unbounded = {key.split(".")[1] for key in unset} - {
+        p.part.key.removeprefix("masks.") for p in result.proposals if p.found
+    }
+    if unbounded:
+        then = replace(then, masks=tuple((name, mask) for name, mask in then.masks if name not in unbounded))
+    return now, joint(recording, then)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    request = Request(
+        target_kept=options.target_kept,
+        target_ess=options.target_ess,
+        of=options.of,
+        confidence=options.confidence,
+        by_length=options.by_length,
+        floor_quantile=options.floor_quantile,
+        rounding=options.rounding,
+    )
+    try:
+        request.check()
+        recording = Recording(options.directory)
+        spec, unset = asked(recording, options.spec)
+        result = calibrated(recording, spec, request, unset)
+        now, then = replayed(recording, spec, unset, result)
+        _show(options, result, now, then)
+    except (RecordingError, SpecError, OSError) as error:
+        print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE
+    missing = [p for p in result.proposals if not p.found and not p.threshold.note.startswith("not needed")]
+    return UNREACHED if missing else 0
+
+
+def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint) -> None:
+    confidence = options.confidence
+    if options.png is not None:
+        from .calibration.drawings import curves
+        from .pages.figures import save
+
+        save(curves(result.proposals, confidence), options.png)
+    if options.html is not None:
+        _page(options, result, now, then).write(options.html)
+    if options.json:
+        print(json.dumps(plain(result, now, then, confidence), indent=2))  # noqa: T201
+        return
+    from rich.console import Console
+
+    from .pages import to_rich
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(to_rich(overview(result, confidence)))
+    for proposal in result.proposals:
+        if proposal.lengths:
+            console.print(to_rich(by_length(proposal, confidence)))
+    console.print(to_rich(together(now, then)))
+    for remark in remarks(result, confidence):
+        console.print(remark, markup=False, soft_wrap=True)
+    if pasted := overrides(result):
+        console.print("\nOverrides:", "    " + " ".join(pasted), sep="\n", markup=False, soft_wrap=True)
+
+
+def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint) -> Any:
+    from .calibration.drawings import caption, curves
+    from .pages import Page, code, figure, paragraph, table
+
+    confidence = options.confidence
+    page = Page("Calibration", str(options.directory))
+    page.section("Proposed", table(overview(result, confidence)), code(" \\\n".join(overrides(result)) or "none"))
+    page.section("Curves", figure(curves(result.proposals, confidence), caption(result.proposals)))
+    lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]
+    if lengths:
+        page.section("By length", *lengths)
+    page.section("Remarks", *(paragraph(remark) for remark in remarks(result, confidence)), table(together(now, then)))
+    return page
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
+    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep: of rows, turns or tokens")
+    add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
+    add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
+    add("--by-length", action="store_true", help="bounds by length also where the statistic does not depend on it")
+    add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
+    add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
+    add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
+    add("--png", type=Path, metavar="FILE", help="calibration curves")
+    add("--html", type=Path, metavar="FILE", help="one self-contained page")
+    add("--json", action="store_true", help="JSON to stdout in place of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Calibration curves: kept share or ESS by bound, with the band and the lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..correction.catalogue import BUCKETS
+from ..pages.figures import INK, MUTED, look, panels, style
+from .caps import EssCurve
+from .curves import KeptCurve
+from .propose import Proposal
+from .tables import bounds, bucket_text, part_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEAST_SHARE = 0.5
+"""Where kept shares begin on a picture: below it no bound is of interest."""
+
+
+def curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
+    """A panel a bound."""
+    columns = min(len(proposals), 2)
+    rows = math.ceil(len(proposals) / columns)
+    with style():
+        figure, axes = panels(rows, columns, width=5.4 * columns, height=3.9 * rows)
+        for axis, proposal in zip(axes, proposals, strict=False):
+            _panel(axis, proposal, confidence)
+        for axis in axes[len(proposals) :]:
+            axis.set_axis_off()
+    return figure
+
+
+def caption(proposals: Sequence[Proposal]) -> str:
+    """What the picture shows, for who cannot see it."""
+    said = []
+    for proposal in proposals:
+        what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.share_of} kept"
+        reached = (
+            f"{bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
+            if proposal.found
+            else "no bound was found"
+        )
+        said.append(f"{part_name(proposal.part)}: {what} by bound; {reached}")
+    return "Calibration curves. " + ". ".join(said) + "."
+
+
+def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
+    curve = proposal.curve
+    axis.set_title(part_name(proposal.part))
+    axis.set_xlabel(_bound_label(proposal))
+    axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.share_of} kept")
+    if isinstance(curve, EssCurve):
+        low, high = curve.band(confidence)
+        _line(axis, curve.radius, curve.ess, low, high, "all lengths")
+    else:
+        _line(axis, curve.radius, curve.share, curve.low, curve.high, "all lengths")
+        for entry in proposal.lengths:
+            index = 1 + list(BUCKETS).index(entry.bucket)
+            if isinstance(entry.curve, KeptCurve):
+                axis.plot(
+                    entry.curve.radius,
+                    entry.curve.share,
+                    **(look(index) | {"marker": ""}),
+                    linewidth=1.2,
+                    label=f"T {bucket_text(entry.bucket)}",
+                )
+        axis.set_ylim(_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
+        _begin(axis, [curve, *(entry.curve for entry in proposal.lengths if entry.curve is not None)])
+    axis.axhline(proposal.goal, color=MUTED, linewidth=1, linestyle=":")
+    if len(curve.radius):
+        axis.set_xscale("log")
+        _marks(axis, proposal)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="lower left" if proposal.target == "ess" else "upper left")
+
+
+def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, label: str) -> None:
+    shown = x > 0
+    if not shown.any():
+        return
+    axis.plot(x[shown], y[shown], **(look(0) | {"marker": ""}), label=label)
+    axis.fill_between(x[shown], low[shown], high[shown], color=look(0)["color"], alpha=0.18, linewidth=0)
+
+
+def _begin(axis: Axes, lines: Sequence[KeptCurve]) -> None:
+    """Leave out bounds at which no length keeps a share that is shown, and make room for the legend."""
+    starts = [line.radius[line.share >= _LEAST_SHARE].min(initial=math.inf) for line in lines]
+    first, last = min(starts), max((line.radius.max(initial=0.0) for line in lines), default=0.0)
+    if 0 < first < last:
+        axis.set_xlim(min(first, last / 10) / (last / first) ** 0.5, last * 1.3)
+
+
+def _marks(axis: Axes, proposal: Proposal) -> None:
+    """The present bound and the proposed one, by name."""
+    if proposal.found and proposal.threshold.radius > 0:
+        axis.axvline(proposal.threshold.radius, color=INK, linewidth=1.4)
+        text = f"proposed: {bounds(proposal.threshold.values)}"
+        axis.plot([], [], color=INK, linewidth=1.4, label=text)
+    now = proposal.part.limits
+    sides = {"both": (-now[0], now[1]), "lower": (-now[0],), "upper": (now[1],)}[proposal.part.side]
+    if proposal.part.unset:
+        return
+    for index, radius in enumerate(dict.fromkeys(round(side, 9) for side in sides if 0 < side < math.inf)):
+        axis.axvline(radius, color=INK, linewidth=1, linestyle="--")
+        if not index:
+            axis.plot([], [], color=INK, linewidth=1, linestyle="--", label=f"now: {bounds(proposal.part.now)}")
+
+
+def _bound_label(proposal: Proposal) -> str:
+    part = proposal.part
+    if "delta" in part.now:
+        return "delta, nats a token" if getattr(part.spec, "aggregate", "") == "geometric" else "delta, nats"
+    if not part.on_ratio or part.by_batch:
+        return "bound"
+    return {
+        "both": "distance of the bounds from 1, |log ratio| in nats",
+        "upper": "log of the upper bound, nats",
+        "lower": "-log of the lower bound, nats",
+    }[part.side]

@@ -1,0 +1,95 @@
+"""The backend-noise floor of OPSM's delta: what log(mu / pi) shows where both engines have the same weights.
+
+A delta below it drops rows for the rounding of two engines, not for drift.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .intervals import clustered, least_count, quantile_interval
+from .parts import Part
+from .scores import RowState, Scores
+
+QUANTILE = 0.99
+ROUNDING = 1e-3
+"""Nats a token: mean |log pi - log pi_old| of a row up to which the two passes are taken for one policy."""
+
+
+class NotIdentifiedError(ValueError):
+    """The recording does not hold what a value rests on; the message says what is missing and how to get it."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """An upper confidence bound of a quantile of the noise.
+
+    Attributes:
+        delta: that bound, in nats; at least 0.
+        quantile: of the noise, as measured.
+        share: which quantile.
+        rows, groups: that it rests on.
+        unknown_versions: of these rows, those whose versions of the weights were not recorded; they count as fresh.
+    """
+
+    delta: float
+    quantile: float
+    share: float
+    rows: int
+    groups: int
+    unknown_versions: int
+
+
+def noise_floor(
+    part: Part, scores: Scores, state: RowState, *, share: float, confidence: float, rounding: float = ROUNDING
+) -> Floor:
+    """The floor of a delta, from rows before the first gradient step of their batch that fresh weights sampled.
+
+    Every such row counts, whatever the sign of its advantage: noise does not know it.
+
+    Args:
+        share: the quantile of the noise that delta has to exceed.
+        confidence: of its one-sided upper bound.
+
+    Raises:
+        NotIdentifiedError: there are no such rows, or too few.
+    """
+    first = state.mini_batch == 0
+    fresh = first & (state.staleness <= 0)
+    same = fresh & (state.apart <= rounding)
+    if not first.any():
+        raise NotIdentifiedError(
+            f"{part.key}.delta: no row was recorded at mini_batch 0, where pi is pi_old, so that the backend noise is "
+            f"not identified. Record with offpolicy.record from the first gradient step on."
+        )
+    if not fresh.any():
+        raise NotIdentifiedError(
+            f"{part.key}.delta: all rows at mini_batch 0 were sampled by older weights (staleness "
+            f"{int(state.staleness[first].min())} or more), so that the backend noise is not identified. Record steps "
+            f"of a synchronous run."
+        )
+    if not same.any():
+        raise NotIdentifiedError(
+            f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "
+            f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
+            f"the backend noise is not identified. If that is rounding, give --rounding; under proximal=bypass or "
+            f"loglinear pi_old is another policy: record with proximal=recompute."
+        )
+    rows = scores.chosen(same[scores.row])
+    noise = -rows.low
+    ordered = np.sort(noise)
+    quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
+    found = clustered(noise <= quantile, rows.group)
+    _, upper = quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
+    if not math.isfinite(upper):
+        raise NotIdentifiedError(
+            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old say as much as "
+            f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
+            f"{share:g}-quantile of the noise takes {least_count(share, confidence)}. Record more steps, or give a "
+            f"lower --floor-quantile."
+        )
+    unknown = int((state.staleness[same] < 0).sum())
+    return Floor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)

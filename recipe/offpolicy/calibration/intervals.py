@@ -1,0 +1,140 @@
+"""Confidence intervals for rows that come in prompt groups, and are not independent within one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """A share that was counted over groups.
+
+    Attributes:
+        share: kept / count.
+        count: how many units.
+        groups: how many prompt groups they come from.
+        effective: units that would say as much were they independent, count / design effect (Kish 1965); NaN where
+            one group leaves it unknown.
+    """
+
+    share: float
+    count: int
+    groups: int
+    effective: float
+
+
+def clustered(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Clustered:
+    """The share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
+
+    A design effect below 1 counts as 1: that siblings are more unlike than strangers is taken for chance.
+
+    Args:
+        kept: (U,).
+        group: (U,) integers >= 0.
+    """
+    sizes = np.bincount(group)
+    totals = np.bincount(group, weights=kept)[sizes > 0]
+    sizes = sizes[sizes > 0]
+    count, groups = int(sizes.sum()), len(sizes)
+    if not count:
+        return Clustered(math.nan, 0, 0, math.nan)
+    share = float(totals.sum() / count)
+    independent = share * (1 - share) / count
+    if groups < 2:
+        return Clustered(share, count, groups, math.nan)
+    residual = totals - share * sizes
+    variance = groups / (groups - 1) * float(residual @ residual) / count**2
+    effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
+    return Clustered(share, count, groups, count / effect)
+
+
+def share_interval(found: Clustered, confidence: float) -> Interval:
+    """Of a share: Wilson's score interval (1927) at the effective count; NaN where that is not known."""
+    n = found.effective
+    if not n > 0:
+        return math.nan, math.nan
+    z2 = _normal(confidence) ** 2
+    middle = (found.share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2 * (found.share * (1 - found.share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def quantile_interval(
+    ordered: NDArray[np.float64], share: float, effective: float, confidence: float, *, one_sided: bool = False
+) -> Interval:
+    """Of the ``share``-quantile, by order statistics: distribution-free, from the binomial (Woodruff 1952).
+
+    How many of n units lie below the quantile is binomial in (n, share); with n the effective count this holds for
+    clustered units too (Korn and Graubard 1998).
+
+    Args:
+        ordered: (U,) ascending.
+        effective: see ``Clustered``.
+        one_sided: the upper end alone, at ``confidence``; the lower is -inf.
+
+    Returns:
+        The two ends; infinite where there are too few units to bound that side, NaN where ``effective`` is.
+    """
+    n = math.floor(effective) if effective > 0 else 0
+    if not n:
+        return math.nan, math.nan
+    tail = (1 - confidence) if one_sided else (1 - confidence) / 2
+    first, below = _cumulative(n, share)
+    scale = len(ordered) / n
+    # The least u with P(B >= u) <= tail, and the largest l with P(B < l) <= tail.
+    upper = first + int(np.searchsorted(below, 1 - tail)) + 1
+    lower = 0 if one_sided else first + int(np.searchsorted(below, tail, side="right"))
+    return (
+        float(ordered[min(math.floor(lower * scale), len(ordered)) - 1]) if lower >= 1 else -math.inf,
+        float(ordered[min(math.ceil(upper * scale), len(ordered)) - 1]) if upper <= n else math.inf,
+    )
+
+
+def least_count(share: float, confidence: float) -> int:
+    """Independent units that a one-sided upper bound of the ``share``-quantile takes: share^n <= 1 - confidence."""
+    return math.ceil(math.log(1 - confidence) / math.log(share))
+
+
+def resampled_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> NDArray[np.float64]:
+    """Sums over groups drawn with replacement, as many as there are: the cluster bootstrap (Davison and Hinkley 1997).
+
+    Args:
+        totals: (G, ...) one entry a group.
+
+    Returns:
+        (draws, ...).
+    """
+    groups = len(totals)
+    flat = totals.reshape(groups, -1)
+    rng = np.random.default_rng(seed)
+    sums = np.empty((draws, flat.shape[1]))
+    block = max(1, 2**24 // max(groups, 1))
+    for start in range(0, draws, block):
+        stop = min(start + block, draws)
+        times = rng.multinomial(groups, np.full(groups, 1 / groups), size=stop - start)
+        sums[start:stop] = times @ flat
+    return sums.reshape(draws, *totals.shape[1:])
+
+
+def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
+    """The binomial's distribution function where it is neither 0 nor 1 (12 standard deviations): first k, P(B <= k)."""
+    reach = 12 * math.sqrt(n * share * (1 - share)) + 12
+    first, last = max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach))
+    k = torch.arange(first, last + 1, dtype=torch.float64)
+    size = torch.tensor(float(n), dtype=torch.float64)
+    log_mass = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1)
+    log_mass = log_mass + k * math.log(share) + (size - k) * math.log1p(-share)
+    return first, log_mass.exp().cumsum(0).clamp(max=1.0).numpy()
+
+
+def _normal(confidence: float) -> float:
+    """z such that a standard normal lies in [-z, z] with probability ``confidence``."""
+    return NormalDist().inv_cdf((1 + confidence) / 2)

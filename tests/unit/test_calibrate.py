@@ -1,0 +1,163 @@
+"""The command line: tables, overrides that a launch takes, JSON, pictures, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.calibrate import main
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.whatif.composed import composed_mapping, composer
+
+GSM = "correction=[tis_token,gsm]"
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Two steps of 160 rows in groups of 4, short and long ones."""
+    lengths = np.tile([6, 30, 200, 90], 40)
+    return record(
+        tmp_path / "run",
+        *(
+            drawn_rows(
+                lengths,
+                seed=step,
+                step=step,
+                backend=0.05,
+                uid=np.array([f"{step}/{row // 4}" for row in range(160)], dtype=object),
+            )
+            for step in (1, 2)
+        ),
+    )
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints composes, and keeps at least the target when it is calibrated again."""
+    status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.95, "--target-ess", 0.9985)
+    assert status == 0
+    pasted = out.split("Overrides:")[1].split()
+    assert [override.split("=")[0] for override in pasted] == [
+        "correction.masks.gsm.lower",
+        "correction.masks.gsm.upper",
+        "correction.weight.upper",
+    ]
+    with composer():
+        spec = CorrectionSpec.from_mapping(composed_mapping([GSM, *pasted]))
+    assert spec.masks[0][1].upper == float(pasted[1].split("=")[1])
+    _, out, _ = run(capsys, recording, "--spec", GSM, *pasted, "--target-kept", 0.95, "--json")
+    again = json.loads(out)["proposals"][0]
+    assert 0.95 <= again["reached_now"] < 0.955
+    assert again["proposed"]["values"] == {"lower": again["now"]["lower"], "upper": again["now"]["upper"]}
+
+
+def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, recording, "--spec", "correction=[gsm,icepop]", "--target-kept", 0.9)
+    assert "share kept of rows" in out
+    assert "share kept of tokens" in out
+    assert "All of it together" in out
+    assert "masks.gsm: depends on length (rank correlation" in out
+    assert "masks.gsm by length" in out
+    assert "17 to 64" in out
+    assert "no dependence on length shown" in out
+    assert "masks.icepop by length" not in out
+
+
+def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9, "--json")
+    result = json.loads(out)
+    assert status == 0
+    (proposal,) = result["proposals"]
+    assert proposal["key"] == "correction.masks.gsm"
+    assert proposal["of"] == "rows"
+    assert proposal["now"] == {"lower": 0.99, "upper": 1.01}
+    assert proposal["proposed"]["units"] == 320
+    assert proposal["proposed"]["prompts"] == 80
+    low, high = proposal["proposed"]["interval"]["upper"]
+    assert low < proposal["proposed"]["values"]["upper"] < high
+    assert proposal["length"]["depends"] is True
+    assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
+    assert result["skipped"] == {"weight": "takes --target-ess: it keeps every token, and caps its weight"}
+    assert result["together"]["then"]["rows"] == pytest.approx(0.9)
+
+
+def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with composer():
+        spec = CorrectionSpec.from_mapping(composed_mapping(["correction=gsm"])).to_mapping()
+    directory = record(tmp_path / "run", drawn_rows([20] * 40), spec=spec, reasons=["masks.gsm"])
+    status, out, _ = run(capsys, directory, "--target-kept", 0.9, "--json")
+    assert status == 0
+    assert json.loads(out)["proposals"][0]["key"] == "correction.masks.gsm"
+    status, _, err = run(capsys, record(tmp_path / "none", drawn_rows([20] * 4)), "--target-kept", 0.9)
+    assert status == 2
+    assert "recorded without a weight or mask" in err
+
+
+def test_delta_needs_no_value_to_begin_with(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--spec", "correction=opsm", "--target-kept", 0.99, "--floor-quantile", 0.9, "--json")
+    status, out, _ = run(capsys, recording, *arguments)
+    result = json.loads(out)
+    assert status == 0
+    assert result["proposals"][0]["now"] == {"delta": None}
+    assert result["proposals"][0]["reached_now"] is None
+    assert result["together"]["now"] is None
+    assert result["proposals"][0]["proposed"]["values"]["delta"] >= result["proposals"][0]["floor"]["delta"] > 0
+    assert result["overrides"][0].startswith("correction.masks.opsm.delta=0.0")
+
+
+def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No row at pi = pi_old: status 1, the reason, and the other mask's bound all the same."""
+    rows = drawn_rows([20] * 200, mini_batch=np.ones(200, dtype=np.int32))
+    directory = record(tmp_path / "run", rows)
+    status, out, _ = run(capsys, directory, "--spec", "correction=[opsm,gsm]", "--target-kept", 0.9)
+    assert status == 1
+    assert "masks.opsm.delta: no row was recorded at mini_batch 0" in out
+    assert "correction.masks.gsm.upper=" in out
+    assert "correction.masks.opsm.delta=" not in out
+
+
+def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, page = tmp_path / "curves.png", tmp_path / "curves.html"
+    arguments = ("--target-kept", 0.9, "--target-ess", 0.9985, "--png", png, "--html", page)
+    status, _, _ = run(capsys, recording, "--spec", "correction=[tis_token,gsm,product_mask]", *arguments)
+    assert status == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "correction.masks.gsm.upper=" in text
+    assert text.count("<img ") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--spec", "correction=gsm"), "no target"),
+        (("--spec", "correction=gsm", "--target-kept", "1.5"), "--target-kept 1.5"),
+        (("--spec", "correction=gms", "--target-kept", "0.9"), "no such option"),
+        (("--spec", "correction=none", "--target-kept", "0.9"), "no weight and no mask"),
+        (("--spec", "correction=gsm", "--target-kept", "0.9", "--of", "masks.opsm"), "--of masks.opsm"),
+        (("--spec", "correction=gsm", "--target-kept", "0.9", "--png", "/proc/none/x.png"), "No such file"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    recording: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(capsys, recording, *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("calibrate: ")
+    assert message in err
+
+
+def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, tmp_path, "--target-kept", "0.9")
+    assert status == 2
+    assert "no recorded step" in err
