@@ -100,7 +100,7 @@ def to_rich(table: Table) -> RichTable:
 
     rich = RichTable(title=Text(table.title, style="bold") if table.title else None, title_justify="left")
     for index, column in enumerate(table.columns):
-        rich.add_column(Text(column.heading), justify=table.aligned(index))
+        rich.add_column(Text(column.heading), justify=table.aligned(index), overflow="fold")
     for row in table.rows:
         rich.add_row(*(Text(text) for text in _texts(table, row)))
     return rich

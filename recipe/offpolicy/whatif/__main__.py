@@ -1,0 +1,151 @@
+"""The command line: Hydra overrides in, tables, a picture, a page or JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..correction import SpecError
+from ..pages import PageError, to_rich
+from ..recording import Recording, RecordingError
+from . import show
+from .candidates import RECORDED, UNCORRECTED, Candidate, candidates
+from .document import document
+from .study import Study, study
+
+MISMATCH, BAD_INPUT = 1, 2
+"""Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
+_NAME = "python -m recipe.offpolicy.whatif"
+_PIPE_WIDTH = 150
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status, 0 where everything is well."""
+    given = _parser().parse_args(arguments)
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    torch.set_num_threads(1)
+    try:
+        result = _study(given)
+        _show(result, given)
+    except (RecordingError, SpecError, PageError) as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or given.directory}: {error.strerror or error}.")
+    if all(outcome.candidate.label == UNCORRECTED for outcome in result.outcomes):
+        return BAD_INPUT
+    return 0 if result.fidelity.agrees else MISMATCH
+
+
+def chosen_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
+    """Those of the recorded steps that ``first:last`` names, both included and either left out, or a number alone.
+
+    Raises:
+        RecordingError: it is malformed, or names no recorded step.
+    """
+    if steps is None:
+        return list(recorded)
+    found = re.fullmatch(r"(\d*)(:?)(\d*)", steps.strip())
+    if found is None or steps.strip() in ("", ":"):
+        raise RecordingError(f"--steps {steps}: expected first:last, such as 10:20, 10: or :20, or one number.")
+    first = int(found[1] or 0)
+    last = int(found[3]) if found[3] else recorded[-1] if found[2] else first
+    chosen = [step for step in recorded if first <= step <= last]
+    if not chosen:
+        raise RecordingError(
+            f"--steps {steps}: no recorded step is among them. Recorded: {recorded[0]} to {recorded[-1]}."
+        )
+    return chosen
+
+
+def _study(given: argparse.Namespace) -> Study:
+    recording = Recording(given.directory)
+    steps = chosen_steps(recording.steps, given.steps)
+    first = recording.parts(steps[0])[0].spec
+    specs = given.spec or [[RECORDED]]
+    asked = candidates(specs, given.grid, first)
+    baseline = Candidate(UNCORRECTED, UNCORRECTED)
+    with _progress(len(steps), shown=not given.json) as step:
+        return study(recording, steps, (baseline, *asked), progress=lambda _: step())
+
+
+def _show(result: Study, given: argparse.Namespace) -> None:
+    if given.json:
+        json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        _print(result)
+    if given.png or given.html:
+        from . import draw, html
+
+        figure = draw.draw(result)
+        if given.png:
+            draw.save(figure, given.png)
+        if given.html:
+            html.write(result, figure, given.html)
+
+
+def _print(result: Study) -> None:
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console.print(to_rich(show.overall_table(result)))
+    console.print(to_rich(show.group_table(result)))
+    for table in itertools.islice(show.agreement_tables(result), 1):
+        console.print(to_rich(table))
+    if result.failures:
+        console.print(to_rich(show.failure_table(result)))
+    style = None if result.fidelity.agrees else "bold red"
+    console.print(show.fidelity_sentence(result.fidelity), style=style, markup=False, highlight=False)
+    for note in result.notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Calls to what it yields move a bar on the terminal's standard error."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replaying", total=steps)
+        yield lambda: progress.advance(task)
+
+
+def _refuse(reason: str) -> int:
+    sys.stderr.write(f"offpolicy: {reason}\n")
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_NAME, description="Replay corrections over recorded steps: what they keep, weigh and cost."
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what offpolicy.record.dir was written")
+    parser.add_argument(
+        "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
+        help=f"Hydra overrides of one correction, as for a launch, or '{RECORDED}'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
+        help="values to try of a key; several are crossed",
+    )  # fmt: skip
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="both included; default: all")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A study as JSON.
+
+Keys:
+
+* ``schema``: 1; grows whenever a key is removed or changes its meaning.
+* ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
+* ``fidelity``: whether the replay of what acted is what was recorded: ``agrees``, ``tolerance``, and the fields of
+  ``fidelity.Fidelity``.
+* ``corrections``: a list of
+    * ``label``, ``base`` and ``point``, the grid's values by key;
+    * ``spec``: plain values; null where it goes by what was recorded at each step;
+    * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by number):
+      the fields of ``measures.Measures``; null where there is nothing to measure by;
+    * ``turns`` (``turn/is0``): the fields of ``measures.Share``.
+* ``agreement``: ``labels`` and, in their order, the matrices of ``agreement.Agreement``; null where undefined.
+* ``failures``: label -> why it was not replayed.
+* ``notes``: what limits the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+from .agreement import Agreement, Matrix
+from .fidelity import TOLERANCE
+from .study import Outcome, Study
+
+SCHEMA = 1
+
+
+def document(study: Study) -> dict[str, Any]:
+    """Plain values, see above."""
+    return {
+        "schema": SCHEMA,
+        "recording": {
+            "directory": study.directory,
+            "steps": list(study.steps),
+            "rows": study.rows,
+            "tokens": study.tokens,
+        },
+        "fidelity": {"agrees": study.fidelity.agrees, "tolerance": TOLERANCE, **asdict(study.fidelity)},
+        "corrections": [_correction(outcome) for outcome in study.outcomes],
+        "agreement": {
+            "labels": [outcome.candidate.label for outcome in study.outcomes],
+            **{field.name: _plain(getattr(study.agreement, field.name)) for field in fields(Agreement)},
+        },
+        "failures": dict(study.failures),
+        "notes": list(study.notes),
+    }
+
+
+def _correction(outcome: Outcome) -> dict[str, Any]:
+    candidate = outcome.candidate
+    return {
+        "label": candidate.label,
+        "base": candidate.base,
+        "point": dict(candidate.point),
+        "spec": None if candidate.spec is None else candidate.spec.to_mapping(),
+        "overall": asdict(outcome.overall),
+        "groups": {name: asdict(group) for name, group in outcome.groups.items()},
+        "turns": {name: asdict(share) for name, share in outcome.turns.items()},
+        "steps": {str(step): asdict(measured) for step, measured in outcome.steps.items()},
+    }
+
+
+def _plain(matrix: Matrix) -> list[list[float | None]]:
+    return [[None if math.isnan(value) else float(value) for value in row] for row in matrix]

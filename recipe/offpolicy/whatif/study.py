@@ -1,0 +1,269 @@
+"""All corrections over all chosen steps of a recording: one step in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..correction import CorrectionSpec, SpecError
+from ..recording import Recording, RecordingError, Step
+from .agreement import Agreement, Tally
+from .blocks import SIZE, blocks
+from .candidates import Candidate
+from .fidelity import Fidelity, compared
+from .measures import FEW, Measures, Share, Sums, measures, turn_shares
+from .replay import check_replayable, constants_of, decide
+from .sums import COLUMNS, Judged, gradient_weight, grouping, judged, row_sums
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one correction did to the recorded steps.
+
+    Attributes:
+        candidate: which one.
+        overall: over everything.
+        groups: by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, those with a row.
+        turns: by ``turn/<number>``, those with a token.
+        steps: step -> over that step.
+    """
+
+    candidate: Candidate
+    overall: Measures
+    groups: Mapping[str, Measures]
+    turns: Mapping[str, Share]
+    steps: Mapping[int, Measures]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The result of a replay.
+
+    Attributes:
+        directory: of the recording.
+        steps: that were replayed.
+        rows, tokens: response tokens of these steps, and rows with one.
+        outcomes: of each correction that could be replayed.
+        failures: label -> why it could not.
+        agreement: between ``outcomes``, in their order.
+        fidelity: of the recorded correction's replay.
+        notes: what limits the figures, a sentence each.
+    """
+
+    directory: str
+    steps: tuple[int, ...]
+    rows: int
+    tokens: int
+    outcomes: tuple[Outcome, ...]
+    failures: Mapping[str, str]
+    agreement: Agreement
+    fidelity: Fidelity
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Running:
+    """One correction while steps go by."""
+
+    candidate: Candidate
+    steps: dict[int, Sums] = field(default_factory=dict)
+    total: Sums | None = None
+    names: tuple[str, ...] = ()
+
+    def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
+        self.names, self.steps[step] = names, sums[0]
+        self.total = sums if self.total is None else self.total + sums
+
+    def outcome(self) -> Outcome:
+        assert self.total is not None, "a step was added"
+        groups = {name: measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
+        overall = groups.pop("")
+        turns = turn_shares(self.total[0])
+        return Outcome(
+            self.candidate,
+            overall,
+            {name: group for name, group in groups.items() if group.rows},
+            {name: share for name, share in turns.items() if share.tokens},
+            {step: measures(sums) for step, sums in self.steps.items()},
+        )
+
+
+@dataclass
+class _Seen:
+    """What is noticed on the way."""
+
+    fidelity: Fidelity = field(default_factory=Fidelity)
+    rows: int = 0
+    tokens: int = 0
+    uncounted: int = 0
+    unchecked: int = 0
+
+    def look(self, of: Judged) -> None:
+        counted = of.counted.bool()
+        self.rows += int(of.block.mask.any(-1).sum())
+        self.tokens += int(of.block.mask.sum())
+        self.uncounted += int((of.block.mask & ~counted).sum())
+
+    def notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
+        """What limits the figures."""
+        if self.uncounted:
+            yield (
+                f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
+                f"weights are left out."
+            )
+        if sampled and needs_batch:
+            yield (
+                "Only a sample of the rows was recorded: what a correction fixes for the whole batch (the mean of "
+                "normalised weights, M2PO's cut) is that of the sample."
+            )
+        if self.unchecked:
+            yield "The recorded correction was not compared with its replay, for the same reason."
+
+
+@torch.no_grad()
+def study(
+    recording: Recording,
+    steps: Sequence[int],
+    candidates: Sequence[Candidate],
+    *,
+    size: int = SIZE,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Study:
+    """Replay ``candidates`` over ``steps``; whatever they are, the recorded correction is replayed and compared.
+
+    Args:
+        size: places of a padded block, see ``blocks``.
+        progress: called after each step.
+
+    Raises:
+        RecordingError: a step is damaged, or none was chosen.
+    """
+    if not steps:
+        raise RecordingError(f"{recording.directory}: no step to replay.")
+    failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
+    running = [_Running(candidate) for candidate in candidates if candidate.error is None]
+    tally, seen = Tally(len(running)), _Seen()
+    sampled, needs_batch = share_of(recording.card) < 1, False
+    for number in steps:
+        step = recording.step(number)
+        specs = _specs(recording, number, step, running, failures)
+        needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
+        _replay(step, number, specs, running, tally, seen, size=size, sampled=sampled)
+        progress(number)
+    done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
+    outcomes = tuple(running[place].outcome() for place in done)
+    return Study(
+        directory=str(recording.directory),
+        steps=tuple(steps),
+        rows=seen.rows,
+        tokens=seen.tokens,
+        outcomes=outcomes,
+        failures=failures,
+        agreement=tally.agreement(done),
+        fidelity=seen.fidelity,
+        notes=(*seen.notes(sampled=sampled, needs_batch=needs_batch), *_few_rows(outcomes)),
+    )
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """The corrections of one step.
+
+    Attributes:
+        recorded: what acted.
+        active: place of each running correction that can be replayed -> its spec.
+    """
+
+    recorded: CorrectionSpec
+    active: dict[int, CorrectionSpec]
+
+    @property
+    def all(self) -> list[CorrectionSpec]:
+        """Each one once."""
+        return list(dict.fromkeys([self.recorded, *self.active.values()]))
+
+
+def _specs(
+    recording: Recording, number: int, step: Step, running: Sequence[_Running], failures: dict[str, str]
+) -> _Specs:
+    try:
+        recorded = CorrectionSpec.from_mapping(step.spec)
+    except SpecError as error:
+        raise RecordingError(
+            f"{recording.files[number][0]}: the correction in its metadata is none: {error}"
+        ) from error
+    active = {}
+    for place, one in enumerate(running):
+        if one.candidate.label in failures:
+            continue
+        try:
+            spec = one.candidate.of_step(step.spec)
+            check_replayable(spec, recorded, step.rows)
+            active[place] = spec
+        except SpecError as error:
+            failures[one.candidate.label] = f"step {number}: {error}"
+    return _Specs(recorded, active)
+
+
+def _replay(
+    step: Step,
+    number: int,
+    specs: _Specs,
+    running: Sequence[_Running],
+    tally: Tally,
+    seen: _Seen,
+    *,
+    size: int,
+    sampled: bool,
+) -> None:
+    """One step, every correction of it."""
+    rows = step.rows
+    constants = {spec: constants_of(spec, specs.recorded, rows) for spec in specs.all}
+    tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
+    for block in blocks(rows, size):
+        of = judged(block)
+        decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
+        weighed = {}
+        for spec, table in tables.items():
+            weighed[spec] = gradient_weight(spec, decisions[spec], of) * of.advantages
+            table[block.rows] = row_sums(decisions[spec], of, weighed[spec])
+        chosen = list(specs.active.values())
+        tally.add(
+            list(specs.active),
+            [decisions[spec].keep for spec in chosen],
+            [weighed[spec] for spec in chosen],
+            of.counted.bool(),
+        )
+        seen.look(of)
+        # The record of a sample does not hold what was fixed for the whole batch.
+        known = not (sampled and specs.recorded.needs_constants)
+        if known:
+            seen.fidelity += compared(decisions[specs.recorded], block, step.reasons, number)
+        else:
+            seen.unchecked += 1
+    groups = grouping(rows)
+    sums = {spec: groups.sums(table) for spec, table in tables.items()}
+    for place, spec in specs.active.items():
+        running[place].add(number, groups.names, sums[spec])
+
+
+def _few_rows(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for outcome in outcomes[:1]:  # the reference is the same for all
+        overall = outcome.overall
+        if overall.rows and overall.reference_rows < FEW:
+            yield (
+                f"No bias by sequence: pi / mu of whole rows leaves {overall.reference_rows:.1f} effective rows of "
+                f"{overall.rows}, too few to be a reference."
+            )
+
+
+def share_of(card: Mapping[str, Any]) -> float:
+    """The share of rows that was recorded, ``offpolicy.record.share`` of the run's configuration; 1 if not said."""
+    node: Any = card.get("config")
+    for key in ("offpolicy", "record", "share"):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return float(node) if isinstance(node, int | float) and not isinstance(node, bool) else 1.0
