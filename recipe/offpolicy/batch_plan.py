@@ -25,10 +25,35 @@ SCALE = "offpolicy_scale"
 """Key of the (B,) factors of ``denominator=kept``."""
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
+UID = "offpolicy_uid"
+"""Key of the (B, L) uint8 of each row's uid, UTF-8 filled up with zeros, where verl sends no uid to the loss."""
+REWARD = "offpolicy_reward"
+"""Key of the (B,) rewards, where verl sends none."""
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
 """What a plan is made from; where verl does not keep ``EXTRA_FIELDS``, ``VERSIONS`` or neither."""
+
+
+@dataclass(frozen=True)
+class UpdateRows:
+    """How the rows of one update reach the loss: what a recorder has to know of it.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        rows: that each of them gets.
+        mini_batch_rows: of these, rows of a mini-batch.
+        update: updates of this step before this one.
+        updates: that this step makes.
+        gradient_steps: of this step before this update.
+    """
+
+    ranks: int
+    rows: int
+    mini_batch_rows: int
+    update: int = 0
+    updates: int = 1
+    gradient_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +64,13 @@ class SharedPlan:
         step: the trainer's step, from which the age of a row's weights is counted.
         constants: of the correction.
         shadow_constants: of the corrections that are only reported, by name.
+        update: how the batch is dealt, where it is to be recorded.
     """
 
     step: int
     constants: BatchConstants = field(default_factory=BatchConstants)
     shadow_constants: dict[str, BatchConstants] = field(default_factory=dict)
+    update: UpdateRows | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .batch_plan import SharedPlan
 from .correction import CorrectionSpec
+from .recording.settings import RecordSettings
 
 HANDOVER = "offpolicy_handover"
 """Key of the ``Handover`` in a DataProto's ``meta_info``."""
@@ -21,9 +22,11 @@ class Handover:
         prove: report the proof of life at every micro-batch.
         shadows: corrections to report on without applying them, by name.
         plan: what the trainer fixed for the whole batch.
+        record: what to record.
     """
 
     spec: CorrectionSpec
     plan: SharedPlan
     prove: bool = False
     shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
+    record: RecordSettings | None = None

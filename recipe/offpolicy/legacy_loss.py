@@ -24,8 +24,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
 from .batch_plan import PLAN
-from .correction import Statistic, StepStage
-from .correction.statistics import to_host
+from .correction import StepStage
 from .handover import Handover
 from .kl_term import BoundLoss, clipped_kl
 from .packet import METRIC_KEY, Packet
@@ -45,6 +44,8 @@ _ROWS = (
     "old_log_probs",
     "advantages",
     "ref_log_prob",
+    "input_ids",
+    "attention_mask",
     mb.ROLLOUT_LOG_PROBS,
     mb.WEIGHTS,
 )
@@ -104,7 +105,12 @@ class LegacyLoss(OffPolicyLoss):
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
-            handover.spec, config, prove=handover.prove, shadows=handover.shadows, base_loss=padded_ppo_loss
+            handover.spec,
+            config,
+            prove=handover.prove,
+            shadows=handover.shadows,
+            record=handover.record,
+            base_loss=padded_ppo_loss,
         )
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
@@ -114,10 +120,6 @@ class LegacyLoss(OffPolicyLoss):
         handed = super().hand_over(batch, step, data)
         self.old_log_prob = handed["old_log_probs"]
         return handed
-
-    def statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
-        """What there is to report of a micro-batch that is not corrected."""
-        return to_host(mb.decide(self.spec, batch).statistics) | self._shadow_statistics(batch)
 
 
 @dataclass
@@ -210,7 +212,8 @@ class LegacyUpdate:
         loss, metrics = policy_loss(**call)
         packet = Packet(self.spec.fingerprint())
         if mb.ROLLOUT_LOG_PROBS in self.micro.rows.keys():
-            packet.statistics = self.loss.statistics(mb.read({"log_probs": call["log_prob"]}, self._data()))
+            data = self._data()
+            packet.statistics = self.loss.statistics(mb.read({"log_probs": call["log_prob"]}, data), data)
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -20,6 +20,7 @@ from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_
 from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
 from .correction import CorrectionSpec, SpecError
 from .live_path import live_path
+from .recording.settings import resolve_dir
 from .run_setup import read_setup, refuse_setup
 from .selector import check_requirements, lines, select
 from .shadow import check_beside, parse_shadows
@@ -38,6 +39,7 @@ def prepare(config: DictConfig) -> CorrectionSpec:
         refuse_setup(config)
     _resolve_shadows(config)
     spec = run_checks(config)
+    resolve_dir(config)
     check_beside(spec, shadows_of(config))
     if spec.is_none and not EMPTY.issuperset(options):
         raise SpecError(

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from .checkpoints import before_loading, saving
 from .checks import spec_of
+from .recording.run import RunRecord
 from .voice import be_heard
 from .watchdog import watch
 
@@ -15,17 +16,24 @@ from .watchdog import watch
 class SupervisedRun:
     """Mixed into verl's V0 and V1 trainers.
 
-    Seams, the same from verl 0.7.1 to 0.9.1: ``_save_checkpoint(self)``, ``_load_checkpoint(self)``, and what
-    ``watchdog.PHASES`` lists.
+    Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
+    and what ``watchdog.PHASES`` lists.
     """
 
     config: DictConfig
     global_steps: int
+    recording: RunRecord | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         be_heard()
         super().__init__(*args, **kwargs)
         watch(self, self.config)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().fit(*args, **kwargs)  # type: ignore[misc]
+        if self.recording is not None:
+            self.recording.finish()
+        return result
 
     def _save_checkpoint(self) -> None:
         with saving(self.config, self.global_steps, spec_of(self.config)):

@@ -34,6 +34,7 @@ class Supervision:
 
     Attributes:
         proving: the workers are to prove the correction at the next update.
+        proof: of life, if the last update brought it: in a sentence, and what was seen.
     """
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
@@ -46,6 +47,7 @@ class Supervision:
         self._live: dict[str, float] = {}
         self._statistics: dict[str, float] = {}
         self._step: dict[str, Statistic] = {}
+        self.proof: tuple[str, dict[str, float]] | None = None
 
     @property
     def wants_sampled(self) -> bool:
@@ -78,7 +80,7 @@ class Supervision:
             LivenessError: the correction is configured and was not seen to act.
         """
         packets = take_packets(metrics)
-        proved = False
+        proved, self.proof = False, None
         if self.proving:
             self._live = verify(
                 packets,
@@ -90,6 +92,7 @@ class Supervision:
             proved = self.spec.is_none or bool(self._live["proved"])
             self.proving = not proved
             self._say(proved)
+            self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
             verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs)
         if self.spec.proximal != "recompute":

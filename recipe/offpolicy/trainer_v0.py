@@ -19,13 +19,14 @@ from verl import DataProto
 
 from verl_patches.trainer_v0 import around_advantage, substitute
 
-from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
+from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
 from .handover import HANDOVER, Handover
 from .live_path import live_path
 from .liveness import LivenessError
 from .micro_batch import ROLLOUT_LOG_PROBS
+from .recording.run import RunRecord
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
 from .versions import VERSIONS
@@ -39,12 +40,14 @@ class OffPolicyRayTrainer(SupervisedRun):
     """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
 
     actor_rollout_wg: Any
+    recording: RunRecord
 
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
         self.correction = spec_of(self.config)
         self.shadows = shadows_of(self.config)
         self.supervision = Supervision(self.correction, self.config)
+        self.recording = RunRecord(self.config, self.correction, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
@@ -102,15 +105,23 @@ class OffPolicyRayTrainer(SupervisedRun):
             self.shadows,
             step=self.global_steps,
             rows=lambda: _rows(batch),
-            dealing=lambda: Dealing.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor")),  # type: ignore[attr-defined]
+            dealing=self._dealing,
         )
+        plan = self.recording.announced(plan, rows=len(batch), dealing=self._dealing)
+        if plan.update is not None and not self._by_engine:
+            columns |= row_identity(batch)
         for name, column in columns.items():
             batch.batch[name] = column
         if self._by_engine:
             batch.meta_info[PLAN] = plan
         else:
-            batch.meta_info[HANDOVER] = Handover(self.correction, plan, self.supervision.proving, self.shadows)
+            batch.meta_info[HANDOVER] = Handover(
+                self.correction, plan, self.supervision.proving, self.shadows, self.recording.settings
+            )
         return batch
+
+    def _dealing(self) -> Dealing:
+        return Dealing.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:
@@ -123,6 +134,8 @@ class OffPolicyRayTrainer(SupervisedRun):
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
         if self.supervision.collect(metrics):
             self._hand_over_loss()
+        if self.supervision.proof is not None:
+            self.recording.proved(self.global_steps, *self.supervision.proof)
         return output
 
 
@@ -134,6 +147,14 @@ def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
 def install_trainer() -> None:
     """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent."""
     substitute(with_correction)
+
+
+def row_identity(batch: DataProto) -> dict[str, Tensor]:
+    """Columns of each row's uid and reward, for workers that get no others than tensors of our own."""
+    uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
+    width = max(map(len, uids))
+    padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
+    return {UID: padded.reshape(len(uids), width), REWARD: batch.batch["token_level_scores"].sum(-1)}
 
 
 def _rows(batch: DataProto) -> TensorDict:

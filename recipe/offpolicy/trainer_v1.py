@@ -2,8 +2,8 @@
 
 Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
 ``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
-``_compute_advantage(self, batch, metrics)``,
-``_update_actor(self, batch, metrics)``, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` /
+``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, the number
+``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` /
 ``RayWorkerGroup.update_actor(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
 """
@@ -26,6 +26,7 @@ from .checks import shadows_of, spec_of
 from .correction.proximal import WITHOUT_FORWARD
 from .live_path import V1_MODES
 from .micro_batch import ROLLOUT_LOG_PROBS
+from .recording.run import RunRecord
 from .sample_watch import ALIGNED, SAMPLED, naming_missing
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
@@ -39,11 +40,13 @@ class OffPolicyTrainer(SupervisedRun):
     """Mixed into one of verl's V1 trainers by ``with_correction``."""
 
     actor_rollout_wg: Any
+    recording: RunRecord
 
     def on_init_end(self) -> None:
         self.correction = spec_of(self.config)
         self.shadows = shadows_of(self.config)
         self.supervision = Supervision(self.correction, self.config)
+        self.recording = RunRecord(self.config, self.correction, self.shadows)
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
@@ -97,13 +100,21 @@ class OffPolicyTrainer(SupervisedRun):
             self.shadows,
             step=self.global_steps,
             rows=lambda: _columns(batch, *COLUMNS),
-            # verl's trainer has filled this in when it balanced the batch.
-            dealing=lambda: Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1),
+            dealing=self._dealing,
         )
         if columns:
             batch = _put(batch, **columns)
-        batch.extra_info[PLAN] = plan
+        batch.extra_info[PLAN] = self.recording.announced(
+            plan,
+            rows=len(batch.keys),
+            dealing=self._dealing,
+            updates=self.parameter_sync_step,  # type: ignore[attr-defined]
+        )
         return batch
+
+    def _dealing(self) -> Dealing:
+        # verl's trainer has filled this in when it balanced the batch.
+        return Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
 
     def _hand_over_loss(self) -> None:
         loss = loss_of(self.config, self.correction, self.shadows, prove=self.supervision.proving)
@@ -114,6 +125,8 @@ class OffPolicyTrainer(SupervisedRun):
         output = update(batch)
         if self.supervision.collect(output["metrics"]):
             self._hand_over_loss()
+        if self.supervision.proof is not None:
+            self.recording.proved(self.global_steps, *self.supervision.proof)
         return output
 
 

@@ -26,6 +26,8 @@ from .correction.statistics import to_host
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
 from .packet import METRIC_KEY, Packet
 from .proof import prove
+from .recording.settings import RecordSettings
+from .recording.source import recorded
 
 _FATAL = {
     "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
@@ -41,6 +43,7 @@ class OffPolicyLoss:
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
         prove: report the proof of life at every micro-batch.
         shadows: corrections to report on without applying them, by name.
+        record: what to record, where the trainer's plan announces it.
         base_loss: takes (config, model_output, data, dp_group).
 
     Attributes:
@@ -55,11 +58,13 @@ class OffPolicyLoss:
         *,
         prove: bool = False,
         shadows: Mapping[str, CorrectionSpec] | None = None,
+        record: RecordSettings | None = None,
         base_loss: BaseLoss = ppo_loss,
     ) -> None:
         self.spec = spec
         self.prove = prove
         self.shadows = dict(shadows or {})
+        self.record = record
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
         if spec.kl_clip is not None:
@@ -79,8 +84,7 @@ class OffPolicyLoss:
             packet = Packet(self.spec.fingerprint())
             loss, metrics = self.base_loss(model_output, data, dp_group)
             if mb.ROLLOUT_LOG_PROBS in data.keys():
-                batch = mb.read(model_output, data)
-                packet.statistics = to_host(mb.decide(self.spec, batch).statistics) | self._shadow_statistics(batch)
+                packet.statistics = self.statistics(mb.read(model_output, data), data)
         else:
             batch = mb.read(model_output, data)
             packet = self.packet_of(batch)
@@ -120,8 +124,14 @@ class OffPolicyLoss:
                     f"{bad:.0f} {what} are not finite, and no mask can keep that out of the gradient. "
                     f"The optimizer has not stepped."
                 )
+        statistics |= self._recorded(batch, step, data)
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
         return loss, metrics, statistics | self._shadow_statistics(batch)
+
+    def statistics(self, batch: mb.MicroBatch, data: TensorDict) -> dict[str, Statistic]:
+        """What there is to report of a micro-batch that is not corrected, in floats."""
+        step = mb.decide(self.spec, batch)
+        return to_host(step.statistics) | self._recorded(batch, step, data) | self._shadow_statistics(batch)
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
         """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
@@ -129,6 +139,9 @@ class OffPolicyLoss:
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
         return mb.with_tensors(data, **{mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob})
+
+    def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
+        return {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
 
     def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
         return to_host(mb.decide_shadows(self.spec, self.shadows, batch)) if self.shadows else {}
@@ -139,4 +152,5 @@ def loss_of(
 ) -> OffPolicyLoss:
     """The loss of a run, ready to be handed to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows)
+    record = RecordSettings.from_config(config)
+    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows, record=record)

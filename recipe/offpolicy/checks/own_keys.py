@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec
 from ..findings import Finding, Problem, named_overrides, set_to
+from ..recording.settings import problems as record_problems
 from ..watchdog import problems as watchdog_problems
 
 Validator = Callable[[DictConfig], Iterator[Finding]]
@@ -29,6 +30,7 @@ OWN_KEYS: dict[str, Validator] = {
     "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
     "allow_unrelated_log_probs": partial(_truth, "allow_unrelated_log_probs"),
     "resume_changed_correction": partial(_truth, "resume_changed_correction"),
+    "record": record_problems,
     "shadow": _elsewhere,
     "shadow_delta": _elsewhere,
     "watchdog": watchdog_problems,

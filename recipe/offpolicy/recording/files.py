@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +17,41 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .rows import Rows
-from .schema import PROMPT_COLUMN, REASONS_KEY, ROW_COLUMNS, SCHEMA, SPEC_KEY, TOKEN_COLUMNS, VERSION, VERSION_KEY
+from .schema import (
+    DIGEST_KEY,
+    PROMPT_COLUMN,
+    REASONS_KEY,
+    ROW_COLUMNS,
+    SCHEMA,
+    SPEC_KEY,
+    TOKEN_COLUMNS,
+    VERSION,
+    VERSION_KEY,
+)
 
 COMPRESSION = "zstd"
+_REPEATED = [
+    *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
+    *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn")),
+]
+"""Columns whose values repeat. Floats are written as they are: each NaN keeps its bits."""
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
 _REASONS = 32  # bits of rejected_by
+_WIDEST = 8  # bytes of a value
+_NUMPY = {
+    name: np.dtype(kind.to_pandas_dtype())
+    for name, (kind, _) in (ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), "")}).items()
+    if kind != pa.string()
+}
 
 
 class RecordingError(ValueError):
     """A recording cannot be read: the message names the file, what is wrong with it, and what to do."""
+
+
+class OverLimit(RuntimeError):
+    """A file would be larger than it may be."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +84,48 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
         SPEC_KEY: json.dumps(spec, sort_keys=True).encode(),
         REASONS_KEY: json.dumps(list(reasons)).encode(),
     }
+    metadata[DIGEST_KEY] = digest(rows, metadata)
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA.with_metadata(metadata))
 
 
-def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> int:
+def digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
+    """Checksum, in hexadecimal digits, of rows to the bit and of what the metadata say about them."""
+    state = hashlib.blake2b(digest_size=16)
+    for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
+        state.update(metadata.get(key, b"") + b"\0")
+    for name in ("offsets", "prompt_offsets", PROMPT_COLUMN, *ROW_COLUMNS, *TOKEN_COLUMNS):
+        values = getattr(rows, name)
+        if name == "uid":
+            state.update(json.dumps(list(values)).encode())
+        else:
+            state.update(np.ascontiguousarray(values, dtype=_NUMPY.get(name, np.dtype(np.int64))).data)
+    return state.hexdigest().encode()
+
+
+def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str], *, limit: float = math.inf) -> int:
     """Write a step's file; a reader never sees half of it.
+
+    Args:
+        limit: bytes that it may have.
 
     Returns:
         Its size in bytes.
 
     Raises:
-        OSError: the disk is full, or the directory cannot be written; nothing is left behind.
+        OverLimit: it would be larger than ``limit``.
+        OSError: the disk is full, or the directory cannot be written. In both cases nothing is left behind.
     """
     partial = path.with_suffix(".partial")
     try:
-        pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION)
+        pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
+        size = partial.stat().st_size
+        if size > limit:
+            raise OverLimit(f"{path}: {size} bytes, and {limit:g} are left.")
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return path.stat().st_size
+    return size
 
 
 def read(path: Path) -> Step:
@@ -85,17 +134,19 @@ def read(path: Path) -> Step:
     Raises:
         RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
     """
+    if not path.is_file():
+        raise RecordingError(f"{path}: no regular file. Remove it.")
     try:
         with pq.ParquetFile(path) as file:
             _check_size(path, file.metadata)
             metadata = file.schema_arrow.metadata or {}
             _check_version(path, metadata)
             _check_schema(path, file.schema_arrow)
-            table = file.read()
+            table = file.read(columns=SCHEMA.names)
             table.validate(full=True)
     except RecordingError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except Exception as error:  # which of Arrow's, depends on where it notices that a file contradicts itself
         raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). Remove it.") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
@@ -105,6 +156,8 @@ def read(path: Path) -> Step:
     unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)
     if unknown:
         raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. Remove the file.")
+    if metadata.get(DIGEST_KEY) != digest(rows, metadata):
+        raise RecordingError(f"{path}: its content is not what was recorded. Remove the file.")
     return Step(rows, spec, tuple(reasons))
 
 
@@ -141,9 +194,13 @@ def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 def _check_size(path: Path, metadata: pq.FileMetaData) -> None:
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    """What the file says that it unpacks to: by its bytes, and by its values, a run of which takes next to none."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    values = sum(abs(column.num_values) for column in columns)
+    size = max(sum(abs(column.total_uncompressed_size) for column in columns), _WIDEST * values)
     if size > LARGEST:
-        raise RecordingError(f"{path}: unpacks to {size} bytes, more than {LARGEST}. Remove it.")
+        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. Remove it.")
 
 
 def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:

@@ -15,12 +15,19 @@ CARD = "run.json"
 """What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
 PROOF = "proof.json"
 """The proof of life: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
+_LARGEST_JSON = 64 * 2**20
 _NAME = re.compile(r"step_(\d{8})\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int) -> str:
     """Of what ``rank`` recorded of ``step``."""
     return f"step_{step:08d}.rank_{rank:05d}.parquet"
+
+
+def step_of(name: str) -> tuple[int, int] | None:
+    """(step, rank) of a file's name; None for files of other kinds."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 class Recording:
@@ -41,9 +48,13 @@ class Recording:
         self.files: dict[int, list[Path]] = {}
         if not self.directory.is_dir():
             raise RecordingError(f"{self.directory}: no such directory. Give the one of offpolicy.record.dir.")
-        for path in sorted(self.directory.iterdir()):
-            if match := _NAME.fullmatch(path.name):
-                self.files.setdefault(int(match[1]), []).append(path)
+        try:
+            paths = sorted(self.directory.iterdir())
+        except OSError as error:
+            raise RecordingError(f"{self.directory}: not readable ({error.strerror}). Mend its permissions.") from error
+        for path in paths:
+            if found := step_of(path.name):
+                self.files.setdefault(found[0], []).append(path)
         if not self.files:
             raise RecordingError(
                 f"{self.directory}: no recorded step in it. Give the directory of offpolicy.record.dir."
@@ -62,6 +73,9 @@ class Recording:
         """
         parts = [read(path) for path in self.files[step]]
         for path, part in zip(self.files[step], parts, strict=True):
+            named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
+            if named - {step_of(path.name)}:
+                raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. Remove the file.")
             if part.spec != parts[0].spec or part.reasons != parts[0].reasons:
                 raise RecordingError(f"{path}: recorded under another correction than {self.files[step][0].name}.")
         return parts
@@ -86,7 +100,7 @@ class Recording:
         Raises:
             RecordingError: it is not readable.
         """
-        return _json(self.directory / CARD)
+        return read_json(self.directory / CARD)
 
     @property
     def proof(self) -> Mapping[str, Any]:
@@ -95,12 +109,19 @@ class Recording:
         Raises:
             RecordingError: it is not readable.
         """
-        return _json(self.directory / PROOF)
+        return read_json(self.directory / PROOF)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A card or a proof; empty where there is none.
+
+    Raises:
+        RecordingError: it is not readable.
+    """
     if not path.exists():
         return {}
+    if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
+        raise RecordingError(f"{path}: no file, or larger than {_LARGEST_JSON} bytes. Remove it.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -17,6 +17,8 @@ SPEC_KEY = b"offpolicy.correction"
 """In the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
 REASONS_KEY = b"offpolicy.rejected_by"
 """In the file's metadata: JSON list, what can reject a token (``masks.gsm``), a bit of ``rejected_by`` each."""
+DIGEST_KEY = b"offpolicy.digest"
+"""In the file's metadata: ``digest`` of everything else that a reader gets of it."""
 
 UNKNOWN_VERSION = -1
 """For versions of the weights, where verl does not tell them."""

@@ -1,0 +1,118 @@
+"""``run.json``: what was run, without what belongs to nobody else."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..checkpoints import Folder
+from ..correction import CorrectionSpec
+from ..live_path import live_path
+from .recording import CARD, read_json, step_of
+from .schema import VERSION
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+_SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|(access|auth|hf|bearer|private)_?(token|key))")
+_SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw|credential)")
+FIX = "Give another directory, or remove what is recorded there."
+_HIDDEN = "(not recorded)"
+_SHORTEST_SECRET = 8
+
+
+def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
+    """The card of a run.
+
+    Returns:
+        ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
+        ``model``, ``sampling``, ``checkpoints`` and the resolved ``config``, without environment variables and secrets.
+    """
+    path = live_path(config)
+    return {
+        "schema": VERSION,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "correction": spec.to_mapping(),
+        "fingerprint": spec.fingerprint(),
+        "shadows": {name: shadow.to_mapping() for name, shadow in shadows.items()},
+        "release": path.release,
+        "path": str(path),
+        "model": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "sampling": sampling_of(config),
+        "checkpoints": str(Folder.of(config).path),
+        "config": without_secrets(OmegaConf.to_container(config, resolve=True)),
+    }
+
+
+def sampling_of(config: DictConfig) -> dict[str, Any]:
+    """How responses were sampled: engine, and the keys that are set, the engine's own last."""
+    sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
+    for name in _SAMPLING:
+        for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
+            if (value := OmegaConf.select(config, key)) is not None:
+                sampling[name] = value
+    return sampling
+
+
+def resumed_from(config: DictConfig) -> str | None:
+    """The directory whose checkpoints the run will resume; None for a new run."""
+    mode = OmegaConf.select(config, "trainer.resume_mode")
+    if mode == "resume_path":
+        return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
+    folder = Folder.of(config)
+    try:
+        return str(folder.path) if mode == "auto" and folder.tracked() is not None else None
+    except ValueError:
+        return str(folder.path)
+
+
+def foreign(directory: str, resumed: str | None) -> str | None:
+    """Why a run may not record into ``directory``; None where it may.
+
+    Args:
+        resumed: directory of the checkpoints that the run goes on from; None for a new run.
+
+    Raises:
+        RecordingError: its card is not readable.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return None
+    card = read_json(path / CARD)
+    if not card and not any(step_of(each.name) for each in path.iterdir()):
+        return None
+    if card and resumed is not None and card.get("checkpoints") == resumed:
+        return None
+    return "it holds the recording of another run, of which this one resumes no checkpoint."
+
+
+def without_secrets(values: Any) -> Any:
+    """Plain values that JSON can hold, without what looks like a secret or is the value of a variable called one."""
+    secrets = {
+        value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
+    }
+    return _plain(values, secrets)
+
+
+def _plain(value: Any, secrets: set[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _entry(str(key), entry, secrets) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, secrets) for entry in value]
+    if isinstance(value, str):
+        return _HIDDEN if any(secret in value for secret in secrets) else value
+    plain = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
+
+
+def _entry(key: str, value: Any, secrets: set[str]) -> Any:
+    if key == "env_vars" or (_SECRET.search(key) and isinstance(value, str) and value):
+        return _HIDDEN
+    return _plain(value, secrets)

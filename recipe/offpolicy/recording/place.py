@@ -1,0 +1,44 @@
+"""Which of the ranks that see the same rows writes them, and under which number."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+_MEGATRON = "megatron.core.parallel_state"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that train.
+
+    Attributes:
+        rank: data-parallel rank.
+        writes: whether it is the one of its data-parallel rank that records: the one whose metrics verl collects.
+    """
+
+    rank: int = 0
+    writes: bool = True
+
+
+def place(dp_size: int) -> Place:
+    """Of this process, which has computed a loss; Megatron computes it on the last pipeline stage alone.
+
+    Args:
+        dp_size: data-parallel ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Place()
+    megatron = sys.modules.get(_MEGATRON)
+    if megatron is not None and megatron.model_parallel_is_initialized():
+        first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
+        return Place(megatron.get_data_parallel_rank(), first)
+    # Ranks that share sequences (Ulysses) are neighbours, and hold the same rows.
+    return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
+
+
+def among(global_rank: int, *, copies: int) -> Place:
+    """Where ``copies`` neighbouring ranks hold the same rows."""
+    return Place(global_rank // copies, global_rank % copies == 0)

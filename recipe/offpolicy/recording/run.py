@@ -1,0 +1,113 @@
+"""The trainer's half of a recording: whose directory it is, what was run, and how each update reaches the workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ..batch_plan import Dealing, SharedPlan, UpdateRows
+from ..checkpoints import write_json
+from ..correction import CorrectionSpec
+from ..voice import logger
+from .card import FIX, card_of, foreign, resumed_from
+from .files import RecordingError
+from .recording import CARD, PROOF, step_of
+from .settings import SECTION, RecordSettings
+
+PATIENCE = 5.0
+"""Seconds that the end of a run waits for the workers to write its last step."""
+
+
+class RunRecord:
+    """Of one run, in the trainer's process; does nothing where nothing is recorded.
+
+    Args:
+        config: composed and checked.
+        spec: the correction.
+        shadows: corrections that are reported on, by name.
+
+    Attributes:
+        settings: what is recorded; None for nothing.
+
+    Raises:
+        RecordingError: the directory holds another run's recording, or cannot be written.
+    """
+
+    def __init__(self, config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
+        self.settings = RecordSettings.from_config(config)
+        self._epochs = config.actor_rollout_ref.actor.ppo_epochs
+        self._step: int | None = None
+        self._updates = self._gradient_steps = self._ranks = 0
+        if self.settings is None:
+            return
+        if trouble := foreign(self.settings.dir, resumed_from(config)):
+            raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FIX}")
+        try:
+            write_json(self._directory / CARD, card_of(config, spec, shadows))
+        except OSError as error:
+            raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Give another.") from error
+        logger.info("recording goes to %s.", self._directory)
+
+    def announced(self, plan: SharedPlan, *, rows: int, dealing: Callable[[], Dealing], updates: int = 1) -> SharedPlan:
+        """The plan with what the recorders have to know of the update that it is for.
+
+        Args:
+            rows: of the batch.
+            dealing: how verl will deal it; called only if there is something to record.
+            updates: that each step makes.
+        """
+        if self.settings is None:
+            return plan
+        if self._step is None:
+            self._forget(plan.step)
+        if plan.step != self._step:
+            self._step, self._updates, self._gradient_steps = plan.step, 0, 0
+        dealt = dealing()
+        self._ranks = dealt.ranks
+        on_rank, mini_batch = rows // dealt.ranks, max(dealt.mini_batch_rows // dealt.ranks, 1)
+        update = UpdateRows(dealt.ranks, on_rank, mini_batch, self._updates, updates, self._gradient_steps)
+        self._updates += 1
+        self._gradient_steps += math.ceil(on_rank / mini_batch) * self._epochs
+        return replace(plan, update=update)
+
+    def proved(self, step: int, sentence: str, live: Mapping[str, float]) -> None:
+        """Note the proof of life."""
+        if self.settings is None:
+            return
+        try:
+            write_json(self._directory / PROOF, {"step": step, "sentence": sentence, "live": dict(live)})
+        except OSError as error:
+            logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
+
+    def finish(self, patience: float = PATIENCE) -> None:
+        """Wait until the last step lies there, as far as this machine can see: workers end without a warning."""
+        if self.settings is None or self._step is None or not self.settings.records(self._step):
+            return
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            found = [step_of(path.name) for path in self._directory.iterdir()]
+            if sum(each is not None and each[0] == self._step for each in found) >= self._ranks:
+                return
+            time.sleep(0.05)
+
+    @property
+    def _directory(self) -> Path:
+        assert self.settings is not None
+        return Path(self.settings.dir)
+
+    def _forget(self, first: int) -> None:
+        """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from."""
+        gone = [
+            path
+            for path in self._directory.iterdir()
+            if (found := step_of(path.name)) is not None and found[0] >= first
+        ]
+        for path in gone:
+            path.unlink()
+        if gone:
+            logger.warning("%s: %d files of step %d and later are made anew.", self._directory, len(gone), first)
