@@ -65,12 +65,14 @@ class SharedPlan:
         constants: of the correction.
         shadow_constants: of the corrections that are only reported, by name.
         update: how the batch is dealt, where it is to be recorded.
+        bounds: mask -> the bounds that this update is to use, for masks whose bounds move.
     """
 
     step: int
     constants: BatchConstants = field(default_factory=BatchConstants)
     shadow_constants: dict[str, BatchConstants] = field(default_factory=dict)
     update: UpdateRows | None = None
+    bounds: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def planned(
     step: int,
     rows: Callable[[], TensorDict],
     dealing: Callable[[], Dealing],
+    bounds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> tuple[SharedPlan, dict[str, Tensor]]:
     """The plan of one batch and the columns that travel beside it.
 
@@ -109,13 +112,14 @@ def planned(
         step: the trainer's step.
         rows: the batch with ``COLUMNS``; called only if something in it is needed.
         dealing: how verl will deal the batch; likewise.
+        bounds: of masks whose bounds move; ``spec`` has them already.
     """
     counts = spec.denominator == "kept"
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
-        return SharedPlan(step), {}
+        return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
     shadow_constants = {name: constants_of(shadow, batch) for name, shadow in shadows.items()}
-    plan = SharedPlan(step, constants_of(spec, batch), shadow_constants)
+    plan = SharedPlan(step, constants_of(spec, batch), shadow_constants, bounds=bounds or {})
     return plan, row_columns(spec, batch, dealing()) if counts else {}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ RECORD = "offpolicy.json"
 CHANGED = "offpolicy.resume_changed_correction"
 _STEP = "global_step_"
 _CUT_SHORT = "its writing was cut short"
+
+
+def _none(steering: Mapping[str, Any] | None) -> list[str]:
+    return []
 
 
 class CheckpointError(RuntimeError):
@@ -100,8 +104,14 @@ class Mark:
 
 
 @contextlib.contextmanager
-def saving(config: DictConfig, step: int, spec: CorrectionSpec) -> Iterator[None]:
-    """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete."""
+def saving(
+    config: DictConfig, step: int, spec: CorrectionSpec, steering: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete.
+
+    Args:
+        steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
+    """
     folder = Folder.of(config)
     _keep_previous(config)
     record = folder.step(step) / RECORD
@@ -115,22 +125,30 @@ def saving(config: DictConfig, step: int, spec: CorrectionSpec) -> Iterator[None
     # An asynchronous save of Megatron's goes on; verl names it when it is done.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
     content = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint(), "step": step, "complete": complete}
-    write_json(record, content)
+    write_json(record, content if steering is None else content | {"steering": dict(steering)})
     if complete:
         # As verl has just done, but at once.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
 
-def before_loading(config: DictConfig, spec: CorrectionSpec) -> None:
+def before_loading(
+    config: DictConfig, spec: CorrectionSpec, differences: Callable[[Mapping[str, Any] | None], list[str]] = _none
+) -> dict[str, Any] | None:
     """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
+
+    Args:
+        differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
+
+    Returns:
+        The checkpoint's ``steering``, for a run with the same correction; None where there is none.
 
     Raises:
         CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
     """
     path = _to_load(config)
     if path is None:
-        return
+        return None
     record = _read(path / RECORD)
     if record is None:
         logger.warning(
@@ -138,7 +156,10 @@ def before_loading(config: DictConfig, spec: CorrectionSpec) -> None:
             path,
             RECORD,
         )
-    elif not (found := changes(record["correction"], spec.to_mapping())):
+        return None
+    steering: dict[str, Any] | None = record.get("steering")
+    of_correction = changes(record["correction"], spec.to_mapping())
+    if not (found := of_correction + differences(steering)):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
@@ -149,11 +170,15 @@ def before_loading(config: DictConfig, spec: CorrectionSpec) -> None:
             f"{path} was trained with another correction:{_lines(found)}\n"
             f"Set these back, or say that the change is meant with {CHANGED}=true."
         )
+    if of_correction and steering is not None:
+        logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
+        return None
+    return steering
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys in which two corrections, as ``CorrectionSpec.to_mapping`` gives them, differ, with both values."""
-    before, now = _flat(old), _flat(new)
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
+    """Keys, below ``key``, in which two mappings of plain values differ, with both values."""
+    before, now = _flat(old, key), _flat(new, key)
     return [
         f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} now"
         for key in sorted(before.keys() | now.keys())
@@ -234,7 +259,7 @@ def _keep_previous(config: DictConfig) -> None:
     )
 
 
-def _flat(values: Any, key: str = "correction") -> dict[str, Any]:
+def _flat(values: Any, key: str) -> dict[str, Any]:
     if isinstance(values, Mapping) and values:
         return {path: leaf for name, value in values.items() for path, leaf in _flat(value, f"{key}.{name}").items()}
     return {key: values}

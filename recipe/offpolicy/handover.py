@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .batch_plan import SharedPlan
+from .calibration.online_histogram import Side
 from .correction import CorrectionSpec
 from .recording.settings import RecordSettings
 
@@ -23,6 +24,7 @@ class Handover:
         shadows: corrections to report on without applying them, by name.
         plan: what the trainer fixed for the whole batch.
         record: what to record.
+        moving: masks whose bounds come with the plan, and the sides that move.
     """
 
     spec: CorrectionSpec
@@ -30,3 +32,4 @@ class Handover:
     prove: bool = False
     shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
     record: RecordSettings | None = None
+    moving: Mapping[str, Side] = field(default_factory=dict)

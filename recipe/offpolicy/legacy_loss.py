@@ -24,6 +24,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
 from .batch_plan import PLAN
+from .calibration.online_bounds import with_bounds
 from .correction import StepStage
 from .handover import Handover
 from .kl_term import BoundLoss, clipped_kl
@@ -105,11 +106,12 @@ class LegacyLoss(OffPolicyLoss):
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
-            handover.spec,
+            with_bounds(handover.spec, handover.plan.bounds),
             config,
             prove=handover.prove,
             shadows=handover.shadows,
             record=handover.record,
+            moving=handover.moving,
             base_loss=padded_ppo_loss,
         )
         self.policy = copy.copy(self)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from .calibration.online_bounds import bounds_of, fingerprint
 from .correction import CorrectionSpec
 from .packet import Packet
 from .proof import Proof, each_alone
@@ -26,15 +27,17 @@ def verify(
     sampled_rows: Sequence[int],
     epochs: int = 1,
     allow_identical: bool = False,
+    moving: Collection[str] = (),
 ) -> dict[str, float]:
     """Judge the first update.
 
     Args:
         packets: one per micro-batch, from every rank.
-        spec: what the trainer was configured with.
+        spec: what the trainer wants, under the bounds of this update.
         sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.row_checksums``.
         epochs: how often the worker visits each row.
         allow_identical: mu bit-identical to pi_old is meant.
+        moving: masks whose bounds came with this update, and which the fingerprint leaves out.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
@@ -43,17 +46,17 @@ def verify(
     Raises:
         LivenessError: anything is missing or wrong.
     """
-    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs)
-    fingerprint = float(spec.fingerprint())
+    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving)
+    structure = float(fingerprint(spec, moving))
     if spec.is_none:
-        return {"fingerprint": fingerprint}
+        return {"fingerprint": structure}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     _verify_alignment(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
-        return {"proved": 0.0, "fingerprint": fingerprint}
+        return {"proved": 0.0, "fingerprint": structure}
     if spec.proximal != "recompute":
         _verify_mu_in_place_of_old(proofs, spec)
     elif not allow_identical:
@@ -67,7 +70,7 @@ def verify(
     tokens = sum(proof.tokens for proof in proofs)
     return {
         "proved": float(moved > 0),
-        "fingerprint": fingerprint,
+        "fingerprint": structure,
         "rows": float(sum(len(packet.rows) for packet in packets)),
         "gradient_tokens": float(moved),
         "gradient_error": gradient_error,
@@ -79,27 +82,39 @@ def verify(
 
 
 def verify_update(
-    packets: Sequence[Packet], spec: CorrectionSpec, *, sampled_rows: Sequence[int], epochs: int = 1
+    packets: Sequence[Packet],
+    spec: CorrectionSpec,
+    *,
+    sampled_rows: Sequence[int],
+    epochs: int = 1,
+    moving: Collection[str] = (),
 ) -> None:
-    """What is judged at every update: each micro-batch came from the adapter, holding the trainer's spec, and the mu
-    that was used is the mu that was sampled.
+    """What is judged at every update: each micro-batch came from the adapter, holding the trainer's spec under the
+    trainer's bounds, and the mu that was used is the mu that was sampled.
 
     Raises:
         LivenessError: anything is missing or wrong.
     """
-    _verify_fingerprint(packets, spec)
+    _verify_fingerprint(packets, spec, moving)
     if not spec.is_none:
         _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
 
 
-def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec) -> None:
+def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec, moving: Collection[str]) -> None:
     if not packets:
         raise LivenessError(
             "the update came back without a word from the correction: the loss that the worker ran is not ours."
         )
-    expected = spec.fingerprint()
+    expected = fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
         raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
+    bounds = bounds_of(spec, moving)
+    for packet in packets:
+        if packet.bounds != bounds:
+            raise LivenessError(
+                f"a worker used other bounds than the trainer sent with this update: {packet.bounds}, the trainer's "
+                f"are {bounds}."
+            )
 
 
 def _verify_rows(used: Counter[int], sampled: Counter[int]) -> None:

@@ -8,7 +8,7 @@ response.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,20 @@ def staleness(batch: MicroBatch) -> Tensor | None:
         return None
     # The weights at the start of step s are those of version s - 1.
     return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0).to(batch.response_mask.device)
+
+
+def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
+    """Mask -> the bounds that the trainer sent with this update.
+
+    Raises:
+        KeyError: they are not those of ``names``, whose bounds move.
+    """
+    sent = _plan(batch).bounds
+    if set(sent) != set(names):
+        raise KeyError(
+            f"{PLAN} brought bounds for {sorted(sent)} to the loss, and those of {sorted(names)} come with each update."
+        )
+    return sent
 
 
 def padded(model_output: Mapping[str, Any], data: TensorDict) -> Tensor:

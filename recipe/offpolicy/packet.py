@@ -26,6 +26,8 @@ class Packet:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
+        bounds: mask -> the bounds that were used, of masks whose bounds move.
+        histograms: of these masks, see ``calibration.online_histogram``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
     """
@@ -33,6 +35,8 @@ class Packet:
     fingerprint: int
     statistics: dict[str, Statistic] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
+    bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    histograms: dict[str, Statistic] = field(default_factory=dict)
     alignment: Tally | None = None
     proof: Proof | None = None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import micro_batch as mb
 from .batch_plan import SharedPlan
+from .calibration.online_histogram import Side
 from .correction import BatchConstants, CorrectionSpec
 from .proof_trials import BEYOND, Trial, mask_trials, weight_trials
 
@@ -36,6 +37,7 @@ class Adapter(Protocol):
     spec: CorrectionSpec
     prove: bool
     shadows: dict[str, CorrectionSpec]
+    moving: dict[str, Side]
     verl_loss: BoundLoss
     base_loss: BoundLoss
 
@@ -288,7 +290,7 @@ def _adapter_gradient(
 def _alone(adapter: Adapter, spec: CorrectionSpec) -> Adapter:
     """The very adapter that the engine calls, with one correction and no proof of its own."""
     alone = copy.copy(adapter)
-    alone.spec, alone.prove, alone.shadows = spec, False, {}
+    alone.spec, alone.prove, alone.shadows, alone.moving = spec, False, {}, {}
     return alone
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from .checkpoints import before_loading, saving
 from .checks import spec_of
 from .recording.run import RunRecord
+from .steering import differences
 from .voice import be_heard
 from .watchdog import watch
+
+if TYPE_CHECKING:
+    from .supervision import Supervision
 
 
 class SupervisedRun:
@@ -23,6 +29,9 @@ class SupervisedRun:
     config: DictConfig
     global_steps: int
     recording: RunRecord | None = None
+    supervision: Supervision
+    _resumed: Mapping[str, Any] | None = None
+    """What a checkpoint that was loaded says of alarms and bounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         be_heard()
@@ -36,9 +45,10 @@ class SupervisedRun:
         return result
 
     def _save_checkpoint(self) -> None:
-        with saving(self.config, self.global_steps, spec_of(self.config)):
+        state = self.supervision.steering.state()
+        with saving(self.config, self.global_steps, spec_of(self.config), state):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        before_loading(self.config, spec_of(self.config))
+        self._resumed = before_loading(self.config, spec_of(self.config), partial(differences, self.config))
         return super()._load_checkpoint()  # type: ignore[misc]

@@ -17,6 +17,7 @@ from .liveness import LivenessError, verify, verify_update
 from .packet import take_packets
 from .proof import each_alone
 from .sample_watch import SampleWatch
+from .steering import Steering
 from .voice import logger
 
 _COARSE = (
@@ -29,16 +30,17 @@ class Supervision:
     """Judges updates by the packets that the workers' loss sent.
 
     Args:
-        spec: the correction that the workers were handed.
+        spec: the correction as it is configured.
         config: the composed configuration of the run.
 
     Attributes:
         proving: the workers are to prove the correction at the next update.
         proof: of life, if the last update brought it: in a sentence, and what was seen.
+        steering: which correction that is, and under which bounds.
     """
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
-        self.spec = spec
+        self.steering = Steering(spec, config)
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
@@ -48,6 +50,11 @@ class Supervision:
         self._statistics: dict[str, float] = {}
         self._step: dict[str, Statistic] = {}
         self.proof: tuple[str, dict[str, float]] | None = None
+
+    @property
+    def spec(self) -> CorrectionSpec:
+        """The correction that is in force, which the workers are to run at the next update."""
+        return self.steering.spec
 
     @property
     def wants_sampled(self) -> bool:
@@ -74,13 +81,16 @@ class Supervision:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
 
         Returns:
-            Whether this was the update that proved the correction, so that the next need not.
+            Whether the workers need another loss for the next update: this one proved the correction, so that the next
+            need not, or another correction is in force.
 
         Raises:
             LivenessError: the correction is configured and was not seen to act.
+            AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
         proved, self.proof = False, None
+        moving = self.steering.moving
         if self.proving:
             self._live = verify(
                 packets,
@@ -88,19 +98,23 @@ class Supervision:
                 sampled_rows=self._sampled_rows,
                 epochs=self._epochs,
                 allow_identical=self._allow_identical,
+                moving=moving,
             )
             proved = self.spec.is_none or bool(self._live["proved"])
             self.proving = not proved
             self._say(proved)
             self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
-            verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs)
+            verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
         if self.spec.proximal != "recompute":
             self._samples.judge(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
         self._step = merge_all([self._step, merged])
+        measured = {name: statistic.value() for name, statistic in merged.items()}
+        switched = self.steering.after_update(measured, merge_all(packet.histograms for packet in packets))
+        self.proving = self.proving or switched
         self._statistics = self._values(merged)
-        return proved
+        return proved or switched
 
     def begin_step(self) -> None:
         """Forget the last step: one can make several updates."""
@@ -112,7 +126,8 @@ class Supervision:
 
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
-        return values | {f"live/{name}": value for name, value in self._live.items()} | self._samples.metrics()
+        live = {f"live/{name}": value for name, value in self._live.items()}
+        return values | live | self._samples.metrics() | self.steering.metrics()
 
     def begin(self) -> None:
         """Forget the last update, so that one which goes past the correction is noticed."""

@@ -21,6 +21,7 @@ from verl_patches.trainer_v0 import around_advantage, substitute
 
 from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
+from .correction import CorrectionSpec
 from .correction.proximal import WITHOUT_FORWARD
 from .handover import HANDOVER, Handover
 from .live_path import live_path
@@ -44,15 +45,26 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
-        self.correction = spec_of(self.config)
         self.shadows = shadows_of(self.config)
-        self.supervision = Supervision(self.correction, self.config)
+        self.supervision = Supervision(spec_of(self.config), self.config)
         self.recording = RunRecord(self.config, self.correction, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         self._advantage_metrics: dict[str, float] = {}
         around_advantage(self._around_advantage)
+
+    def _load_checkpoint(self) -> Any:
+        loaded = super()._load_checkpoint()
+        if self._resumed is not None:
+            self.supervision.steering.restore(self._resumed)
+            self._hand_over_loss()
+        return loaded
+
+    @property
+    def correction(self) -> CorrectionSpec:
+        """The correction in force."""
+        return self.supervision.spec
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
@@ -106,6 +118,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             step=self.global_steps,
             rows=lambda: _rows(batch),
             dealing=self._dealing,
+            bounds=self.supervision.steering.bounds,
         )
         plan = self.recording.announced(plan, rows=len(batch), dealing=self._dealing)
         if plan.update is not None and not self._by_engine:
@@ -116,7 +129,12 @@ class OffPolicyRayTrainer(SupervisedRun):
             batch.meta_info[PLAN] = plan
         else:
             batch.meta_info[HANDOVER] = Handover(
-                self.correction, plan, self.supervision.proving, self.shadows, self.recording.settings
+                self.correction,
+                plan,
+                self.supervision.proving,
+                self.shadows,
+                self.recording.settings,
+                self.supervision.steering.moving,
             )
         return batch
 
@@ -125,7 +143,8 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:
-            loss = loss_of(self.config, self.correction, self.shadows, prove=self.supervision.proving)
+            proving, moving = self.supervision.proving, self.supervision.steering.moving
+            loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
             self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:

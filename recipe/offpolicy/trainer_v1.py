@@ -23,6 +23,7 @@ from verl_patches.trainer_v1 import substitute
 
 from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
+from .correction import CorrectionSpec
 from .correction.proximal import WITHOUT_FORWARD
 from .live_path import V1_MODES
 from .micro_batch import ROLLOUT_LOG_PROBS
@@ -43,13 +44,19 @@ class OffPolicyTrainer(SupervisedRun):
     recording: RunRecord
 
     def on_init_end(self) -> None:
-        self.correction = spec_of(self.config)
         self.shadows = shadows_of(self.config)
-        self.supervision = Supervision(self.correction, self.config)
+        self.supervision = Supervision(spec_of(self.config), self.config)
+        if self._resumed is not None:
+            self.supervision.steering.restore(self._resumed)
         self.recording = RunRecord(self.config, self.correction, self.shadows)
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
+
+    @property
+    def correction(self) -> CorrectionSpec:
+        """The correction in force."""
+        return self.supervision.spec
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.supervision.begin_step()
@@ -101,6 +108,7 @@ class OffPolicyTrainer(SupervisedRun):
             step=self.global_steps,
             rows=lambda: _columns(batch, *COLUMNS),
             dealing=self._dealing,
+            bounds=self.supervision.steering.bounds,
         )
         if columns:
             batch = _put(batch, **columns)
@@ -117,7 +125,8 @@ class OffPolicyTrainer(SupervisedRun):
         return Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
 
     def _hand_over_loss(self) -> None:
-        loss = loss_of(self.config, self.correction, self.shadows, prove=self.supervision.proving)
+        proving, moving = self.supervision.proving, self.supervision.steering.moving
+        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
         self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:

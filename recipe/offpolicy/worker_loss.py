@@ -21,13 +21,16 @@ from verl.workers.utils.losses import ppo_loss
 from . import micro_batch as mb
 from .alignment import tally
 from .arrival import check_zeros
-from .correction import CorrectionSpec, Statistic, StepStage
+from .calibration.online_bounds import bounds_of, fingerprint, with_bounds
+from .calibration.online_histogram import Side, measured
+from .correction import CorrectionSpec, Statistic, StepStage, turns
 from .correction.statistics import to_host
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
 from .packet import METRIC_KEY, Packet
 from .proof import prove
 from .recording.settings import RecordSettings
 from .recording.source import recorded
+from .versions import token_versions
 
 _FATAL = {
     "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
@@ -44,9 +47,12 @@ class OffPolicyLoss:
         prove: report the proof of life at every micro-batch.
         shadows: corrections to report on without applying them, by name.
         record: what to record, where the trainer's plan announces it.
+        moving: masks whose bounds come with each update, in the trainer's plan, and the sides that move.
         base_loss: takes (config, model_output, data, dp_group).
 
     Attributes:
+        spec: the correction, under the bounds of the update that it last saw.
+        fingerprint: of what does not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the same, with the KL term as the correction wants it.
     """
@@ -59,12 +65,15 @@ class OffPolicyLoss:
         prove: bool = False,
         shadows: Mapping[str, CorrectionSpec] | None = None,
         record: RecordSettings | None = None,
+        moving: Mapping[str, Side] | None = None,
         base_loss: BaseLoss = ppo_loss,
     ) -> None:
         self.spec = spec
         self.prove = prove
         self.shadows = dict(shadows or {})
         self.record = record
+        self.moving = dict(moving or {})
+        self.fingerprint = fingerprint(spec, self.moving)
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
         if spec.kl_clip is not None:
@@ -81,12 +90,14 @@ class OffPolicyLoss:
                 backward pass.
         """
         if self.spec.is_none:
-            packet = Packet(self.spec.fingerprint())
+            packet = Packet(self.fingerprint)
             loss, metrics = self.base_loss(model_output, data, dp_group)
             if mb.ROLLOUT_LOG_PROBS in data.keys():
                 packet.statistics = self.statistics(mb.read(model_output, data), data)
         else:
             batch = mb.read(model_output, data)
+            if self.moving:
+                self.spec = with_bounds(self.spec, mb.bounds(batch, self.moving))
             packet = self.packet_of(batch)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
@@ -94,9 +105,10 @@ class OffPolicyLoss:
         return loss, {**metrics, METRIC_KEY: packet}
 
     def packet_of(self, batch: mb.MicroBatch) -> Packet:
-        """A packet that says which rollout's log-probs this micro-batch came with."""
-        packet = Packet(self.spec.fingerprint())
+        """A packet that says which rollout's log-probs, and which bounds, this micro-batch came with."""
+        packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
         if torch.is_grad_enabled():
+            packet.histograms = self._histograms(batch)
             packet.rows = mb.row_checksums(batch.responses, batch.response_mask, batch.rollout_log_prob)
             if self.spec.proximal != "recompute":
                 check_zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask)
@@ -143,14 +155,35 @@ class OffPolicyLoss:
     def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
         return {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
 
+    def _histograms(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
+        if not self.moving:
+            return {}
+        return measured(
+            self.spec,
+            self.moving,
+            old_log_prob=mb.proximal(self.spec, batch),
+            rollout_log_prob=batch.rollout_log_prob,
+            log_prob=batch.log_prob,
+            response_mask=batch.response_mask,
+            advantages=batch.advantages,
+            segment_ids=turns(batch.response_mask),
+            versions=token_versions(batch.versions, batch.response_mask) if "version" in self.spec.levels else None,
+            staleness=mb.staleness(batch),
+        )
+
     def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
         return to_host(mb.decide_shadows(self.spec, self.shadows, batch)) if self.shadows else {}
 
 
 def loss_of(
-    config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], *, prove: bool
+    config: DictConfig,
+    spec: CorrectionSpec,
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    prove: bool,
+    moving: Mapping[str, Side] | None = None,
 ) -> OffPolicyLoss:
     """The loss of a run, ready to be handed to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
-    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows, record=record)
+    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows, record=record, moving=moving)

@@ -13,6 +13,7 @@ from verl import DataProto
 from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE
 from recipe.offpolicy.handover import HANDOVER
 from recipe.offpolicy.liveness import LivenessError
+from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.supervision import Supervision
 from recipe.offpolicy.trainer_v0 import with_correction
 from recipe.offpolicy.versions import VERSIONS
@@ -42,9 +43,9 @@ def trainer(legacy: bool = False, **correction: Any) -> Any:
 
     made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
     made.config = configuration()
-    made.correction = CorrectionSpec.from_mapping(correction)
     made.shadows, made.global_steps = {}, 7
-    made.supervision = Supervision(made.correction, made.config)
+    made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
+    made.recording = RunRecord(made.config, made.correction, {})
     made.supervision._statistics = {"kl/k3": 0.0}
     made.supervision.begin = lambda: None
     made.actor_rollout_wg, made._by_engine, made._advantage_metrics = None, not legacy, {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.checkpoints import RECORD, TRACKER, CheckpointError
+from recipe.offpolicy.checks import spec_of
+from recipe.offpolicy.steering import Steering
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
@@ -39,6 +42,7 @@ class Trainer:
         from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
         self.config, self.global_steps, self.ends_before_tracker = config, 0, ends_before_tracker
+        self.supervision = SimpleNamespace(steering=Steering(spec_of(config), config))
         self.manager = object.__new__(BaseCheckpointManager)
         self.manager.previous_saved_paths = []
 

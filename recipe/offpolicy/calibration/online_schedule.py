@@ -38,11 +38,6 @@ class Schedule:
     ceiling: float
     noise_kept: float
 
-    @property
-    def least_units(self) -> float:
-        """Fewer units than this say nothing of the tail that is to be dropped."""
-        return 1.0 / (1.0 - self.target_kept)
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -57,13 +52,13 @@ def next_bounds(
 ) -> dict[str, float | None]:
     """The keys that bound a mask, with their next values; the current ones where there is too little to go by."""
     distances = distances_of(current)
-    if sum(evidence.distances) < schedule.least_units:
+    if not _has_a_tail(evidence.distances, schedule.target_kept):
         return written(current, distances)
     goal = quantile(evidence.distances, schedule.target_kept)
     noise = 0.0
     if evidence.noise is not None:
         # Without rows of equal weights nobody knows the noise, and a bound that narrows might get below it.
-        enough = sum(evidence.noise) >= 1.0 / (1.0 - schedule.noise_kept)
+        enough = _has_a_tail(evidence.noise, schedule.noise_kept)
         noise = quantile(evidence.noise, schedule.noise_kept) if enough else math.nan
     start, widest = distances_of(configured), _WIDEST.get(current.aggregate, math.inf)
     for name in moving_sides(configured, schedule.side):
@@ -73,6 +68,11 @@ def next_bounds(
         least = here if math.isnan(noise) else noise
         distances[name] = min(max(wanted, least), widest)
     return written(current, distances)
+
+
+def _has_a_tail(counts: Sequence[float], kept: float) -> bool:
+    """Whether so many were counted that one of them can lie beyond the share that is kept."""
+    return sum(counts) * (1.0 - kept) >= 1.0 - 1e-9
 
 
 def distances_of(mask: MaskSpec) -> dict[str, float]:

@@ -7,6 +7,8 @@ from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..alarms.settings import problems as alarm_problems
+from ..calibration.online_settings import problems as calibrate_problems
 from ..correction import CorrectionSpec
 from ..findings import Finding, Problem, named_overrides, set_to
 from ..recording.settings import problems as record_problems
@@ -30,6 +32,8 @@ OWN_KEYS: dict[str, Validator] = {
     "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
     "allow_unrelated_log_probs": partial(_truth, "allow_unrelated_log_probs"),
     "resume_changed_correction": partial(_truth, "resume_changed_correction"),
+    "alarms": alarm_problems,
+    "calibrate": calibrate_problems,
     "record": record_problems,
     "shadow": _elsewhere,
     "shadow_delta": _elsewhere,

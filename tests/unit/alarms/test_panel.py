@@ -1,0 +1,188 @@
+"""What a run does when alarms fire: warns, ends, goes over to a fallback and comes back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+from corrections import GSM, TIS
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.alarms.panel import CONFIGURED, AlarmError, Panel
+from recipe.offpolicy.alarms.settings import DEFAULTS
+from recipe.offpolicy.correction import CorrectionSpec
+
+SPEC = CorrectionSpec.from_mapping({"weight": TIS})
+SAFER = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+FALLBACK = {"options": ["gsm"], "correction": SAFER.to_mapping()}
+HEALTHY = {
+    "weight/ess": 0.9,
+    "weight/mean": 1.0,
+    "rollout_ratio/ess": 0.9,
+    "rollout_ratio/mean": 1.0,
+    "keep/token_share": 1.0,
+    "nonfinite/rollout_log_prob": 0.0,
+    "kl/k3": 1e-3,
+}
+
+
+def panel(**alarms: dict[str, Any]) -> Panel:
+    """All alarms off but those given, with their keys."""
+    values = {name: {"action": "off"} for name in DEFAULTS} | alarms
+    return Panel.of(OmegaConf.create({"offpolicy": {"alarms": values}}))
+
+
+def judged(made: Panel, *ess: float, **others: float) -> list[bool]:
+    """Whether each update changed what is in force; ESS is the same by weight and by ratio."""
+    seen = []
+    for value in ess:
+        shown = HEALTHY | {"weight/ess": value, "rollout_ratio/ess": value} | others
+        seen.append(made.judge(made.fallback or SPEC, shown))
+    return seen
+
+
+def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
+    with caplog.at_level(logging.INFO):
+        for _ in range(40):
+            assert not made.judge(SPEC, HEALTHY)
+    assert caplog.text == ""
+    assert made.metrics() == {
+        "alarm/ess": 0.0,
+        "alarm/mean_weight": 0.0,
+        "alarm/kept_share": 0.0,
+        "alarm/nonfinite": 0.0,
+        "alarm/mismatch_growth": 0.0,
+        "alarm/active_correction": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond"),
+    [
+        ("ess", {"weight/ess": 0.29}),
+        ("mean_weight", {"weight/mean": 2.1}),
+        ("mean_weight", {"weight/mean": 0.4}),
+        ("kept_share", {"keep/token_share": 0.49}),
+        ("nonfinite", {"nonfinite/rollout_log_prob": 1.0}),
+        ("mismatch_growth", {"kl/k3": 5.1e-3}),
+        ("ess", {"weight/ess": math.nan}),
+    ],
+)
+def test_by_default_each_warns(name: str, beyond: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
+    for _ in range(16):  # what growth is seen against
+        made.judge(SPEC, HEALTHY)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not made.judge(SPEC, HEALTHY | beyond)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"alarm {name}: " in caplog.text
+    assert {key for key, value in made.metrics().items() if value} == {f"alarm/{name}"}
+
+
+def test_without_statistics_nothing_is_judged() -> None:
+    made = panel(ess={"action": "stop", "patience": 1})
+    assert not made.judge(SPEC, {})
+    assert made.metrics()["alarm/ess"] == 0.0
+
+
+def test_stop_names_alarm_statistic_values_bound_updates_and_what_to_do() -> None:
+    made = panel(ess={"action": "stop", "patience": 2})
+    judged(made, 0.9, 0.25)
+    with pytest.raises(AlarmError) as stopped:
+        judged(made, 0.125)
+    assert str(stopped.value) == (
+        "alarm ess: weight/ess was 0.25, 0.125 in 2 consecutive updates, up to update 3 of the run, and has to be "
+        ">= 0.3: few tokens or rows carry the gradient. offpolicy.alarms.ess.action=stop ends the run. The optimizer "
+        "has already stepped on these updates, and no checkpoint was written since the last of them: resume one from "
+        "before they began, with the cause mended, with a safer correction and "
+        "offpolicy.resume_changed_correction=true, or with offpolicy.alarms.ess.action=fallback. If such values are "
+        "meant, widen its bounds."
+    )
+
+
+def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(ess={"action": "fallback", "fallback": FALLBACK, "patience": 2})
+    assert (made.in_force, made.fallback) == (CONFIGURED, None)
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.2, 0.2) == [False, True]
+    assert (made.in_force, made.fallback) == ("ess", SAFER)
+    assert "fallback [gsm] is in force from the next update on, which is to prove it, for the rest" in caplog.text
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 1.0}
+    # It re-arms and fires again: there is nothing further to fall back to.
+    assert judged(made, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2) == [False] * 6
+    assert made.in_force == "ess"
+    assert "the fallback of alarm ess is in force, and stays" in caplog.text
+
+
+def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = {"patience": 1, "recovery_patience": 2, "return_after": 3}
+    made = panel(ess=alarm | {"action": "fallback", "fallback": FALLBACK})
+    assert judged(made, 0.2) == [True]
+    with caplog.at_level(logging.WARNING):
+        # 0.35 is not inside the stricter bound, and the count begins anew.
+        assert judged(made, 0.5, 0.5, 0.35, 0.5, 0.5) == [False] * 5
+        assert judged(made, 0.5) == [True]
+    assert (made.in_force, made.fallback) == (CONFIGURED, None)
+    assert "quiet for 3 updates, the configured correction is in force again" in caplog.text
+    # And it can fall back again, at once: its patience is one update.
+    assert judged(made, 0.2) == [True]
+
+
+def test_the_first_fallback_holds(caplog: pytest.LogCaptureFixture) -> None:
+    other = {"options": ["product_mask"], "correction": {"masks": {"p": GSM | {"aggregate": "product"}}}}
+    made = panel(
+        ess={"action": "fallback", "fallback": FALLBACK, "patience": 1},
+        mean_weight={"action": "fallback", "fallback": other, "patience": 1},
+    )
+    with caplog.at_level(logging.WARNING):
+        shown = HEALTHY | {"weight/ess": 0.1, "weight/mean": 9.0}
+        assert made.judge(SPEC, shown)
+    assert made.in_force == "ess"
+    assert "alarm mean_weight: the fallback of alarm ess is in force, and stays" in caplog.text
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/mean_weight": 1.0, "alarm/active_correction": 1.0}
+
+
+def test_counts_begin_anew_under_another_correction() -> None:
+    """Two of three updates beyond under the configured one and one under the fallback are not three."""
+    made = panel(
+        ess={"action": "fallback", "fallback": FALLBACK, "patience": 2},
+        mean_weight={"action": "stop", "patience": 3},
+    )
+    judged(made, 0.2, 0.2, **{"weight/mean": 9.0, "rollout_ratio/mean": 9.0})
+    assert made.in_force == "ess"
+    judged(made, 0.9, 0.9, **{"rollout_ratio/mean": 9.0})
+    with pytest.raises(AlarmError, match="rollout_ratio/mean was 9, 9, 9"):
+        judged(made, 0.9, **{"rollout_ratio/mean": 9.0})
+
+
+def test_growth_is_seen_against_its_own_median() -> None:
+    made = panel(mismatch_growth={"action": "stop", "patience": 2, "window": 4})
+    for k3 in (1e-3, 1e-3, 2e-3, 1e-3):
+        judged(made, 0.9, **{"kl/k3": k3})
+    judged(made, 0.9, **{"kl/k3": 6e-3})  # 6 times the median
+    # Now the latest four are 1, 2, 1 and 6: the median is 1.5, and 9e-3 is 6 times that.
+    with pytest.raises(AlarmError, match="kl/k3 over its median was 6, 6 in 2 consecutive updates"):
+        judged(made, 0.9, **{"kl/k3": 9e-3})
+
+
+def test_everything_survives_a_checkpoint() -> None:
+    alarms: dict[str, Any] = {
+        "ess": {"action": "fallback", "fallback": FALLBACK, "patience": 1, "recovery_patience": 2, "return_after": 3},
+        "mismatch_growth": {"window": 3, "patience": 3},
+    }
+    whole = panel(**alarms)
+    sequence = [0.9, 0.2, 0.5, 0.5, 0.5, 0.2, 0.9]
+    expected = judged(whole, *sequence)
+    for place in range(len(sequence)):
+        before, after = panel(**alarms), panel(**alarms)
+        seen = judged(before, *sequence[:place])
+        after.restore(json.loads(json.dumps(before.state())))
+        assert after.metrics() == before.metrics()
+        assert seen + judged(after, *sequence[place:]) == expected
+        assert after.state() == whole.state()
+    assert expected == [False, True, False, False, True, True, False]
