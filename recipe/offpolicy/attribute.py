@@ -19,7 +19,7 @@ from typing import Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    from .attribution import attribute
+    from .attribution.attribution import attribute
     from .pages import PageError
     from .recording import Recording, RecordingError
 

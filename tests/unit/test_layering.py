@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("batch_plan", "checkpoints", "selector", "translate", "verl_keys", "watchdog"),
     ("micro_batch",),
     ("base_loss_probe", "kl_term", "proof_trials", "recording"),
-    ("alarms", "calibration"),
+    ("alarms", "attribution", "calibration"),
     ("handover",),
     ("proof",),
     ("packet",),
@@ -49,7 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("smoke", "supervised_run", "supervision"),
     ("trainer_v0", "trainer_v1"),
     ("task_runner_v0", "task_runner_v1"),
-    ("main_offpolicy",),
+    ("attribute", "main_offpolicy"),
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 MAY_IMPORT_PATCHES = {

@@ -1,6 +1,5 @@
-"""Where the mismatch of a run comes from: backend, staleness and drift, where it sits, and what causes it."""
+"""Where the mismatch of a run comes from: backend, staleness and drift, where it sits, and what causes it.
 
-from .attribution import Attribution, attribute, explain
-from .causes import Cause, find_causes
-
-__all__ = ["Attribution", "Cause", "attribute", "explain", "find_causes"]
+``attribution.explain`` says everything of recorded rows, ``causes.find_causes`` the causes alone, ``page.add_sections``
+shows it; ``statistics`` is the part that training reports at every step, which needs torch alone.
+"""

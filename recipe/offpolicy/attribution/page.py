@@ -10,8 +10,9 @@ from .text import escaped
 HOW = (
     "log pi/mu of each token is backend + staleness + drift. Shares of variance are covariances with the whole, so "
     "that they sum to 1; a negative one works against the others. Shares of KL are what k3 of the sum grows by with "
-    "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same probability, "
-    "because nobody has scored them with the weights that sampled them; without fresh rows it is not identified."
+    "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
+    "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
+    "identified."
 )
 
 

@@ -121,7 +121,7 @@ def shares(sums: Array | Sequence[float], floor: Floor | None = None) -> tuple[S
 
 
 def _of_stale(stale: Array, floor: Floor) -> Array:
-    """Sums of b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
+    """Sums of b, b L, k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
     tokens = stale[:, _N]
     first = tokens * floor.mean
     product = floor.mean * stale[:, _L] + tokens * floor.variance

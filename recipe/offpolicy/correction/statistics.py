@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -39,10 +39,10 @@ class Statistic:
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge {self.reduction.value} with {other.reduction.value}")
         if self.reduction is Reduction.MIN:
-            return Statistic(self.reduction, (min(self.parts[0], other.parts[0]),))
+            return replace(self, parts=(min(self.parts[0], other.parts[0]),))
         if self.reduction is Reduction.MAX:
-            return Statistic(self.reduction, (max(self.parts[0], other.parts[0]),))
-        return Statistic(self.reduction, tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
+            return replace(self, parts=(max(self.parts[0], other.parts[0]),))
+        return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def value(self) -> float:
         """The number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
@@ -116,7 +116,7 @@ def to_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
     parts = [part for statistic in statistics.values() for part in statistic.parts]
     numbers = iter(torch.stack([torch.as_tensor(p).double() for p in parts]).tolist() if parts else [])
     return {
-        name: Statistic(statistic.reduction, tuple(next(numbers) for _ in statistic.parts))
+        name: replace(statistic, parts=tuple(next(numbers) for _ in statistic.parts))
         for name, statistic in statistics.items()
     }
 
