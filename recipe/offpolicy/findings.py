@@ -19,6 +19,9 @@ MU = ("mu",)
 Finding = tuple[str, object, str, str]
 """Key, value, reason and fix, as packages that know no verdicts yield them."""
 
+_MESSAGE = re.compile(
+    r"(?P<key>[\w.]+)=(?P<value>.*?): (?P<reason>.*?)(?: (?P<fix>(?:Set|Swap|Leave|Choose|Stack) .*))?", re.S
+)
 _PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
 _ASSIGNED = re.compile(r"(?<![\w.])(\+{0,2}[a-z][\w.@/]*\.[\w.]+|correction|offpolicy)=(\[[^\]]*\]|'[^']*'|[^\s,;]+)")
 
@@ -28,7 +31,7 @@ class Problem:
     """A key, the value it has, what is wrong with it, and the override that mends it.
 
     Attributes:
-        key, value: as Hydra has them.
+        key, value: as Hydra has them; an empty key where the reason says all.
         reason: a sentence.
         fix: a sentence; empty where no key mends it.
         verdict: what becomes of the corrections that it concerns.
@@ -45,7 +48,8 @@ class Problem:
     overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.key}={spelt(self.value)}: {self.reason} {self.fix}".rstrip()
+        said = f"{self.reason} {self.fix}".strip()
+        return f"{self.key}={spelt(self.value)}: {said}" if self.key else said
 
     @property
     def pasted(self) -> str:
@@ -73,6 +77,16 @@ def spelt(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def told(message: str, parts: tuple[str, ...] = EVERYTHING) -> Problem:
+    """The problem that a message "key=value: reason. Set fix." of a SpecError tells."""
+    found = _MESSAGE.fullmatch(message)
+    if found is None:
+        _, _, fix = message.rpartition(" Set ")
+        return Problem("", None, message, "", "WRONG", parts, named_overrides(f"Set {fix}"))
+    fix = found["fix"] or ""
+    return Problem(found["key"], found["value"].strip("'"), found["reason"], fix, "WRONG", parts, named_overrides(fix))
 
 
 def named_overrides(sentence: str) -> tuple[str, ...]:

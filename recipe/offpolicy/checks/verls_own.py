@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects.verl import VERL_DEFAULTS, verl_rejections, verl_weight_bounds
-from ..findings import Problem, set_to
+from ..findings import Problem, set_to, told
 from ..live_path import live_path
 from ..verl_keys import dead_keys as dead_keys_of
 from ..verl_keys.reading import VERL, changes, own, part
@@ -53,35 +55,20 @@ def thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         return
     values = own(config)
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
-        yield from _malformed(_IS, cap, "rollout_is", "2.0", lambda: verl_weight_bounds(cap, _IS))
+        yield from _malformed(_IS, "rollout_is", 2.0, lambda: verl_weight_bounds(cap, _IS))
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
-        malformed = list(
-            _malformed(_RS, bound, "rollout_rs", "0.5_2.0", lambda: verl_rejections(rejection, bound, f"{VERL}."))
-        )
+        read = partial(verl_rejections, rejection, bound, f"{VERL}.")
+        malformed = list(_malformed(_RS, "rollout_rs", "0.5_2.0", read))
         yield from malformed or _inverted(str(rejection), bound)
 
 
-def _malformed(key: str, value: Any, owner: str, example: str, read: Any) -> Iterator[Problem]:
+def _malformed(key: str, owner: str, proposed: str | float, read: Callable[[], object]) -> Iterator[Problem]:
     try:
         read()
     except SpecError as error:
-        message = str(error)
-        said, _, reason = message.partition(": ")
-        reason, found, fix = reason.rpartition(" Set ")
-        if not found:
-            reason, fix = said if not reason else fix, ""
-        proposed = example if key == _RS else 2.0
-        named = said.partition("=")[0]
-        overrides = (set_to(key, proposed),) if named == key else ()
-        yield Problem(
-            named, own_value(said), reason, f"{found.strip()} {fix}".strip(), "WRONG", (part(owner),), overrides
-        )
-
-
-def own_value(said: str) -> str:
-    """What stands behind the first = of "key=value"."""
-    return said.partition("=")[2].strip("'")
+        problem = told(str(error), (part(owner),))
+        yield replace(problem, overrides=(set_to(key, proposed),) if problem.key == key else ())
 
 
 def _inverted(rejection: str, bound: Any) -> Iterator[Problem]:

@@ -1,0 +1,12 @@
+"""Is the correction of this launch live? Asked before the launch, without a GPU and without Ray.
+
+    python -m recipe.offpolicy.doctor 'correction=[tis_token,gsm]' data.train_files=...
+    python -m recipe.offpolicy.doctor --module verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token ...
+    python -m recipe.offpolicy.doctor --script run.sh [arguments of the script]
+
+Composes the configuration that the launch would train with, runs every check of its start, and says of each correction
+LIVE, INERT because ..., or WRONG because ..., with the override that mends it. A script is read, not run.
+
+Exit status: 0 everything that is asked for is LIVE, or nothing is asked for; 1 something is INERT, it would do nothing;
+2 something is WRONG, it would do something else than it says or end the run, or there is no configuration.
+"""

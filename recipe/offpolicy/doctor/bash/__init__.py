@@ -1,0 +1,6 @@
+"""What a launch script would launch, read without running it.
+
+A script may install packages, start Ray or convert data before it trains, so none of its programs is called but a few
+that only look (``programs``). What cannot be told is carried along as ``Unknown`` with its line and its cause, and is
+an error only where a launch needs it.
+"""

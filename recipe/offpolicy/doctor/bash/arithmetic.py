@@ -1,0 +1,79 @@
+"""$((...)) of integers."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    # Towards zero, as in C.
+    ast.Div: lambda a, b: int(a / b),
+    ast.Mod: lambda a, b: a - b * int(a / b),
+}
+_COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_LARGEST_EXPONENT = 62
+
+
+def evaluated(expression: str, numbers: Mapping[str, str]) -> int:
+    """The value of an expression without assignments.
+
+    Args:
+        numbers: of the variables that it names; those left out, and empty ones, are 0.
+
+    Raises:
+        ValueError: what is not arithmetic of integers.
+    """
+    text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
+    try:
+        tree = ast.parse(text.strip() or "0", mode="eval")
+        return int(_value(tree.body, numbers))
+    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(node: ast.expr, numbers: Mapping[str, str]) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name():
+            return _number(numbers.get(node.id, ""))
+        case ast.BinOp():
+            left, right = _value(node.left, numbers), _value(node.right, numbers)
+            if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_EXPONENT:
+                raise ValueError(f"the exponent {right}")
+            if type(node.op) in _BINARY:
+                return _BINARY[type(node.op)](left, right)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, numbers)
+        case ast.UnaryOp(op=ast.UAdd()):
+            return _value(node.operand, numbers)
+        case ast.UnaryOp(op=ast.Not()):
+            return int(not _value(node.operand, numbers))
+        case ast.BoolOp():
+            holds = [bool(_value(each, numbers)) for each in node.values]
+            return int(all(holds) if isinstance(node.op, ast.And) else any(holds))
+        case ast.Compare(ops=[compared]):
+            return int(_COMPARED[type(compared)](_value(node.left, numbers), _value(node.comparators[0], numbers)))
+    raise ValueError(ast.unparse(node))
+
+
+def _number(text: str) -> int:
+    return int(text, 0) if text.strip() else 0

@@ -1,0 +1,139 @@
+"""[[ ... ]], [ ... ] and test."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .values import Field, State, Unknown
+
+Truth = bool | Unknown
+_NUMBERS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
+_FILES: dict[str, Callable[[Path], bool]] = {
+    "-f": Path.is_file,
+    "-d": Path.is_dir,
+    "-e": Path.exists,
+    "-s": lambda path: path.is_file() and path.stat().st_size > 0,
+    "-L": Path.is_symlink,
+    "-r": Path.exists,
+    "-x": Path.exists,
+}
+
+
+class Condition:
+    """Evaluates the words of one test, already expanded.
+
+    Args:
+        words: operators and operands.
+        patterns: whether what stands behind = and != is a pattern, as in [[ ]].
+    """
+
+    def __init__(self, words: list[Field], state: State, line: int, *, patterns: bool = False) -> None:
+        self._words, self._state, self._line, self._patterns = words, state, line, patterns
+        self._place = 0
+
+    def holds(self) -> Truth:
+        """Whether it holds, or why that cannot be told."""
+        if not self._words:
+            return False
+        result = self._any()
+        if self._place < len(self._words):
+            return Unknown(f"the test of line {self._line} is not read", self._line)
+        return result
+
+    def _peek(self, ahead: int = 0) -> Field | None:
+        place = self._place + ahead
+        return self._words[place] if place < len(self._words) else None
+
+    def _any(self) -> Truth:
+        result = self._all()
+        while self._peek() in ("||", "-o"):
+            self._place += 1
+            other = self._all()
+            result = _either(result, other)
+        return result
+
+    def _all(self) -> Truth:
+        result = self._one()
+        while self._peek() in ("&&", "-a"):
+            self._place += 1
+            other = self._one()
+            result = _negated(_either(_negated(result), _negated(other)))
+        return result
+
+    def _one(self) -> Truth:
+        word = self._peek()
+        if word == "!":
+            self._place += 1
+            return _negated(self._one())
+        if word == "(":
+            self._place += 1
+            result = self._any()
+            self._place += 1
+            return result
+        binary = self._peek(1)
+        if isinstance(binary, str) and (binary in _NUMBERS or binary in ("=", "==", "!=", "=~", "<", ">")):
+            self._place += 3
+            return self._compared(word, binary, self._words[self._place - 1] if self._place <= len(self._words) else "")
+        if isinstance(word, str) and re.fullmatch(r"-[a-zA-Z]", word) and binary is not None:
+            self._place += 2
+            return self._unary(word, binary)
+        self._place += 1
+        return word if isinstance(word, Unknown) else bool(word)
+
+    def _unary(self, operator: str, operand: Field) -> Truth:
+        if operator == "-v" and isinstance(operand, str):
+            return operand in self._state.variables
+        if isinstance(operand, Unknown):
+            # What is not set is empty to a test.
+            return operand if not operand.why.endswith("is not set") else operator == "-z"
+        if operator in ("-z", "-n"):
+            return bool(operand) is (operator == "-n")
+        if operator in _FILES:
+            return _FILES[operator](self._state.directory / operand)
+        return Unknown(f"the test {operator} of line {self._line} is not read", self._line)
+
+    def _compared(self, left: Field | None, operator: str, right: Field) -> Truth:
+        left, right = _or_empty(left or ""), _or_empty(right)
+        for operand in (left, right):
+            if isinstance(operand, Unknown):
+                return operand
+        assert isinstance(left, str)
+        assert isinstance(right, str)
+        if operator in _NUMBERS:
+            try:
+                return _NUMBERS[operator](int(left or 0), int(right or 0))
+            except ValueError:
+                return Unknown(f"{left!r} {operator} {right!r} is no comparison of integers", self._line)
+        if operator == "=~":
+            try:
+                return re.search(right, left) is not None
+            except re.error:
+                return Unknown(f"the expression {right!r} is not read", self._line)
+        if operator in ("<", ">"):
+            return left < right if operator == "<" else left > right
+        same = fnmatch.fnmatchcase(left, right) if self._patterns else left == right
+        return same if operator != "!=" else not same
+
+
+def _or_empty(value: Field) -> Field:
+    return "" if isinstance(value, Unknown) and value.why.endswith("is not set") else value
+
+
+def _negated(truth: Truth) -> Truth:
+    return truth if isinstance(truth, Unknown) else not truth
+
+
+def _either(first: Truth, second: Truth) -> Truth:
+    if first is True or second is True:
+        return True
+    return first if isinstance(first, Unknown) else second

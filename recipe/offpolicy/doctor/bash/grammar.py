@@ -1,0 +1,315 @@
+"""Tokens -> commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .lexer import REDIRECTS, Lexer, Token
+from .values import ScriptError
+
+
+@dataclass
+class Simple:
+    """Assignments, words, and what is written to its input by a here-document or a here-string."""
+
+    line: int
+    assignments: list[Token] = field(default_factory=list)
+    words: list[Token] = field(default_factory=list)
+    input: Token | None = None
+
+
+@dataclass
+class Test:
+    """``[[ ... ]]``, or ``(( ... ))`` as one token."""
+
+    line: int
+    tokens: list[Token]
+
+
+@dataclass
+class Chain:
+    """``first``, then each command whose operator, && or ||, fits the status before it."""
+
+    line: int
+    first: Command
+    rest: list[tuple[str, Command]]
+
+
+@dataclass
+class Pipeline:
+    line: int
+    commands: list[Command]
+    negated: bool
+
+
+@dataclass
+class If:
+    line: int
+    branches: list[tuple[list[Command], list[Command]]]
+    otherwise: list[Command]
+
+
+@dataclass
+class Loop:
+    """``for name in words``, ``counted`` for ((...)), or while and until with a condition."""
+
+    line: int
+    body: list[Command]
+    name: str = ""
+    words: list[Token] = field(default_factory=list)
+    condition: list[Command] = field(default_factory=list)
+    until: bool = False
+    counted: bool = False
+
+
+@dataclass
+class Case:
+    line: int
+    subject: Token
+    branches: list[tuple[list[Token], list[Command]]]
+
+
+@dataclass
+class Group:
+    line: int
+    body: list[Command]
+    subshell: bool
+
+
+@dataclass
+class Function:
+    line: int
+    name: str
+    body: Command
+
+
+Command = Simple | Test | Chain | Pipeline | If | Loop | Case | Group | Function
+
+_CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
+
+
+def parsed(source: str, first_line: int = 1) -> list[Command]:
+    """The commands of a script.
+
+    Raises:
+        ScriptError: what is not closed, or not of the part of bash that is read.
+    """
+    parser = _Parser(Lexer(source, first_line).tokens())
+    commands = parser.commands(set())
+    parser.expect_end()
+    return commands
+
+
+class _Parser:
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self._place = 0
+
+    @property
+    def _token(self) -> Token:
+        return self._tokens[self._place]
+
+    def _take(self) -> Token:
+        self._place += 1
+        return self._tokens[self._place - 1]
+
+    def _is(self, *texts: str) -> bool:
+        return self._token.kind in ("word", "operator") and self._token.text in texts
+
+    def _skip(self, *, separators: bool = True) -> None:
+        while self._token.kind == "newline" or (separators and self._is(";", "&")):
+            self._take()
+
+    def _expect(self, text: str, opened: int) -> None:
+        if not self._is(text):
+            found = f"{self._token.text!r} at line {self._token.line}"
+            raise ScriptError(f"line {opened}: expected {text!r} to follow, found {found}")
+        self._take()
+
+    def expect_end(self) -> None:
+        if self._token.kind != "end":
+            raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
+
+    def commands(self, until: set[str]) -> list[Command]:
+        found: list[Command] = []
+        self._skip()
+        while self._token.kind != "end" and not self._is(*until, *_CLOSING, ")", ";;"):
+            found.append(self._chain())
+            self._skip()
+        return found
+
+    def _chain(self) -> Command:
+        line, first, rest = self._token.line, self._pipeline(), []
+        while self._is("&&", "||"):
+            operator = self._take().text
+            self._skip(separators=False)
+            rest.append((operator, self._pipeline()))
+        return Chain(line, first, rest) if rest else first
+
+    def _pipeline(self) -> Command:
+        line, negated = self._token.line, False
+        while self._is("!"):
+            self._take()
+            negated = not negated
+        commands = [self._command()]
+        while self._is("|", "|&"):
+            self._take()
+            self._skip(separators=False)
+            commands.append(self._command())
+        return Pipeline(line, commands, negated) if negated or len(commands) > 1 else commands[0]
+
+    def _command(self) -> Command:
+        token = self._token
+        if token.kind == "arithmetic":
+            return Test(token.line, [self._take()])
+        if token.kind == "word":
+            readers: dict[str, Callable[[], Command]] = {
+                "if": self._if,
+                "for": self._for,
+                "while": self._while,
+                "until": self._while,
+                "case": self._case,
+                "[[": self._test,
+                "{": self._group,
+                "function": self._function,
+            }
+            if token.text in readers:
+                return self._redirected(readers[token.text]())
+            following = self._tokens[self._place + 1]
+            if following.kind == "operator" and following.text == "(":
+                return self._function()
+        if self._is("("):
+            return self._redirected(self._group())
+        return self._simple()
+
+    def _redirected(self, command: Command) -> Command:
+        while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
+            self._redirect(Simple(command.line))
+        return command
+
+    def _simple(self) -> Simple:
+        command = Simple(self._token.line)
+        while self._token.kind in ("word", "array") or self._is(*REDIRECTS):
+            if self._is(*REDIRECTS):
+                self._redirect(command)
+                continue
+            token = self._take()
+            next_is_redirect = self._is(*REDIRECTS)
+            if token.kind == "word" and token.text.isdigit() and next_is_redirect:
+                continue  # 2>
+            if not command.words and (token.kind == "array" or assigns(token.text)):
+                command.assignments.append(token)
+            else:
+                command.words.append(token)
+        if not command.words and not command.assignments and command.input is None:
+            raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
+        return command
+
+    def _redirect(self, command: Simple) -> None:
+        if not self._is(*REDIRECTS):
+            self._take()
+            return
+        operator = self._take()
+        if operator.text in ("<<", "<<-"):
+            command.input = operator
+        else:
+            target = self._take()
+            if operator.text == "<<<":
+                command.input = Token("operator", "<<<", operator.line, [target])
+
+    def _if(self) -> If:
+        line = self._take().line
+        branches = []
+        while True:
+            condition = self.commands({"then"})
+            self._expect("then", line)
+            branches.append((condition, self.commands({"elif", "else", "fi"})))
+            if self._is("elif"):
+                self._take()
+                continue
+            break
+        otherwise = []
+        if self._is("else"):
+            self._take()
+            otherwise = self.commands({"fi"})
+        self._expect("fi", line)
+        return If(line, branches, otherwise)
+
+    def _for(self) -> Loop:
+        line = self._take().line
+        name, words = self._take(), []
+        self._skip(separators=False)
+        if self._is("in"):
+            self._take()
+            while self._token.kind == "word":
+                words.append(self._take())
+        elif name.kind == "word":
+            words = [Token("word", '"$@"', line)]
+        self._skip()
+        self._expect("do", line)
+        body = self.commands({"done"})
+        self._expect("done", line)
+        counted = name.kind == "arithmetic"
+        return Loop(line, body, name="" if counted else name.text, words=words, counted=counted)
+
+    def _while(self) -> Loop:
+        token = self._take()
+        condition = self.commands({"do"})
+        self._expect("do", token.line)
+        body = self.commands({"done"})
+        self._expect("done", token.line)
+        return Loop(token.line, body, condition=condition, until=token.text == "until")
+
+    def _case(self) -> Case:
+        line = self._take().line
+        subject, branches = self._take(), []
+        self._skip()
+        self._expect("in", line)
+        self._skip()
+        while not self._is("esac"):
+            if self._is("("):
+                self._take()
+            patterns = [self._take()]
+            while self._is("|"):
+                self._take()
+                patterns.append(self._take())
+            self._expect(")", line)
+            branches.append((patterns, self.commands({"esac"})))
+            if self._is(";;"):
+                self._take()
+            self._skip()
+        self._take()
+        return Case(line, subject, branches)
+
+    def _test(self) -> Test:
+        line, tokens = self._take().line, []
+        while not self._is("]]"):
+            if self._token.kind == "end":
+                raise ScriptError(f"line {line}: [[ is not closed")
+            tokens.append(self._take())
+        self._take()
+        return Test(line, [token for token in tokens if token.kind != "newline"])
+
+    def _group(self) -> Group:
+        opened = self._take()
+        closer = "}" if opened.text == "{" else ")"
+        body = self.commands({closer})
+        self._expect(closer, opened.line)
+        return Group(opened.line, body, subshell=closer == ")")
+
+    def _function(self) -> Function:
+        token = self._take()
+        name = self._take().text if token.text == "function" else token.text
+        if self._is("("):
+            self._take()
+            self._expect(")", token.line)
+        self._skip(separators=False)
+        return Function(token.line, name, self._command())
+
+
+def assigns(text: str) -> bool:
+    """Whether a word as it is written assigns: name=..., name+=..., name[index]=..."""
+    name, equals, _ = text.partition("=")
+    name = name.removesuffix("+")
+    return bool(equals) and (name.isidentifier() or (name.partition("[")[0].isidentifier() and name.endswith("]")))

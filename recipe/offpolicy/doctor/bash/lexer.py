@@ -1,0 +1,229 @@
+"""Bash source -> tokens: words as they are written, operators, array assignments and here-documents."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .values import ScriptError
+
+Kind = Literal["word", "operator", "newline", "array", "arithmetic", "end"]
+REDIRECTS = ("<<<", "<<-", "&>>", "&>", "<<", ">>", ">&", "<&", ">|", "<", ">")
+# The longest first.
+_OPERATORS = sorted((*REDIRECTS, "&&", "||", ";;", "|&", "|", "&", ";", "(", ")"), key=len, reverse=True)
+_COMMAND_FOLLOWS = {";", "&&", "||", "|", "if", "for", "while", "until", "!", "then", "do", "else"}
+_ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=\(")
+_CLOSERS = {"{": "}", "(": ")"}
+
+
+@dataclass
+class Token:
+    """One token.
+
+    Attributes:
+        text: of a word as it is written, quotes included; of an array the name with = or +=.
+        line: counted from 1.
+        words: of an array its elements, of the operator << its document.
+    """
+
+    kind: Kind
+    text: str
+    line: int
+    words: list[Token] = field(default_factory=list)
+
+
+class Lexer:
+    """Cuts a script into tokens, one at a time."""
+
+    def __init__(self, source: str, first_line: int = 1) -> None:
+        self.source = source
+        self.place = 0
+        self.line = first_line
+        self._documents: list[tuple[Token, str, bool, bool]] = []
+
+    def tokens(self) -> list[Token]:
+        """All tokens; an ``end`` last.
+
+        Raises:
+            ScriptError: a quote, a bracket or an array that is not closed.
+        """
+        found: list[Token] = []
+        while (token := self._next(found)).kind != "end":
+            found.append(token)
+        return [*found, token]
+
+    def _next(self, before: list[Token]) -> Token:
+        self._skip_blanks()
+        line = self.line
+        if self.place >= len(self.source):
+            return Token("end", "", line)
+        if self.source[self.place] == "\n":
+            self._advance(1)
+            token = Token("newline", "\n", line)
+            self._read_documents()
+            return token
+        starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
+        if starts and self.source.startswith("((", self.place):
+            return self._arithmetic_command()
+        for operator in _OPERATORS:
+            if self.source.startswith(operator, self.place) and not self.source.startswith(("<(", ">("), self.place):
+                self._advance(len(operator))
+                token = Token("operator", operator, line)
+                if operator in ("<<", "<<-"):
+                    self._announce_document(token)
+                return token
+        if found := _ARRAY.match(self.source, self.place):
+            self._advance(len(found[0]))
+            return Token("array", found[0][:-1], line, self._elements())
+        return Token("word", self._word(), line)
+
+    def _skip_blanks(self) -> None:
+        while self.place < len(self.source):
+            if self.source.startswith("\\\n", self.place):
+                self._advance(2)
+            elif self.source[self.place] in " \t\r":
+                self._advance(1)
+            elif self.source[self.place] == "#":
+                end = self.source.find("\n", self.place)
+                self._advance((len(self.source) if end < 0 else end) - self.place)
+            else:
+                return
+
+    def _elements(self) -> list[Token]:
+        started, words = self.line, list[Token]()
+        while True:
+            self._skip_blanks()
+            if self.place >= len(self.source):
+                raise ScriptError(f"line {started}: an array is not closed")
+            if self.source[self.place] == "\n":
+                self._advance(1)
+            elif self.source[self.place] == ")":
+                self._advance(1)
+                return words
+            else:
+                line = self.line
+                words.append(Token("word", self._word(), line))
+
+    def _word(self) -> str:
+        start = self.place
+        while self.place < len(self.source):
+            character = self.source[self.place]
+            if character in "<>" and self.source.startswith(("<(", ">("), self.place):
+                self._bracketed(1)
+            elif character in " \t\r\n;&|()<>":
+                break
+            else:
+                self._step()
+        if self.place == start:
+            raise ScriptError(f"line {self.line}: {self.source[start]!r} is not expected here")
+        return self.source[start : self.place]
+
+    def _step(self) -> None:
+        """Over one character of a word, or one quoted or bracketed piece."""
+        character = self.source[self.place]
+        if character == "\\":
+            self._advance(2)
+        elif character == "'":
+            self._to("'", self.place + 1)
+        elif character == '"':
+            self._double_quoted()
+        elif character == "`":
+            self._to("`", self.place + 1)
+        elif character == "$" and self.source[self.place + 1 : self.place + 2] in ("{", "("):
+            self._bracketed(1)
+        elif character == "$" and self.source.startswith("$'", self.place):
+            self._advance(1)
+            self._ansi_quoted()
+        else:
+            self._advance(1)
+
+    def _to(self, closer: str, start: int) -> None:
+        end = self.source.find(closer, start)
+        if end < 0:
+            raise ScriptError(f"line {self.line}: {closer} is not closed")
+        self._advance(end + 1 - self.place)
+
+    def _ansi_quoted(self) -> None:
+        self._advance(1)
+        while self.source[self.place : self.place + 1] not in ("'", ""):
+            self._advance(2 if self.source[self.place] == "\\" else 1)
+        self._advance(1)
+
+    def _double_quoted(self) -> None:
+        line = self.line
+        self._advance(1)
+        while self.place < len(self.source) and self.source[self.place] != '"':
+            if self.source[self.place] == "'":
+                self._advance(1)
+            else:
+                self._step()
+        if self.place >= len(self.source):
+            raise ScriptError(f'line {line}: " is not closed')
+        self._advance(1)
+
+    def _bracketed(self, before: int) -> None:
+        """Over ${...}, $(...) and the like, nested ones included."""
+        line = self.line
+        self._advance(before)
+        opener = self.source[self.place]
+        depth = 0
+        while self.place < len(self.source):
+            character = self.source[self.place]
+            if character == opener:
+                depth += 1
+                self._advance(1)
+            elif character == _CLOSERS[opener]:
+                depth -= 1
+                self._advance(1)
+                if depth == 0:
+                    return
+            elif opener == "(" and self.source.startswith("<<", self.place) and self.source[self.place + 2] != "<":
+                self._document_inside()
+            elif opener == "(" and character == "#" and self.source[self.place - 1] in " \t\n":
+                self._advance(max(self.source.find("\n", self.place), self.place + 1) - self.place)
+            else:
+                self._step()
+        raise ScriptError(f"line {line}: {opener} is not closed")
+
+    def _document_inside(self) -> None:
+        """Over a here-document inside $(...), whose text may hold any quotes."""
+        found = re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.source, self.place)
+        if found is None:
+            self._advance(2)
+            return
+        end = re.compile(rf"\n\t*{found[2]}(?=\n|\s*\)|$)").search(self.source, found.end())
+        if end is None:
+            raise ScriptError(f"line {self.line}: the here-document {found[2]} is not closed")
+        self._advance(end.end() - self.place)
+
+    def _announce_document(self, token: Token) -> None:
+        self._skip_blanks()
+        written = self._word()
+        name = written.strip("'\"").replace("\\", "")
+        self._documents.append((token, name, written != name, token.text == "<<-"))
+
+    def _read_documents(self) -> None:
+        for token, name, quoted, dashed in self._documents:
+            line, lines = self.line, []
+            while True:
+                if self.place >= len(self.source):
+                    raise ScriptError(f"line {token.line}: the here-document {name} is not closed")
+                end = self.source.find("\n", self.place)
+                end = len(self.source) if end < 0 else end
+                text = self.source[self.place : end]
+                self._advance(end + 1 - self.place)
+                if (text.lstrip("\t") if dashed else text) == name:
+                    break
+                lines.append(text)
+            token.words = [Token("word", "\n".join(lines), line), Token("word", "quoted" if quoted else "", line)]
+        self._documents = []
+
+    def _arithmetic_command(self) -> Token:
+        line, start = self.line, self.place
+        self._bracketed(0)
+        return Token("arithmetic", self.source[start + 2 : self.place - 2], line)
+
+    def _advance(self, count: int) -> None:
+        self.line += self.source.count("\n", self.place, self.place + count)
+        self.place += count

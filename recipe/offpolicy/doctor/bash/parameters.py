@@ -1,0 +1,188 @@
+"""${...}: which parameter, and what is done to it."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .values import Field, ScriptError, State, Unknown, Value
+
+_FORM = re.compile(
+    r"(?P<length>#(?!\}|$))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
+    r"(?P<operator>:?[-=+?]|%%?|\#\#?|//?|\^\^?|,,?|:)?(?P<word>.*)",
+    re.S,
+)
+_WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter and an operation on it.
+
+    Attributes:
+        index: of an array's element; @ or * for all of them.
+        operator, word: as they are written, e.g. ``:-`` and the default.
+        length: ``${#name}``.
+    """
+
+    name: str
+    index: str | None = None
+    operator: str = ""
+    word: str = ""
+    length: bool = False
+
+    @property
+    def each(self) -> bool:
+        """Whether it is a list of values: $@, $*, ${A[@]}."""
+        return (self.name in ("@", "*") or self.index in ("@", "*")) and not self.length
+
+    @property
+    def joined(self) -> bool:
+        """Whether, in quotes, the list is one value."""
+        return self.name == "*" or self.index == "*"
+
+
+def parameter(written: str, line: int) -> Parameter:
+    """What stands between ${ and }.
+
+    Raises:
+        ScriptError: a form that is not read.
+    """
+    if written == "#":
+        return Parameter("#")
+    found = _FORM.fullmatch(written)
+    if found is None or (found["word"] and not found["operator"]):
+        raise ScriptError(f"line {line}: ${{{written}}} is not read")
+    return Parameter(found["name"], found["index"], found["operator"] or "", found["word"], bool(found["length"]))
+
+
+def applied(asked: Parameter, state: State, line: int, expand: Callable[[str], Field]) -> list[Field]:
+    """The values of a parameter after its operation; of a list one each, else one, or none where it is not set."""
+    values = _values(asked, state, line, expand)
+    if asked.length:
+        return _length(asked, values)
+    if asked.operator in _WITHOUT_VALUE:
+        return _with_default(asked, values, state, line, expand)
+    if values is None:
+        return [] if asked.each else [Unknown(f"${asked.name} is not set", line)]
+    if not asked.operator:
+        return values
+    if asked.operator == ":":
+        return _slice(asked, values, line, expand)
+    word = expand(asked.word) if asked.operator[0] not in "/^," else ""
+    return [value if isinstance(value, Unknown) else _changed(asked, value, word, line, expand) for value in values]
+
+
+def _values(asked: Parameter, state: State, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
+    """None where the parameter is not set."""
+    name = asked.name
+    if name in ("@", "*"):
+        return list(state.arguments)
+    if name == "#":
+        return [str(len(state.arguments))]
+    if name == "0" or (name == "BASH_SOURCE" and asked.index in (None, "0", "-1", "@")):
+        return [str(state.script)]
+    if name.isdigit():
+        return [state.arguments[int(name) - 1]] if int(name) <= len(state.arguments) else None
+    if name == "?":
+        return [Unknown("$? is the status of a program that is not run", line)]
+    if not name.isidentifier():
+        return [Unknown(f"${name} is of a running shell", line)]
+    value: Value | None = state.variables.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        return [value] if asked.index in (None, "0", "@", "*") else None
+    if asked.index in ("@", "*"):
+        return value
+    index = expand(asked.index) if asked.index else "0"
+    if isinstance(index, Unknown):
+        return [index]
+    try:
+        return [value[int(index)]]
+    except ValueError:
+        return [Unknown(f"${{{name}[{index}]}} is of an associative array", line)]
+    except IndexError:
+        return None
+
+
+def _length(asked: Parameter, values: list[Field] | None) -> list[Field]:
+    if asked.index in ("@", "*") or asked.name in ("@", "*"):
+        return [str(len(values or []))]
+    value = values[0] if values else ""
+    return [value if isinstance(value, Unknown) else str(len(value))]
+
+
+def _with_default(
+    asked: Parameter, values: list[Field] | None, state: State, line: int, expand: Callable[[str], Field]
+) -> list[Field]:
+    empty_counts = asked.operator.startswith(":")
+    if values and isinstance(values[0], Unknown) and empty_counts and not asked.each:
+        return values
+    there = values is not None and (not empty_counts or any(value != "" for value in values))
+    match asked.operator[-1]:
+        case "+":
+            return [expand(asked.word)] if there else ([] if asked.each else [""])
+        case _ if there:
+            assert values is not None
+            return values
+        case "?":
+            return [Unknown(f"${asked.name} is not set, and the script ends without it", line)]
+    value = expand(asked.word)
+    if asked.operator[-1] == "=" and asked.name.isidentifier():
+        state.variables[asked.name] = value
+    return [value]
+
+
+def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[str], Field]) -> list[Field]:
+    bounds = expand(asked.word)
+    if isinstance(bounds, Unknown):
+        return [bounds]
+    try:
+        start, *length = (int(part) for part in bounds.split(":"))
+    except ValueError:
+        return [Unknown(f"${{{asked.name}:{asked.word}}} is not read", line)]
+
+    def cut(sequence: str | list[Field]) -> slice:
+        first = start if start >= 0 else max(len(sequence) + start, 0)
+        end = len(sequence) if not length else first + length[0] if length[0] >= 0 else len(sequence) + length[0]
+        return slice(first, end)
+
+    if asked.each:
+        # Of $@ the first is $1.
+        shifted = values if asked.index else ["", *values]
+        return shifted[cut(shifted)]
+    value = values[0]
+    return [value if isinstance(value, Unknown) else value[cut(value)]]
+
+
+def _changed(asked: Parameter, value: str, word: Field, line: int, expand: Callable[[str], Field]) -> Field:
+    if isinstance(word, Unknown):
+        return word
+    match asked.operator:
+        case "#" | "##" | "%" | "%%":
+            return _trimmed(value, word, asked.operator)
+        case "/" | "//":
+            pattern, _, replacement = asked.word.partition("/")
+            what, by = expand(pattern), expand(replacement)
+            if isinstance(what, Unknown) or isinstance(by, Unknown):
+                return what if isinstance(what, Unknown) else by
+            found = re.compile(fnmatch.translate(what).removesuffix(r"\Z").removesuffix(r"\z"))
+            return found.sub(lambda _: by, value, count=1 if asked.operator == "/" else 0)
+        case "^^":
+            return value.upper()
+        case ",,":
+            return value.lower()
+    return Unknown(f"${{{asked.name}{asked.operator}{asked.word}}} is not read", line)
+
+
+def _trimmed(value: str, pattern: str, operator: str) -> str:
+    """Without the shortest, or with a doubled operator the longest, start (#) or end (%) that the pattern fits."""
+    ends = range(len(value) + 1)
+    if operator.startswith("#"):
+        order = ends if operator == "#" else reversed(ends)
+        return next((value[end:] for end in order if fnmatch.fnmatchcase(value[:end], pattern)), value)
+    order = reversed(ends) if operator == "%" else ends
+    return next((value[:end] for end in order if fnmatch.fnmatchcase(value[end:], pattern)), value)

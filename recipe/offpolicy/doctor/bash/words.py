@@ -1,0 +1,230 @@
+"""Words as they are written -> what they are worth: quotes, parameters, substitutions and the splitting into fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from .arithmetic import evaluated
+from .parameters import Parameter, applied, parameter
+from .values import Field, ScriptError, State, Unknown
+
+Substitute = Callable[[str, int], Field]
+"""Takes the commands of $(...) and their line; gives what they would print."""
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a word; ``split`` where blanks in it end a field, ``ends`` where a field ends after it."""
+
+    value: Field
+    split: bool = False
+    ends: bool = False
+    quoted: bool = False
+
+
+class Words:
+    """Expands words in a state."""
+
+    def __init__(self, state: State, substitute: Substitute) -> None:
+        self._state = state
+        self._substitute = substitute
+
+    def fields(self, written: str, line: int) -> list[Field]:
+        """The fields that a word of a command becomes: none, one or several."""
+        return list(_joined(self._pieces(written, line, quoted=False)))
+
+    def text(self, written: str, line: int) -> Field:
+        """The one value that it becomes where nothing is split: in assignments, tests and here-strings."""
+        return together(piece.value for piece in self._pieces(written, line, quoted=False))
+
+    def document(self, written: str, line: int) -> Field:
+        """The value of a here-document whose name is not quoted."""
+        return together(piece.value for piece in self._pieces(written, line, quoted=True, document=True))
+
+    def pattern(self, written: str, line: int) -> Field:
+        """As ``text``, of a pattern: what stands in quotes is meant as it is."""
+        pieces = self._pieces(written, line, quoted=False)
+        return together(
+            re.sub(r"[*?\[]", r"[\g<0>]", piece.value) if piece.quoted and isinstance(piece.value, str) else piece.value
+            for piece in pieces
+        )
+
+    def number(self, expression: str, line: int) -> Field:
+        """The value of an arithmetic expression."""
+        plain = self.document(expression, line)
+        if isinstance(plain, Unknown):
+            return plain
+        names = set(re.findall(r"[A-Za-z_]\w*", plain))
+        numbers = {}
+        for name in names:
+            value = self._state.variables.get(name, "")
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, Unknown):
+                return value
+            numbers[name] = str(value) if isinstance(value, str) else ""
+        try:
+            return str(evaluated(plain, numbers))
+        except ValueError as error:
+            return Unknown(f"$(({expression.strip()})) is not read ({error})", line)
+
+    def _pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
+        place = 0
+        if not quoted and re.match(r"~(?=/|$)", written):
+            yield _Piece(self._home(line))
+            place = 1
+        while place < len(written):
+            character = written[place]
+            if character == "\\":
+                following = written[place + 1 : place + 2]
+                place += 2
+                if following == "\n":
+                    continue
+                kept = quoted and following not in ('$`"\\' if not document else "$`\\")
+                yield _Piece(f"\\{following}" if kept else following, quoted=True)
+            elif character == "'" and not quoted:
+                end = written.index("'", place + 1)
+                yield _Piece(written[place + 1 : end], quoted=True)
+                place = end + 1
+            elif character == '"' and not document:
+                end = _closing_quote(written, place)
+                inside = list(self._pieces(written[place + 1 : end], line, quoted=True))
+                yield from (replace(piece, quoted=True) for piece in inside or [_Piece("")])
+                place = end + 1
+            elif character == "`":
+                end = written.index("`", place + 1)
+                yield _Piece(self._substitute(written[place + 1 : end], line), split=not quoted)
+                place = end + 1
+            elif character == "$":
+                length, pieces = self._dollar(written[place:], line, quoted)
+                yield from pieces
+                place += length
+            else:
+                end = next((i for i in range(place + 1, len(written)) if written[i] in "\\'\"`$"), len(written))
+                yield _Piece(written[place:end])
+                place = end
+
+    def _dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
+        """How much of the text a $... takes, and what it becomes."""
+        if rest.startswith("$'") and not quoted:
+            end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
+            assert end is not None, "closed, as the lexer has seen"
+            inside = re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), rest[2 : end.end() - 1])
+            return end.end(), [_Piece(inside)]
+        if rest.startswith("$(("):
+            end_at = _closing(rest, 1)
+            if rest[end_at - 1] == ")":
+                return end_at + 1, [_Piece(self.number(rest[3 : end_at - 1], line))]
+        if rest.startswith("$("):
+            end_at = _closing(rest, 1)
+            return end_at + 1, [_Piece(self._substitute(rest[2:end_at], line), split=not quoted)]
+        if rest.startswith("${"):
+            end_at = _closing(rest, 1)
+            return end_at + 1, self._expanded(parameter(rest[2:end_at], line), line, quoted)
+        if found := _NAME.match(rest, 1):
+            return found.end(), self._expanded(Parameter(found[0]), line, quoted)
+        return 1, [_Piece("$")]
+
+    def _expanded(self, asked: Parameter, line: int, quoted: bool) -> list[_Piece]:
+        values = applied(asked, self._state, line, lambda text: self.text(text, line))
+        if not asked.each:
+            return [_Piece(values[0] if values else "", split=not quoted)]
+        if asked.joined and quoted:
+            return [_Piece(together(_with_blanks(values)))]
+        pieces = [_Piece(value, split=not quoted, ends=index < len(values) - 1) for index, value in enumerate(values)]
+        # "${EMPTY[@]}" is no field at all.
+        return pieces or [_Piece("", split=True)]
+
+    def _home(self, line: int) -> Field:
+        home = self._state.variables.get("HOME")
+        return home if isinstance(home, str) else Unknown("$HOME is not set", line)
+
+
+def together(values: Iterator[Field]) -> Field:
+    """Parts of one value; unknown if one of them is."""
+    texts = []
+    for value in values:
+        if isinstance(value, Unknown):
+            return value
+        texts.append(value)
+    return "".join(texts)
+
+
+def _with_blanks(values: list[Field]) -> Iterator[Field]:
+    for index, value in enumerate(values):
+        if index:
+            yield " "
+        yield value
+
+
+def _joined(pieces: Iterator[_Piece]) -> Iterator[Field]:
+    """Pieces put together to fields, cut at the blanks of those that are split."""
+    current: Field | None = None
+
+    def add(value: Field) -> Field:
+        if current is None or isinstance(value, Unknown):
+            return value
+        return current if isinstance(current, Unknown) else current + value
+
+    for piece in pieces:
+        if not piece.split or isinstance(piece.value, Unknown):
+            current = add(piece.value)
+        else:
+            parts = re.split(r"[ \t\n]+", piece.value)
+            for index, part in enumerate(parts):
+                if index and current is not None:
+                    yield current
+                    current = None
+                if part:
+                    current = add(part)
+        if piece.ends and current is not None:
+            yield current
+            current = None
+    if current is not None:
+        yield current
+
+
+def _closing_quote(written: str, start: int) -> int:
+    place = start + 1
+    while written[place] != '"':
+        if written[place] == "\\":
+            place += 2
+        elif written.startswith(("$(", "${"), place):
+            place = _closing(written, place + 1) + 1
+        elif written[place] == "`":
+            place = written.index("`", place + 1) + 1
+        else:
+            place += 1
+    return place
+
+
+def _closing(written: str, start: int) -> int:
+    """Where the bracket at ``start`` is closed, quotes, comments and nested ones passed over."""
+    opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
+    depth, place = 0, start
+    while place < len(written):
+        character = written[place]
+        if character == "\\":
+            place += 2
+            continue
+        if opener == "(" and (found := re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1").match(written, place)):
+            end = re.compile(rf"\n\t*{found[2]}(?=\n|\s*\)|$)").search(written, found.end())
+            place = end.end() if end else found.end()
+            continue
+        if character == "'":
+            place = written.index("'", place + 1)
+        elif character == '"':
+            place = _closing_quote(written, place)
+        elif character == "#" and opener == "(" and written[place - 1] in " \t\n":
+            place = max(written.find("\n", place), place)
+        elif character == opener:
+            depth += 1
+        elif character == closer:
+            depth -= 1
+            if depth == 0:
+                return place
+        place += 1
+    raise ScriptError(f"{opener} is not closed")

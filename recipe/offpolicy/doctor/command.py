@@ -1,0 +1,76 @@
+"""The command line of the doctor."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __doc__ as _HELP
+from .bash.values import ScriptError
+
+_OURS = "recipe.offpolicy.main_offpolicy"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = _parser()
+    known, given = parser.parse_known_args(arguments)
+    given = [argument for argument in given if argument != "--"]
+    if known.script is not None and known.module is not None:
+        parser.error("--script and --module: the script says which program it launches")
+    out = sys.stdout
+    # Whoever is imported may print; what is asked for stands alone on the standard output.
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _quiet()
+        from .diagnosis import Diagnosis, diagnose
+        from .launch import Launch
+        from .scripts import launch_of
+        from .show import as_json, show
+
+        try:
+            launch = (
+                launch_of(Path(known.script), given, known.line)
+                if known.script is not None
+                else Launch(known.module or _OURS, tuple(given))
+            )
+        except ScriptError as error:
+            diagnosis = Diagnosis(Launch("", tuple(given), str(known.script)), error=str(error))
+        else:
+            diagnosis = diagnose(launch)
+    if known.json:
+        json.dump(as_json(diagnosis), out, indent=2)
+        out.write("\n")
+    else:
+        show(diagnosis, out)
+    out.flush()
+    return diagnosis.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.doctor",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--json] [--module MODULE | --script FILE [--line N]] [Hydra's flags and overrides]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on the standard output, and nothing else")
+    parser.add_argument("--script", metavar="FILE", help="a launch script; what else is given are its arguments")
+    parser.add_argument("--line", type=int, metavar="N", help="of a script with several launches, the line of one")
+    parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {_OURS})")
+    return parser
+
+
+def _quiet() -> None:
+    """verl and what it imports talk about GPUs and plugins that do not matter here."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")

@@ -1,0 +1,136 @@
+"""Which launch is looked at: the program, its arguments, and the configuration that Hydra makes of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_automatic_config_search_path, detect_task_name, get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ..composition import own_keys_for_us
+from .source import HydraMain, hydra_main, source_of
+
+OURS = "recipe.offpolicy.main_offpolicy"
+VERLS = ("verl.trainer.main_ppo",)
+"""Programs of verl whose trainers and workers the checks know."""
+_OUR_CONFIGURATION = HydraMain(str(Path(__file__).resolve().parents[1] / "config"), "offpolicy_trainer")
+_CHECK = "--check"
+
+
+class LaunchError(ValueError):
+    """A launch whose configuration cannot be made; the message says why, and names the key where there is one."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+        module: the program, as ``python -m`` names it.
+        arguments: Hydra's flags and overrides.
+        origin: the script and line that it was read from; "" for the command line.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    origin: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return self.module == OURS
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The arguments that are no flags."""
+        return tuple(argument for argument in self.arguments if not argument.startswith("-"))
+
+
+def composed(launch: Launch) -> DictConfig:
+    """The configuration that the launch would train with, in this process's Hydra application.
+
+    Raises:
+        LaunchError: there is no such program, or Hydra does not take its arguments.
+        SpecError: ``correction=null``, or two ``correction=``.
+    """
+    program = _OUR_CONFIGURATION if launch.ours else _program(launch.module)
+    given = [argument for argument in launch.arguments if argument != _CHECK]
+    arguments = _parsed(own_keys_for_us(given) if launch.ours else given)
+    if arguments.multirun:
+        raise LaunchError("--multirun: several runs, and this looks at one. Take one value of each key.")
+    name = arguments.config_name or program.config_name
+    path = arguments.config_path or program.config_path
+    try:
+        search_path = create_automatic_config_search_path(None, launch.module, path)
+        if arguments.config_dir is not None:
+            _prepend(search_path, arguments.config_dir)
+        GlobalHydra.instance().clear()
+        hydra = Hydra.create_main_hydra2(detect_task_name(None, launch.module), search_path)
+        config = hydra.compose_config(
+            config_name=name,
+            overrides=arguments.overrides,
+            run_mode=RunMode.RUN,
+            with_log_configuration=False,
+            from_shell=False,
+        )
+    except (HydraException, OmegaConfBaseException) as error:
+        raise LaunchError(_whole(error)) from error
+    HydraConfig.instance().set_config(config)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _program(module: str) -> HydraMain:
+    path = source_of(module)
+    if path is None:
+        raise LaunchError(f"{module}: no such program is found. Install it, or go to where it is launched from.")
+    found = hydra_main(path)
+    if found is None:
+        raise LaunchError(f"{module}: {path} has no @hydra.main, so that it takes no overrides.")
+    return found
+
+
+class _Parsed:
+    multirun: bool
+    config_name: str | None
+    config_path: str | None
+    config_dir: str | None
+    overrides: list[str]
+
+
+def _parsed(arguments: list[str]) -> _Parsed:
+    parser = get_args_parser()
+
+    def refuse(message: str) -> None:
+        raise LaunchError(f"{' '.join(arguments)}: {message}.")
+
+    parser.error = refuse  # type: ignore[method-assign, assignment]
+    # argparse takes overrides in one run only; flags may stand among them.
+    return cast(_Parsed, parser.parse_intermixed_args(arguments))
+
+
+def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
+    absolute = os.path.abspath(folder)
+    if not os.path.isdir(absolute):
+        raise LaunchError(f"--config-dir={folder}: there is no such folder.")
+    search_path.prepend(provider="command-line", path=f"file://{absolute}", anchor=SearchPathQuery(provider="schema"))
+
+
+def _whole(error: BaseException | None) -> str:
+    """Hydra's message and what has caused it."""
+    said: list[str] = []
+    while error is not None:
+        if (text := str(error).strip()) and text not in said:
+            said.append(text)
+        error = error.__cause__
+    return "\n".join(said)

@@ -1,0 +1,133 @@
+"""A diagnosis for people, and for programs."""
+
+from __future__ import annotations
+
+import shlex
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..findings import Problem, spelt
+from .diagnosis import Diagnosis, Row
+from .launch import OURS
+
+SCHEMA = 1
+_STYLES = {"LIVE": "bold green", "INERT": "bold yellow", "WRONG": "bold red", "NOTE": "dim"}
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The diagnosis as plain values.
+
+    ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
+    the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
+    ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
+    ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
+
+    A problem is its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be put last).
+    """
+    where = diagnosis.path
+    return {
+        "schema": SCHEMA,
+        "verdict": diagnosis.verdict,
+        "exit_status": diagnosis.status,
+        "module": diagnosis.launch.module,
+        "origin": diagnosis.launch.origin or None,
+        "arguments": list(diagnosis.launch.arguments),
+        "path": None
+        if where is None
+        else {
+            "release": where.release,
+            "trainer": where.trainer,
+            "worker": where.worker,
+            "strategy": where.strategy,
+        },
+        "fingerprint": diagnosis.fingerprint,
+        "error": diagnosis.error or None,
+        "corrections": [
+            {
+                "name": row.name,
+                "meaning": row.meaning,
+                "verdict": row.verdict,
+                "problems": [_plain(problem) for problem in row.problems],
+            }
+            for row in diagnosis.rows
+        ],
+        "notes": [_plain(problem) for problem in diagnosis.notes],
+        "said": list(diagnosis.said),
+    }
+
+
+def _plain(problem: Problem) -> dict[str, Any]:
+    value = problem.value
+    return {
+        "key": problem.key,
+        "value": value if isinstance(value, bool | int | float | str | None) else spelt(value),
+        "verdict": problem.verdict,
+        "reason": problem.reason,
+        "fix": problem.fix,
+        "overrides": list(problem.overrides),
+    }
+
+
+def show(diagnosis: Diagnosis, file: IO[str]) -> None:
+    """A table of verdicts, then each reason with its fix on lines of their own, never cut."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=10_000)
+    if diagnosis.launch.origin:
+        _line(console, f"{diagnosis.launch.origin}: {diagnosis.launch.module}")
+    if diagnosis.path is not None:
+        _line(console, str(diagnosis.path))
+    for line in diagnosis.said:
+        _line(console, line)
+    if diagnosis.error:
+        _line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
+        _line(console, diagnosis.error)
+        return
+    if diagnosis.rows:
+        console.print(_table(diagnosis.rows))
+    for problem in diagnosis.problems:
+        _problem(console, problem)
+    for problem in diagnosis.notes:
+        _problem(console, problem)
+    _line(console, _conclusion(diagnosis))
+
+
+def _table(rows: tuple[Row, ...]) -> Table:
+    table = Table()
+    for heading in ("correction", "verdict", "asked for"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(Text(row.name), Text(row.verdict, style=_STYLES[row.verdict]), Text(row.meaning))
+    return table
+
+
+def _problem(console: Console, problem: Problem) -> None:
+    _line(console, problem.verdict, str(problem), style=problem.verdict)
+    if problem.overrides:
+        _line(console, f"      {problem.pasted}")
+
+
+def _line(console: Console, *texts: str, style: str | None = None) -> None:
+    first, *rest = texts
+    text = Text(first, style=_STYLES[style] if style else "")
+    for each in rest:
+        text.append(f" {each}", style="")
+    # A line that is broken by us could not be pasted.
+    console.print(text, soft_wrap=True)
+
+
+def _conclusion(diagnosis: Diagnosis) -> str:
+    if not diagnosis.rows:
+        return "No correction is asked for: there is nothing that could be live."
+    if diagnosis.verdict == "LIVE":
+        if diagnosis.launch.module == OURS:
+            return (
+                "LIVE: every check passes and the seams are in place. The first update of the run proves it, or stops."
+            )
+        return "LIVE: verl reads what is asked for. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+    mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
+    said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
+    return f"{said} All of it in one line: {shlex.join(mends)}" if len(diagnosis.problems) > 1 and mends else said

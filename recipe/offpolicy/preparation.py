@@ -1,0 +1,83 @@
+"""What a launch does to its composed configuration before anything is checked: choices made, names resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from .alarms import fallback
+from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, recomposed
+from .correction import CorrectionSpec, SpecError
+from .recording.settings import resolve_dir
+from .run_setup import read_setup, refuse_setup
+from .selector import check_requirements, lines, select
+from .shadow import parse_shadows
+
+Say = Callable[[str], None]
+"""Takes a line of what was chosen and why."""
+
+
+def resolve(config: DictConfig, say: Say) -> list[str]:
+    """Choose for ``correction=auto``, and put what they mean in the place of names of corrections; in place.
+
+    Inside the Hydra application that composed the configuration.
+
+    Returns:
+        The options of the group ``correction``.
+
+    Raises:
+        SpecError: names the key, its value and the fix.
+    """
+    options = chosen_options()
+    check_stack(options)
+    if options == [AUTO]:
+        options = _choose(config, say)
+    else:
+        refuse_setup(config)
+    _resolve_shadows(config, say)
+    fallback.resolve(config)
+    resolve_dir(config)
+    return options
+
+
+def refuse_emptied(spec: CorrectionSpec, options: list[str]) -> None:
+    """A correction that was chosen, and of which overrides have left nothing.
+
+    Raises:
+        SpecError: names the options.
+    """
+    if spec.is_none and not EMPTY.issuperset(options):
+        raise SpecError(
+            f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
+        )
+
+
+def _resolve_shadows(config: DictConfig, say: Say) -> None:
+    """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
+    names = OmegaConf.select(config, "offpolicy.shadow", default=[])
+    if not isinstance(names, str | ListConfig | list):
+        raise SpecError(f"offpolicy.shadow={names}: expected names of corrections. Set offpolicy.shadow=[gsm], or [].")
+    shadows, notes = parse_shadows(
+        [names] if isinstance(names, str) else list(names),
+        option_values,
+        OmegaConf.select(config, "offpolicy.shadow_delta", default=0.1),
+    )
+    if not shadows:
+        return
+    with open_dict(config):
+        config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
+    for note in notes:
+        say(note)
+
+
+def _choose(config: DictConfig, say: Say) -> list[str]:
+    """The options for the run's set-up, put into ``config.correction``; says what and why."""
+    selection = select(read_setup(config))
+    check_stack(selection.options)
+    with open_dict(config):
+        config.correction = recomposed(selection.options)
+    for line in lines(selection):
+        say(line)
+    check_requirements(config, selection.requires)
+    return list(selection.options)
