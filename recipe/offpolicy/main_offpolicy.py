@@ -11,19 +11,18 @@ import sys
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from verl_patches.contract import PatchError
 from verl_patches.runtime_env import forward
 
+from .alarms import fallback
 from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
-from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, own_keys_for_us, recomposed
+from .composition import own_keys_for_us
 from .correction import CorrectionSpec, SpecError
 from .live_path import live_path
-from .recording.settings import resolve_dir
-from .run_setup import read_setup, refuse_setup
-from .selector import check_requirements, lines, select
-from .shadow import check_beside, parse_shadows
+from .preparation import refuse_emptied, resolve
+from .shadow import check_beside
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
@@ -31,20 +30,11 @@ _CHECK_FLAG = "--check"
 
 def prepare(config: DictConfig) -> CorrectionSpec:
     """Choose for ``correction=auto``, validate, and turn verl's idle correction off: in place."""
-    options = chosen_options()
-    check_stack(options)
-    if options == [AUTO]:
-        options = _choose(config)
-    else:
-        refuse_setup(config)
-    _resolve_shadows(config)
+    options = resolve(config, _say)
     spec = run_checks(config)
-    resolve_dir(config)
     check_beside(spec, shadows_of(config))
-    if spec.is_none and not EMPTY.issuperset(options):
-        raise SpecError(
-            f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
-        )
+    fallback.check(config, spec, run_checks)
+    refuse_emptied(spec, options)
     if not spec.is_none and not verl_correction_changes(config):
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
@@ -52,34 +42,8 @@ def prepare(config: DictConfig) -> CorrectionSpec:
     return spec
 
 
-def _resolve_shadows(config: DictConfig) -> None:
-    """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
-    names = OmegaConf.select(config, "offpolicy.shadow", default=[])
-    if not isinstance(names, str | ListConfig | list):
-        raise SpecError(f"offpolicy.shadow={names}: expected names of corrections. Set offpolicy.shadow=[gsm], or [].")
-    shadows, notes = parse_shadows(
-        [names] if isinstance(names, str) else list(names),
-        option_values,
-        OmegaConf.select(config, "offpolicy.shadow_delta", default=0.1),
-    )
-    if not shadows:
-        return
-    with open_dict(config):
-        config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
-    for note in notes:
-        print(f"offpolicy: {note}", flush=True)
-
-
-def _choose(config: DictConfig) -> list[str]:
-    """The options for the run's set-up, put into ``config.correction``; prints what and why."""
-    selection = select(read_setup(config))
-    check_stack(selection.options)
-    with open_dict(config):
-        config.correction = recomposed(selection.options)
-    for line in lines(selection):
-        print(f"offpolicy: {line}", flush=True)
-    check_requirements(config, selection.requires)
-    return list(selection.options)
+def _say(line: str) -> None:
+    print(f"offpolicy: {line}", flush=True)
 
 
 def train(config: DictConfig) -> None:
@@ -111,10 +75,10 @@ def main() -> None:
             forward(config, groups=["legacy"] if live_path(config).worker == "legacy" else [])
         except (SpecError, CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-        print(f"offpolicy: {live_path(config)}", flush=True)
-        print(f"offpolicy: all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}", flush=True)
+        _say(str(live_path(config)))
+        _say(f"all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}")
         for line in advice(config, spec):
-            print(f"offpolicy: {line}", flush=True)
+            _say(line)
         if not only_check:
             train(config)
 
