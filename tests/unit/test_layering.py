@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lost_workers",
         "run_setup",
         "shadow",
-        "verl_metrics",
+        "verl_helper",
         "versions",
         "voice",
     ),

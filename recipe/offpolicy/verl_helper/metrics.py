@@ -5,116 +5,30 @@ A row without a valid token has no statistic and counts in none. Sums are float6
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from .correction.ratios import EXP_CLAMP
+from ..correction.ratios import EXP_CLAMP
+from .columns import Columns, Measure
 
 Metrics = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Columns of one quantity v that tokens have, or that all tokens of a row share; each (B,) float64.
-
-    Attributes:
-        level: whether shares of what lies outside the bounds count tokens or rows.
-        about: a guess of the mean, about which deviations are taken.
-        total, square: sums of v and v^2 over the row's tokens.
-        deviation, squared_deviation: sums of c - about and its square, c being v clamped to its bounds.
-        least, greatest: extremes of v; without meaning for a row without a token.
-        above, below: tokens beyond the upper and the lower bound.
-    """
-
-    level: Literal["token", "sequence"]
-    about: float
-    total: Tensor
-    square: Tensor
-    deviation: Tensor
-    squared_deviation: Tensor
-    least: Tensor
-    greatest: Tensor
-    above: Tensor
-    below: Tensor
-
-
-def measure_tokens(
-    values: Tensor, valid: Tensor, above: Tensor, below: Tensor, *, clamp: tuple[float, float], about: float
-) -> Measure:
-    """Columns of a quantity that each token has.
-
-    Args:
-        values: (B, T) float64.
-        valid, above, below: (B, T) bool.
-        clamp: bounds of c, infinite where open.
-    """
-    values = torch.where(valid, values, about)
-    deviation = values.clamp(*clamp) - about
-    deviation = torch.where(valid, deviation, 0.0)
-    return Measure(
-        level="token",
-        about=about,
-        total=torch.where(valid, values, 0.0).sum(-1),
-        square=torch.where(valid, values, 0.0).square().sum(-1),
-        deviation=deviation.sum(-1),
-        squared_deviation=deviation.square().sum(-1),
-        least=torch.where(valid, values, math.inf).amin(-1),
-        greatest=torch.where(valid, values, -math.inf).amax(-1),
-        above=(valid & above).sum(-1, dtype=torch.float64),
-        below=(valid & below).sum(-1, dtype=torch.float64),
-    )
-
-
-def measure_rows(
-    values: Tensor, tokens: Tensor, above: Tensor, below: Tensor, *, clamp: tuple[float, float], about: float
-) -> Measure:
-    """Columns of a quantity that all tokens of a row share.
-
-    Args:
-        values, tokens: (B,) float64.
-        above, below: (B,) bool.
-        clamp: bounds of c, infinite where open.
-    """
-    deviation = values.clamp(*clamp) - about
-    return Measure(
-        level="sequence",
-        about=about,
-        total=tokens * values,
-        square=tokens * values.square(),
-        deviation=tokens * deviation,
-        squared_deviation=tokens * deviation.square(),
-        least=values,
-        greatest=values,
-        above=tokens * above,
-        below=tokens * below,
-    )
-
-
-def mismatch_metrics(
-    tokens: Tensor, old_sum: Tensor, rollout_sum: Tensor, log_ratio_sum: Tensor, k3_sum: Tensor, chi2_sum: Tensor
-) -> Metrics:
+def mismatch_metrics(columns: Columns) -> Metrics:
     """How far pi_old is from mu, rho = pi_old / mu.
 
     ``kl`` and ``k3_kl`` estimate KL(mu || pi_old) a token, perplexities are means over rows of exp(-mean log p),
     ``chi2_token`` and ``chi2_seq`` are E[rho^2] - 1 of tokens and of rows' products.
-
-    Args:
-        tokens: (B,) float64, T.
-        old_sum, rollout_sum, log_ratio_sum, k3_sum: (B,) float64, sums over a row's valid tokens, in nats.
-        chi2_sum: (B,) float64, sum of rho^2 - 1.
     """
-    rows = tokens > 0
-    count, total = tokens[rows], tokens.sum()
-    old, rollout, drift = old_sum[rows] / count, rollout_sum[rows] / count, -log_ratio_sum[rows] / count
+    rows = columns.tokens > 0
+    count, total = columns.tokens[rows], columns.tokens.sum()
+    log_ratio = columns.log_ratio[rows]
+    old, rollout, drift = columns.old[rows] / count, columns.rollout[rows] / count, -log_ratio / count
     return {
         "training_ppl": torch.exp(-old).mean(),
         "training_log_ppl": -old.mean(),
-        "kl": -log_ratio_sum.sum() / total,
-        "k3_kl": k3_sum.sum() / total,
+        "kl": -columns.log_ratio.sum() / total,
+        "k3_kl": columns.k3.sum() / total,
         "rollout_ppl": torch.exp(-rollout).mean(),
         "rollout_log_ppl": -rollout.mean(),
         "log_ppl_diff": drift.mean(),
@@ -122,8 +36,8 @@ def mismatch_metrics(
         "log_ppl_diff_max": drift.max(),
         "log_ppl_diff_min": drift.min(),
         "ppl_ratio": torch.exp(drift).mean(),
-        "chi2_token": chi2_sum.sum() / total,
-        "chi2_seq": torch.expm1(2 * log_ratio_sum[rows].clamp(-EXP_CLAMP, EXP_CLAMP)).mean(),
+        "chi2_token": columns.chi2.sum() / total,
+        "chi2_seq": torch.expm1(2 * log_ratio.clamp(-EXP_CLAMP, EXP_CLAMP)).mean(),
     }
 
 
