@@ -21,6 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from . import micro_batch as mb
 from .alignment import tally
 from .arrival import check_zeros
+from .attribution.statistics import attributed
 from .calibration.online_bounds import bounds_of, fingerprint, with_bounds
 from .calibration.online_histogram import Side, measured
 from .correction import CorrectionSpec, Statistic, StepStage, turns
@@ -138,12 +139,13 @@ class OffPolicyLoss:
                 )
         statistics |= self._recorded(batch, step, data)
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
-        return loss, metrics, statistics | self._shadow_statistics(batch)
+        return loss, metrics, statistics | self._attributed(batch) | self._shadow_statistics(batch)
 
     def statistics(self, batch: mb.MicroBatch, data: TensorDict) -> dict[str, Statistic]:
         """What there is to report of a micro-batch that is not corrected, in floats."""
         step = mb.decide(self.spec, batch)
-        return to_host(step.statistics) | self._recorded(batch, step, data) | self._shadow_statistics(batch)
+        statistics = to_host(step.statistics) | self._attributed(batch)
+        return statistics | self._recorded(batch, step, data) | self._shadow_statistics(batch)
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
         """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
@@ -154,6 +156,15 @@ class OffPolicyLoss:
 
     def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
         return {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
+
+    def _attributed(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
+        return attributed(
+            rollout_log_prob=batch.rollout_log_prob,
+            old_log_prob=mb.proximal(self.spec, batch),
+            log_prob=batch.log_prob,
+            response_mask=batch.response_mask,
+            staleness=mb.staleness(batch) if self.spec.proximal == "recompute" else None,
+        )
 
     def _histograms(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
         if not self.moving:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from torch import Tensor
+
 from ..correction.statistics import Reduction, Statistic
 from .shares import shares
+from .sums import sums_by_row
 
 PARTS: Final = ("rollout", "backend", "staleness", "drift")
 WHOLES: Final = ("variance", "kl")
@@ -45,3 +48,20 @@ def share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
         for whole in WHOLES
         for part in PARTS
     }
+
+
+def attributed(
+    *,
+    rollout_log_prob: Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    staleness: Tensor | None,
+) -> dict[str, Statistic]:
+    """The shares of a micro-batch, in floats, by one transfer to the host; arguments as ``sums.sums_by_row`` has them.
+
+    Staleness is to be None as well where pi_old is no forward pass of the weights that the step began with: then the
+    backend cannot be told from the rest.
+    """
+    sums = sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
+    return share_statistics(sums.sum(0).flatten().tolist())
