@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,6 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
     return correction, unset
 
 
-def replayed(
-    recording: Recording, spec: CorrectionSpec, unset: frozenset[str], result: Calibrated
-) -> tuple[Joint | None, Joint]:
-    """What the correction keeps as a whole, as it is (None where a bound has no value yet) and as proposed."""
-    now = None if unset else joint(recording, spec)
-    then = result.spec
-    unbounded = {key.split(".")[1] for key in unset} - {
-        p.part.key.removeprefix("masks.") for p in result.proposals if p.found
-    }
-    if unbounded:
-        then = replace(then, masks=tuple((name, mask) for name, mask in then.masks if name not in unbounded))
-    return now, joint(recording, then)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     request = Request(
@@ -77,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(options.directory)
         spec, unset = asked(recording, options.spec)
         result = calibrated(recording, spec, request, unset)
-        now, then = replayed(recording, spec, unset, result)
+        now = None if unset else joint(recording, spec)
+        then = joint(recording, result.spec)
         _show(options, result, now, then)
     except (RecordingError, SpecError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201

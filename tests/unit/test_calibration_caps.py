@@ -73,7 +73,7 @@ def test_not_needed_and_not_reachable() -> None:
     _, part = part_of(TIS)
     easy = for_ess(part, units([0.0, 0.01]), 0.9, 0.95)
     assert not easy.values
-    assert easy.note.startswith("not needed: without a cap the ESS is 1.0000")
+    assert easy.note.startswith("not needed: without a cap the ESS is 0.99997")
     # Weights 1, 1 and 0.01: a cap at 1 leaves (2.01)^2 / (3 * 2.0001) = 0.673.
     hard = for_ess(part, units([0.0, 0.0, math.log(0.01), math.log(3)]), 0.99, 0.95)
     assert not hard.values

@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 _LEAST_SHARE = 0.5
 """Where kept shares begin on a picture: below it no bound is of interest."""
+_FAR = 30
+"""Times the last unit's place beyond which a bound is not drawn."""
+_ALIKE = 1.05
 
 
 def curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
     """A panel a bound."""
-    columns = min(len(proposals), 2)
+    columns = len(proposals) if len(proposals) < 4 else 2
     rows = math.ceil(len(proposals) / columns)
     with style():
-        figure, axes = panels(rows, columns, width=5.4 * columns, height=3.9 * rows)
+        figure, axes = panels(rows, columns, width=(4.7 if columns == 3 else 5.4) * columns, height=3.9 * rows)
         for axis, proposal in zip(axes, proposals, strict=False):
             _panel(axis, proposal, confidence)
         for axis in axes[len(proposals) :]:
@@ -58,6 +61,7 @@ def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
     if isinstance(curve, EssCurve):
         low, high = curve.band(confidence)
         _line(axis, curve.radius, curve.ess, low, high, "all lengths")
+        _widen(axis, proposal, float(curve.radius.max(initial=0.0)) / 300, curve.radius.max(initial=0.0))
     else:
         _line(axis, curve.radius, curve.share, curve.low, curve.high, "all lengths")
         for entry in proposal.lengths:
@@ -71,7 +75,9 @@ def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
                     label=f"T {bucket_text(entry.bucket)}",
                 )
         axis.set_ylim(_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
-        _begin(axis, [curve, *(entry.curve for entry in proposal.lengths if entry.curve is not None)])
+        lines = [curve, *(entry.curve for entry in proposal.lengths if entry.curve is not None)]
+        first = min(line.radius[line.share >= _LEAST_SHARE].min(initial=math.inf) for line in lines)
+        _widen(axis, proposal, first, max(line.radius.max(initial=0.0) for line in lines))
     axis.axhline(proposal.goal, color=MUTED, linewidth=1, linestyle=":")
     if len(curve.radius):
         axis.set_xscale("log")
@@ -88,10 +94,9 @@ def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.nd
     axis.fill_between(x[shown], low[shown], high[shown], color=look(0)["color"], alpha=0.18, linewidth=0)
 
 
-def _begin(axis: Axes, lines: Sequence[KeptCurve]) -> None:
-    """Leave out bounds at which no length keeps a share that is shown, and make room for the legend."""
-    starts = [line.radius[line.share >= _LEAST_SHARE].min(initial=math.inf) for line in lines]
-    first, last = min(starts), max((line.radius.max(initial=0.0) for line in lines), default=0.0)
+def _widen(axis: Axes, proposal: Proposal, first: float, last: float) -> None:
+    """From where something of interest is kept to the last unit, with the bounds, and room for the legend."""
+    last = max(last, *(bound for bound in [*_now(proposal), proposal.threshold.radius] if bound < _FAR * last), 0.0)
     if 0 < first < last:
         axis.set_xlim(min(first, last / 10) / (last / first) ** 0.5, last * 1.3)
 
@@ -102,14 +107,21 @@ def _marks(axis: Axes, proposal: Proposal) -> None:
         axis.axvline(proposal.threshold.radius, color=INK, linewidth=1.4)
         text = f"proposed: {bounds(proposal.threshold.values)}"
         axis.plot([], [], color=INK, linewidth=1.4, label=text)
-    now = proposal.part.limits
-    sides = {"both": (-now[0], now[1]), "lower": (-now[0],), "upper": (now[1],)}[proposal.part.side]
-    if proposal.part.unset:
-        return
-    for index, radius in enumerate(dict.fromkeys(round(side, 9) for side in sides if 0 < side < math.inf)):
+    for index, radius in enumerate(_now(proposal)):
         axis.axvline(radius, color=INK, linewidth=1, linestyle="--")
         if not index:
             axis.plot([], [], color=INK, linewidth=1, linestyle="--", label=f"now: {bounds(proposal.part.now)}")
+
+
+def _now(proposal: Proposal) -> list[float]:
+    """Where the present bounds lie; one place for two that a picture cannot tell apart."""
+    part = proposal.part
+    if part.unset:
+        return []
+    lower, upper = part.limits
+    sides = {"both": (-lower, upper), "lower": (-lower,), "upper": (upper,)}[part.side]
+    shown = sorted(side for side in sides if 0 < side < math.inf)
+    return shown[:1] if len(shown) == 2 and shown[1] < _ALIKE * shown[0] else shown
 
 
 def _bound_label(proposal: Proposal) -> str:

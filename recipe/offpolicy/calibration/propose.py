@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -111,7 +111,7 @@ class Calibrated:
     """All proposals.
 
     Attributes:
-        spec: the correction with the proposed bounds.
+        spec: the correction with the proposed bounds, less masks that have no bound at all.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals take the others as independent.
     """
@@ -141,6 +141,9 @@ def calibrated(
     for proposal in proposals:
         if proposal.found:
             spec = with_values(spec, proposal.part.key, proposal.threshold.values)
+    found = {proposal.part.key for proposal in proposals if proposal.found}
+    open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
+    spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     return Calibrated(spec, proposals, skipped, float(state.grouped.mean()) if len(state.grouped) else math.nan)
 
 

@@ -1,0 +1,54 @@
+"""One HTML page about a recorded run, to send to a colleague:
+
+python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
+
+Exit status: 0, or 2 where the recording or an argument is no good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    from ..correction import CorrectionSpec, SpecError
+    from ..pages import PageError
+    from ..recording import Recording, RecordingError
+    from .page import Found, page_of
+    from .sample import sample_of
+    from .studies import studies_of
+    from .timeline import timeline_of
+
+    try:
+        recording = Recording(options.directory)
+        sample = sample_of(recording)
+        timeline = timeline_of(recording.step(step) for step in sample.timeline)
+        spec = CorrectionSpec.from_mapping(timeline.correction)
+        studies = studies_of(recording, sample, spec, spec=options.spec)
+        found = Found(str(options.directory), recording.card, recording.proof, sample, timeline, studies)
+        size = page_of(found).write(options.out)
+    except (RecordingError, SpecError, PageError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    print(f"{options.out}: {size:,} bytes. {sample.sentence}")  # noqa: T201
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.report", description="One HTML page about a recorded run."
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

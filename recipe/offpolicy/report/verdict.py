@@ -1,0 +1,193 @@
+"""A report in a few lines: question, answer, and what the answer rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..attribution.attribution import Attribution
+from ..attribution.tables import PARTS
+from ..attribution.text import escaped
+from ..calibration.propose import Proposal
+from ..calibration.tables import bounds, bucket_text, part_name
+from ..correction import CorrectionSpec
+from ..pages import Column, Table
+from .studies import Studies
+from .timeline import Floats, Timeline
+
+_LEAST_STEPS = 3
+"""Steps from which a beginning and an end can be compared."""
+_GREW = 2.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One line of the verdict."""
+
+    question: str
+    answer: str
+    because: str
+
+
+def answers(timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], studies: Studies) -> tuple[Answer, ...]:
+    """The verdict.
+
+    Args:
+        spec: what acted at the last step.
+        proof: of life, as recorded; empty where there is none.
+    """
+    return (
+        live(spec, proof),
+        _mismatch(timeline),
+        *_origin(studies.attribution),
+        _kept(timeline, spec),
+        *_fit(studies),
+        _reward(timeline),
+    )
+
+
+def table_of(lines: tuple[Answer, ...]) -> Table:
+    rows = [(line.question, line.answer, line.because) for line in lines]
+    return Table((Column("question"), Column("answer"), Column("because")), rows)
+
+
+def live(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
+    """Whether the correction reached the gradient, by the proof that the run recorded."""
+    question = "Is the correction live?"
+    sentence, numbers = escaped(str(proof.get("sentence", ""))), proof.get("live")
+    if sentence and isinstance(numbers, Mapping) and numbers.get("proved") == 1.0:
+        return Answer(question, "yes", f"Proved at step {escaped(str(proof.get('step', '?')))}: {sentence}")
+    if sentence:
+        return Answer(question, "not proved", sentence)
+    if spec.is_none:
+        return Answer(question, "none is on", "The recorded correction has no weight and no mask.")
+    return Answer(
+        question,
+        "not shown",
+        "No proof of life was recorded: the run ended before its first update was judged, or proof.json is missing.",
+    )
+
+
+def _mismatch(timeline: Timeline) -> Answer:
+    question = "Do the engines agree?"
+    kl = timeline.column("kl")
+    tokens = timeline.column("tokens")
+    known = np.isfinite(kl)
+    if not known.any():
+        return Answer(question, "unknown", "No token has a finite mu and pi_old.")
+    mean = float(np.average(kl[known], weights=tokens[known]))
+    lost = sum(step.nonfinite for step in timeline.steps)
+    because = f"Mean over {int(tokens.sum()):,} response tokens; {_trend(kl, 'nats')}."
+    if lost:
+        because += f" {lost:,} tokens have a log-prob that is not finite."
+    return Answer(question, f"KL(mu, pi_old) {mean:.2g} nats a token", because)
+
+
+def _origin(attribution: Attribution | str) -> list[Answer]:
+    question = "Where does the mismatch come from?"
+    if isinstance(attribution, str):
+        return [Answer(question, "unknown", attribution)]
+    present = [cause for cause in attribution.causes if cause.verdict == "present"]
+    split = attribution.whole.kl
+    known = {name: getattr(split, name) for name in PARTS if getattr(split, name) is not None}
+    if not known or any(math.isnan(share) for share in known.values()):
+        shares = "no mismatch to split"
+    else:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in known.items()) + " of KL(mu, pi)"
+        if split.backend is None:
+            shares = f"drift {split.drift:.0%} of KL(mu, pi); backend and staleness cannot be told apart"
+    if not present:
+        return [Answer(question, "no fault found", f"{shares[0].upper()}{shares[1:]}; no known fault shows its mark.")]
+    found = ". ".join(f"{cause.name}: {cause.sentence}" + (f" ({cause.fix})" if cause.fix else "") for cause in present)
+    return [Answer(question, ", ".join(cause.name for cause in present), f"{found}. {shares[0].upper()}{shares[1:]}.")]
+
+
+def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
+    question = "What does the correction keep?"
+    tokens = timeline.column("tokens")
+    kept = timeline.column("kept_tokens")
+    known = np.isfinite(kept)
+    if not known.any():
+        return Answer(question, "unknown", "No response token was recorded.")
+    share = float(np.average(kept[known], weights=tokens[known]))
+    if not spec.masks and not (spec.weight is not None and spec.weight.kind == "reject") and share == 1.0:
+        return Answer(question, "everything", "Nothing in it rejects.")
+    worst = min(timeline.lengths, key=lambda entry: entry.kept_rows)
+    by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)
+    because = f"Rejected by {by}. " if by else ""
+    because += f"Least by length: {worst.kept_rows:.1%} of the {worst.rows} rows with T {bucket_text(worst.bucket)}."
+    return Answer(question, f"{share:.1%} of tokens", because)
+
+
+def _fit(studies: Studies) -> list[Answer]:
+    if isinstance(studies.calibrated, str):
+        return [Answer("Do the bounds fit?", "unknown", studies.calibrated)]
+    return [_proposal(proposal, studies) for proposal in studies.calibrated.proposals]
+
+
+def _proposal(proposal: Proposal, studies: Studies) -> Answer:
+    name, threshold = part_name(proposal.part), proposal.threshold
+    question = f"Which bound for {name}?" if studies.asked else f"Does the bound of {name} fit?"
+
+    def reaches(values: Mapping[str, float | None], share: float) -> str:
+        if proposal.target == "ess":
+            return f"{bounds(values)} has an ESS of {share:.4f}"
+        return f"{bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
+
+    given = "As given" if studies.asked else "Now"
+    said = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
+    if proposal.found:
+        answer = bounds(threshold.values)
+        said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
+    else:
+        answer = "no cap needed" if threshold.note.startswith("not needed") else "not identified"
+    if threshold.note:
+        note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
+        said.append(f"{note[0].upper()}{note[1:]}")
+    if proposal.length.depends:
+        said.append("It treats lengths unlike, see below")
+    return Answer(question, answer, ". ".join(said) + ".")
+
+
+def _reward(timeline: Timeline) -> Answer:
+    question = "Does the reward rise?"
+    reward = timeline.column("reward")
+    if not np.isfinite(reward).any():
+        return Answer(question, "unknown", "No reward was recorded.")
+    thirds = _thirds(reward)
+    if thirds is None:
+        return Answer(question, "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}.")
+    (first, first_error), (last, last_error) = thirds
+    error = math.hypot(first_error, last_error)
+    gain = last - first
+    word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
+    because = f"Mean of the first third of the steps {first:.3f}, of the last {last:.3f}"
+    return Answer(question, word, f"{because}; standard error of the difference {error:.3f}.")
+
+
+def _trend(values: Floats, unit: str) -> str:
+    thirds = _thirds(values)
+    if thirds is None:
+        return "too few steps for a trend"
+    (first, _), (last, _) = thirds
+    if first > 0 and (last > _GREW * first or first > _GREW * last):
+        return f"{'grew' if last > first else 'fell'} from {first:.2g} to {last:.2g} {unit} (first and last third)"
+    return f"steady over the run ({first:.2g} and {last:.2g} {unit} in the first and last third)"
+
+
+def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """Mean and standard error of the first and the last third of the steps; None for too few of them."""
+    known = values[np.isfinite(values)]
+    if len(known) < _LEAST_STEPS:
+        return None
+    third = max(len(known) // 3, 1)
+
+    def of(part: Floats) -> tuple[float, float]:
+        spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
+        return float(part.mean()), spread / math.sqrt(len(part))
+
+    return of(known[:third]), of(known[-third:])

@@ -1,0 +1,278 @@
+"""A report: what it says of a recording, for one step and for hundreds, with hostile content, and without a proof."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.attribution import attribution
+from recipe.offpolicy.attribution.text import Reader
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.pages.page import LARGEST
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.report.__main__ import main
+from recipe.offpolicy.report.sample import sample_of, spread
+from recipe.offpolicy.report.timeline import timeline_of
+from recipe.offpolicy.report.verdict import live
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
+GSM = {
+    "masks": {
+        "gsm": {
+            "ratio": "rollout",
+            "level": "sequence",
+            "aggregate": "geometric",
+            "lower": 0.99,
+            "upper": 1.01,
+            "when": "any",
+        }
+    }
+}
+SPEC = CorrectionSpec.from_mapping(GSM)
+
+
+class Tags(HTMLParser):
+    """Every tag and attribute of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def made(tmp_path: Path, steps: int = 4, *, card: Any = None, proof: Any = None, **columns: Any) -> Path:
+    """A recording of rows of two lengths in groups of 4, uncorrected."""
+    lengths = np.tile([8, 40], 12)
+    directory = tmp_path / "run"
+    for step in range(1, steps + 1):
+        uid = np.array([f"{step}/{row // 4}" for row in range(24)], dtype=object)
+        record(directory, drawn_rows(lengths, seed=step, step=step, backend=0.03, uid=uid, **columns))
+    for name, content in (("run.json", card), ("proof.json", proof)):
+        if content is not None:
+            (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def report(directory: Path, tmp_path: Path, *arguments: str) -> tuple[str, Tags]:
+    out = tmp_path / "out" / "report.html"
+    assert main([str(directory), "--out", str(out), *arguments]) == 0
+    text = out.read_text()
+    assert len(text.encode()) < LARGEST
+    return text, Tags(text)
+
+
+CARD = {
+    "model": f"/models/{HOSTILE}",
+    "release": "0.9.1",
+    "fingerprint": 7,
+    "sampling": {HOSTILE: HOSTILE},
+    "config": {"trainer": {"nnodes": 1}, HOSTILE: HOSTILE},
+}
+PROOF = {
+    "sentence": f"weight LIVE in the gradient {HOSTILE}",
+    "step": HOSTILE,
+    "live": {"proved": 1.0, "gradient_error": 1e-7, HOSTILE: 1.0},
+}
+
+
+class Tokenizer:
+    """Every token is an attack."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return HOSTILE
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
+    """A report with all that can be recorded, all of it hostile."""
+    tmp_path = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attribution, "reader_of", lambda card: (Reader(Tokenizer()), ""))
+        return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
+
+
+def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
+    _, page = whole
+    for heading in (
+        "Verdict",
+        "Run and proof of life",
+        "Reward and mismatch over time",
+        "Kept share by length",
+        "Where the mismatch comes from",
+        "Calibration",
+        "Worst examples",
+        "What other corrections would have done",
+        "Configuration",
+    ):
+        assert heading in page.text
+    assert page.text.index("Verdict") < page.text.index("over time") < page.text.index("Configuration")
+    for said in (
+        "weight LIVE in the gradient",
+        "Read: all 4 recorded steps (1 to 4).",
+        "correction.masks.gsm.upper=",
+        "tis_token",
+        '"nnodes": 1',
+    ):
+        assert said in page.text
+    assert page.tags.count("img") == 4
+
+
+def test_nothing_is_loaded_and_nothing_runs(whole: tuple[str, Tags]) -> None:
+    text, page = whole
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
+    assert all(source.startswith(("data:image/", "#")) for source in sources)
+    assert "default-src 'none'" in text
+
+
+def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
+    """In tokens, the model's name, the configuration and the proof: shown, never a tag, never a control character."""
+    text, page = whole
+    assert page.text.count("<script>alert(1)</script>") > 10
+    assert "onerror" not in [name for name, _ in page.attributes]
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
+    """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
+    rows = drawn_rows([4] * 8, backend=0.2)
+    directory = record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"])
+    _, page = report(directory, tmp_path, "--spec", "correction=product_mask")
+    for said in (
+        "Read: the one recorded step (1 to 1).",
+        "too few steps",
+        "run.json was not recorded",
+        "not shown",
+        "proof.json was not recorded",
+        "MISMATCH",
+        "Which bound for masks.product?",
+        "the recording does not name its model",
+    ):
+        assert said in page.text
+
+
+@pytest.mark.slow
+def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for step in range(1, 302):
+        record(directory, drawn_rows([4] * 4, seed=step, step=step, backend=0.03))
+    _, page = report(directory, tmp_path)
+    assert "301 steps are recorded (1 to 301)" in page.text
+    assert "reads 200 of them, evenly spread" in page.text
+    studied = re.search(r"read 24 steps, evenly spread: ([\d, ]+)\.", page.text)
+    assert studied is not None
+    steps = [int(step) for step in studied[1].split(",")]
+    assert (steps[0], steps[-1], len(steps)) == (1, 301, 24)
+
+
+def test_what_was_sampled_is_said(tmp_path: Path) -> None:
+    recording = Recording(made(tmp_path, steps=7))
+    assert sample_of(recording, timeline=5, studied=3).sentence == (
+        "7 steps are recorded (1 to 7). What is drawn over time reads 5 of them, evenly spread; attribution, "
+        "calibration and what-if read 3 steps, evenly spread: 1, 4, 7."
+    )
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert spread(range(1, 11), 4) == (1, 4, 7, 10)
+    assert spread(range(1, 11), 1) == (10,)
+    assert spread([3, 5], 4) == (3, 5)
+
+
+def test_large_steps_are_studied_in_part(tmp_path: Path) -> None:
+    """Files of a known size against a budget of half of them."""
+    recording = Recording(made(tmp_path, steps=8))
+    size = sum(path.stat().st_size for files in recording.files.values() for path in files) // 8
+    sample = sample_of(recording, tokens=4 * size // 12)
+    assert len(sample.timeline) == 8
+    assert len(sample.studied) in (3, 4)
+    assert sample_of(recording, tokens=1).studied == (8,)
+
+
+def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
+    """Three rows of 2, 1 and 1 tokens; log rho ln 2, 0, 0, and nan; the second row rejected; weights 2, 1, 1, 1.
+
+    Valid tokens: 3. KL = ((2 - 1 - ln 2) + 0 + 0) / 3 = 0.10228. Kept tokens: 2 of 4 response tokens, kept rows 1 of 3.
+    ESS: w 2 and 1 kept of 3 valid, 9 / (3 * 5) = 0.6. Reward: 1 and 0 known, 0.5. T: 2 and 1 of rows with a token.
+    """
+    old = np.array([np.log(2.0), 0.0, 0.0, np.nan], dtype=np.float32) - 1
+    rows = drawn_rows(
+        [2, 1, 1],
+        rollout_log_prob=np.full(4, -1.0, np.float32),
+        old_log_prob=old,
+        log_prob=old + np.float32(0.1),
+        weight=np.array([2, 1, 1, 1], np.float32),
+        rejected_by=np.array([0, 0, 1, 0], np.uint32),
+        reward=np.array([1.0, 0.0, np.nan], np.float32),
+    )
+    recording = Recording(record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"]))
+    timeline = timeline_of(recording)
+    (step,) = timeline.steps
+    assert step.kl == pytest.approx((1 - np.log(2)) / 3, abs=1e-6)
+    assert step.drift == pytest.approx(0.1, abs=1e-6)
+    assert step.reward == 0.5
+    assert (step.kept_tokens, step.kept_rows) == (0.5, pytest.approx(1 / 3))
+    assert step.ess == pytest.approx(0.6)
+    assert step.nonfinite == 1
+    assert timeline.reasons == {"masks.gsm": 0.25}
+    (bucket,) = timeline.lengths
+    assert (bucket.rows, bucket.kept_rows) == (2, 0.5)
+    # Row 1: mean ln 2 / 2, outside [0.99, 1.01]; product 2, inside [0.5, 2]. Row 2: equal.
+    assert bucket.references == {"geometric": 0.5, "product": 1.0}
+
+
+def test_what_acted_may_change(tmp_path: Path) -> None:
+    """Calibrated online, or fallen back: the steps before which it changed."""
+    moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM["masks"]["gsm"] | {"upper": 1.02}}})
+    directory = tmp_path / "run"
+    for step, spec in enumerate((SPEC, SPEC, moved, moved), start=1):
+        record(directory, drawn_rows([9], step=step), spec=spec.to_mapping(), reasons=["masks.gsm"])
+    timeline = timeline_of(Recording(directory))
+    assert timeline.changed == (3,)
+    assert timeline.correction == moved.to_mapping()
+
+
+def test_answers_about_life() -> None:
+    proved = {"sentence": "masks.gsm LIVE", "step": 1, "live": {"proved": 1.0}}
+    assert live(SPEC, proved).answer == "yes"
+    assert live(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
+    assert live(SPEC, {}).answer == "not shown"
+    assert live(CorrectionSpec(), {}).answer == "none is on"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "no recorded step"), (("--spec", "correction=gms"), "no such option")],
+)
+def test_bad_input_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    directory = made(tmp_path, steps=1) if arguments else tmp_path
+    assert main([str(directory), "--out", str(tmp_path / "no.html"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = made(tmp_path, steps=2)
+    damaged = sorted(directory.glob("*.parquet"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert damaged.name in capsys.readouterr().err
