@@ -12,6 +12,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
+from recipe.offpolicy.recording.schema import ROW_COLUMNS, TOKEN_COLUMNS
 
 NONE = CorrectionSpec.from_mapping({}).to_mapping()
 
@@ -63,6 +64,15 @@ def drawn_rows(
         "prompt_ids": rng.integers(3, 100, 2 * rows).astype(np.int32),
     }
     return Rows(**(values | columns))
+
+
+def same(one: Rows, other: Rows) -> bool:
+    """Whether both hold the same rows, to the bit: NaN is equal to itself, and 0.0 is not -0.0."""
+    for name in ("offsets", "prompt_offsets", "prompt_ids", *ROW_COLUMNS, *TOKEN_COLUMNS):
+        a, b = getattr(one, name), getattr(other, name)
+        if a.dtype != b.dtype or not (list(a) == list(b) if name == "uid" else a.tobytes() == b.tobytes()):
+            return False
+    return True
 
 
 def record(directory: Path, *steps: Rows, spec: Any = NONE, reasons: Sequence[str] = ()) -> Path:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from .declared import declared
 from .rows import Rows
 from .schema import (
     DIGEST_KEY,
@@ -35,6 +36,8 @@ _REPEATED = [
     *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn")),
 ]
 """Columns whose values repeat. Floats are written as they are: each NaN keeps its bits."""
+SUFFIX, PARTIAL = ".parquet", ".partial"
+"""Of a file, and of one that is being written."""
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
 _REASONS = 32  # bits of rejected_by
@@ -115,7 +118,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
         OverLimit: it would be larger than ``limit``.
         OSError: the disk is full, or the directory cannot be written. In both cases nothing is left behind.
     """
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(PARTIAL)
     try:
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
         size = partial.stat().st_size
@@ -137,8 +140,8 @@ def read(path: Path) -> Step:
     if not path.is_file():
         raise RecordingError(f"{path}: no regular file. Remove it.")
     try:
+        _check_size(path)
         with pq.ParquetFile(path) as file:
-            _check_size(path, file.metadata)
             metadata = file.schema_arrow.metadata or {}
             _check_version(path, metadata)
             _check_schema(path, file.schema_arrow)
@@ -193,12 +196,9 @@ def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
     return np.concatenate([[0], np.cumsum(lengths)]), column.flatten().to_numpy(zero_copy_only=False)
 
 
-def _check_size(path: Path, metadata: pq.FileMetaData) -> None:
-    """What the file says that it unpacks to: by its bytes, and by its values, a run of which takes next to none."""
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-    values = sum(abs(column.num_values) for column in columns)
-    size = max(sum(abs(column.total_uncompressed_size) for column in columns), _WIDEST * values)
+def _check_size(path: Path) -> None:
+    says = declared(path)
+    size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
     if size > LARGEST:
         raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. Remove it.")
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..batch_plan import UpdateRows
 from ..voice import logger
 from .capture import Packed, unpack
-from .files import OverLimit, write
+from .files import PARTIAL, SUFFIX, OverLimit, write
 from .recording import file_name, step_of
 from .rows import Rows, concatenated
 from .settings import SECTION, RecordSettings
@@ -215,14 +215,15 @@ class Recorder:
             self._close()
         if item is _FLUSH:
             return
-        if self.stopped is not None:
-            self._release(item.packed.nbytes if item.packed else 0, item.packed.rows if item.packed else 0)
-            return
         if self._open is None:
             self._open = _Open(item.step, item.spec, item.reasons)
         if item.packed is not None:
-            self._open.held += item.packed.nbytes
-            self._open.rows.append(unpack(item.packed, step=item.step, rank=self.rank, mini_batch=item.mini_batch))
+            # A file says one correction: where a step's updates are made under several, the first's rows are kept.
+            if self.stopped is not None or (item.spec, item.reasons) != (self._open.spec, self._open.reasons):
+                self._release(item.packed.nbytes, item.packed.rows)
+            else:
+                self._open.held += item.packed.nbytes
+                self._open.rows.append(unpack(item.packed, step=item.step, rank=self.rank, mini_batch=item.mini_batch))
         if item.last:
             self._close()
 
@@ -253,8 +254,12 @@ class Recorder:
         self._directory.mkdir(parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
-            found = step_of(path.name)
-            if found is not None and found[1] == self.rank:
+            found = step_of(path.with_suffix(SUFFIX).name)
+            if found is None or found[1] != self.rank:
+                continue
+            if path.suffix == PARTIAL:
+                path.unlink()  # of a process that was killed while it wrote
+            elif path.suffix == SUFFIX:
                 sizes[found[0]] = path.stat().st_size
         return sizes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -89,10 +90,7 @@ class RunRecord:
         if self.settings is None or self._step is None or not self.settings.records(self._step):
             return
         until = time.monotonic() + patience
-        while time.monotonic() < until:
-            found = [step_of(path.name) for path in self._directory.iterdir()]
-            if sum(each is not None and each[0] == self._step for each in found) >= self._ranks:
-                return
+        while time.monotonic() < until and len(self._files(self._step, self._step)) < self._ranks:
             time.sleep(0.05)
 
     @property
@@ -100,14 +98,15 @@ class RunRecord:
         assert self.settings is not None
         return Path(self.settings.dir)
 
+    def _files(self, first: int, last: int) -> list[Path]:
+        """Of these steps."""
+        steps = ((path, step_of(path.name)) for path in self._directory.iterdir())
+        return [path for path, found in steps if found is not None and first <= found[0] <= last]
+
     def _forget(self, first: int) -> None:
         """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from."""
-        gone = [
-            path
-            for path in self._directory.iterdir()
-            if (found := step_of(path.name)) is not None and found[0] >= first
-        ]
+        gone = self._files(first, sys.maxsize)
         for path in gone:
-            path.unlink()
+            path.unlink(missing_ok=True)
         if gone:
             logger.warning("%s: %d files of step %d and later are made anew.", self._directory, len(gone), first)

@@ -1,0 +1,139 @@
+"""One recorded file: what is written is what is read, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recordings import drawn_rows, same
+
+from recipe.offpolicy.recording import RecordingError, Rows, concatenated
+from recipe.offpolicy.recording import files as files_module
+from recipe.offpolicy.recording.files import OverLimit, read, to_table, write
+from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY
+
+SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
+REASONS = ("masks.gsm", "weight")
+
+
+def written(folder: Path, rows: Rows, spec: Any = SPEC, reasons: tuple[str, ...] = REASONS) -> Path:
+    path = folder / "step_00000001.rank_00000.parquet"
+    write(path, rows, spec, reasons)
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    rows = drawn_rows([3, 1, 7], step=4, rank=2, rejected_by=np.arange(11, dtype=np.uint32) % 4)
+    step = read(written(tmp_path, rows))
+    assert same(step.rows, rows)
+    assert (step.spec, step.reasons) == (SPEC, REASONS)
+
+
+def test_floats_keep_every_bit(tmp_path: Path) -> None:
+    odd = np.array([0x7FC00001, 0x7F800001, 0xFF800000, 0x80000000, 1], dtype=np.uint32).view(np.float32)
+    rows = drawn_rows([5], log_prob=odd, reward=odd[:1])
+    assert same(read(written(tmp_path, rows)).rows, rows)
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [4, 4]], ids=str)
+def test_any_number_of_rows(tmp_path: Path, lengths: list[int]) -> None:
+    rows = drawn_rows(lengths)
+    assert same(read(written(tmp_path, rows)).rows, rows)
+
+
+def test_rows_of_only_tool_tokens_and_without_a_prompt(tmp_path: Path) -> None:
+    mask = np.array([False, False, True, False, True])
+    rows = drawn_rows(
+        [2, 3],
+        response_mask=mask,
+        length=np.array([0, 2], dtype=np.int32),
+        prompt_offsets=np.zeros(3, dtype=np.int64),
+        prompt_ids=np.zeros(0, dtype=np.int32),
+    )
+    assert same(read(written(tmp_path, rows)).rows, rows)
+
+
+def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path) -> None:
+    file = pq.ParquetFile(written(tmp_path, drawn_rows([2])))
+    assert file.schema_arrow.equals(SCHEMA, check_metadata=False)
+    metadata = file.schema_arrow.metadata
+    assert metadata[VERSION_KEY] == b"1"
+    assert json.loads(metadata[SPEC_KEY]) == SPEC
+    assert json.loads(metadata[REASONS_KEY]) == list(REASONS)
+
+
+def test_a_mask_has_at_most_32_bits() -> None:
+    names = [f"masks.m{i}" for i in range(33)]
+    assert to_table(drawn_rows([1]), SPEC, names[:32]).num_rows == 1
+    with pytest.raises(ValueError, match="33 parts"):
+        to_table(drawn_rows([1]), SPEC, names)
+
+
+def test_all_32_bits_travel(tmp_path: Path) -> None:
+    rows = drawn_rows([2], rejected_by=np.array([2**31, 2**32 - 1], dtype=np.uint32))
+    step = read(written(tmp_path, rows, reasons=tuple(f"masks.m{i}" for i in range(32))))
+    assert step.rows.rejected_by.tolist() == [2**31, 2**32 - 1]
+
+
+def test_a_write_returns_the_size_and_replaces_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, drawn_rows([500]))
+    size = write(path, drawn_rows([3]), SPEC, REASONS)
+    assert path.stat().st_size == size
+    assert read(path).rows.tokens == 3
+
+
+def test_a_file_over_its_limit_is_not_left(tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001.rank_00000.parquet"
+    size = write(path, drawn_rows([50]), SPEC, REASONS)
+    before = path.read_bytes()
+    with pytest.raises(OverLimit, match=path.name):
+        write(path, drawn_rows([51], seed=1), SPEC, REASONS, limit=size - 1)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert write(path, drawn_rows([50]), SPEC, REASONS, limit=size) == size
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(table: pa.Table, path: Path, **_: Any) -> None:
+        Path(path).write_bytes(b"PAR1 and then")
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files_module.pq, "write_table", half)
+    with pytest.raises(OSError, match="Input/output"):
+        written(tmp_path, drawn_rows([5]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_never_sees_a_file_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.recording import Recording
+
+    seen = []
+    original = files_module.pq.write_table
+
+    def looking(table: pa.Table, path: Path, **options: Any) -> None:
+        original(table, path, **options)
+        try:
+            Recording(tmp_path)
+        except RecordingError as error:
+            seen.append(str(error))
+
+    monkeypatch.setattr(files_module.pq, "write_table", looking)
+    written(tmp_path, drawn_rows([5]))
+    assert len(seen) == 1
+    assert "no recorded step" in seen[0]
+    assert Recording(tmp_path).steps == [1]
+
+
+def test_rows_of_several_files_end_to_end(tmp_path: Path) -> None:
+    one, other = drawn_rows([2, 3]), drawn_rows([4], seed=1)
+    path = tmp_path / "step_00000001.rank_00001.parquet"
+    write(path, other, SPEC, REASONS)
+    both = concatenated([read(written(tmp_path, one)).rows, read(path).rows])
+    assert both.offsets.tolist() == [0, 2, 5, 9]
+    assert both.log_prob.tolist() == [*one.log_prob, *other.log_prob]

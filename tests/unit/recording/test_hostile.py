@@ -1,0 +1,302 @@
+"""Files that are cut short, damaged or made to harm: each is an error that names the file, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recordings import NONE, drawn_rows, same
+
+from recipe.offpolicy.recording import Recording, RecordingError
+from recipe.offpolicy.recording import files as files_module
+from recipe.offpolicy.recording.files import Step, read, to_table, write
+from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY
+
+ROWS = drawn_rows([5, 1, 9, 3], rejected_by=np.arange(18, dtype=np.uint32) % 2)
+REASONS = ("masks.gsm",)
+NAME = "step_00000001.rank_00000.parquet"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / NAME, ROWS, NONE, REASONS)
+    return tmp_path / NAME
+
+
+def whole(step: Step) -> bool:
+    return same(step.rows, ROWS) and step.spec == NONE and step.reasons == REASONS
+
+
+def test_every_truncation_is_an_error_that_names_the_file(path: Path) -> None:
+    content = path.read_bytes()
+    footer = len(content) - 300
+    for length in [*range(0, footer, 61), *range(footer, len(content), 7), len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(RecordingError, match=NAME):
+            read(path)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_bytes_are_noticed_or_without_effect(path: Path, seed: int) -> None:
+    """The rows as they were, or an error: never other rows, another exception, or no end."""
+    content, rng, noticed = path.read_bytes(), random.Random(seed), 0
+    for _ in range(80):
+        damaged = bytearray(content)
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            # Half of them among the metadata at the end, where sizes and offsets are.
+            place = rng.randrange(len(damaged)) if rng.random() < 0.5 else len(damaged) - 1 - rng.randrange(3000)
+            damaged[place] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            assert whole(read(path))
+        except RecordingError:
+            noticed += 1
+    assert noticed > 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 8 + b"PAR1", b"\0" * 10_000, pickle.dumps({"rows": [1]})],
+    ids=["empty", "magic", "no footer", "a footer of 4 GB", "zeros", "a pickle"],
+)
+def test_what_is_no_parquet(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(RecordingError, match=f"{NAME}: not a readable Parquet file"):
+        read(tmp_path / NAME)
+
+
+def test_a_pipe_does_not_hang_and_a_directory_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(RecordingError, match="no regular file"):
+        read(tmp_path / NAME)
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(RecordingError, match="no regular file"):
+        read(tmp_path / NAME)
+
+
+def rewritten(path: Path, change: Callable[[pa.Table], pa.Table], **metadata: bytes) -> Path:
+    """The file with its table changed and its metadata updated, written by another hand."""
+    table = change(to_table(ROWS, NONE, REASONS))
+    kept = to_table(ROWS, NONE, REASONS).schema.metadata | {f"offpolicy.{k}".encode(): v for k, v in metadata.items()}
+    pq.write_table(table.replace_schema_metadata(kept), path)
+    return path
+
+
+def with_column(name: str, column: pa.Array) -> Callable[[pa.Table], pa.Table]:
+    return lambda table: table.set_column(table.schema.get_field_index(name), pa.field(name, column.type), column)
+
+
+def unchanged(table: pa.Table) -> pa.Table:
+    return table
+
+
+def lists(values: Any, kind: pa.DataType) -> pa.Array:
+    return pa.array(values, type=pa.list_(pa.field("element", kind, nullable=False)))
+
+
+LENGTHS = (5, 1, 9, 3)
+OF_OTHER_TYPES = {
+    "rank": pa.array([0.0] * 4),
+    "uid": pa.array([1, 2, 3, 4]),
+    "log_prob": lists([[0.0] * n for n in LENGTHS], pa.float64()),
+    "advantages": pa.array(["0"] * 4),
+    "turn": lists([[0] * n for n in LENGTHS], pa.int64()),
+    "weight": pa.array([[1.0] * n for n in LENGTHS], type=pa.large_list(pa.float32())),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_TYPES)
+def test_columns_of_other_types(path: Path, name: str) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: {name} is of .*, expected"):
+        read(rewritten(path, with_column(name, OF_OTHER_TYPES[name])))
+
+
+def test_a_column_that_is_missing(path: Path) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: the column weight is missing"):
+        read(rewritten(path, lambda table: table.drop_columns(["weight"])))
+
+
+def test_a_column_twice(path: Path) -> None:
+    with pytest.raises(RecordingError, match=NAME):
+        read(rewritten(path, lambda table: table.append_column(table.field("weight"), table.column("weight"))))
+
+
+def test_a_row_without_a_value(path: Path) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: reward has a value that is missing"):
+        read(rewritten(path, with_column("reward", pa.array([1.0, None, 0.0, 0.0], type=pa.float32()))))
+
+
+def test_a_row_without_its_list(path: Path) -> None:
+    column = lists([[0.0] * 5, None, [0.0] * 9, [0.0] * 3], pa.float32())
+    with pytest.raises(RecordingError, match=f"{NAME}: log_prob has a value that is missing"):
+        read(rewritten(path, with_column("log_prob", column)))
+
+
+def test_lists_of_other_lengths(path: Path) -> None:
+    column = lists([[0.0] * 5, [], [0.0] * 9, [0.0] * 4], pa.float32())
+    with pytest.raises(RecordingError, match=f"{NAME}: log_prob has rows of other lengths"):
+        read(rewritten(path, with_column("log_prob", column)))
+
+
+def test_lengths_that_the_mask_does_not_have(path: Path) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: length is not the count"):
+        read(rewritten(path, with_column("length", pa.array([5, 1, 9, -3], type=pa.int32()))))
+
+
+def test_a_value_that_somebody_changed(path: Path) -> None:
+    table = to_table(ROWS, NONE, REASONS)
+    rewards = table.column("reward").to_numpy().copy()
+    rewards[2] += 1
+    with pytest.raises(RecordingError, match=f"{NAME}: its content is not what was recorded"):
+        read(rewritten(path, with_column("reward", pa.array(rewards, type=pa.float32()))))
+    assert whole(read(rewritten(path, unchanged)))
+
+
+def test_bits_without_a_reason(path: Path) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: rejected_by has bits beyond its 0 reasons"):
+        read(rewritten(path, unchanged, rejected_by=b"[]"))
+
+
+@pytest.mark.parametrize(
+    "reasons", [b"", b"{", b'{"a": 1}', b"[1]", b'["a"', json.dumps(["m"] * 33).encode()], ids=range(6)
+)
+def test_reasons_that_are_no_names(path: Path, reasons: bytes) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: offpolicy.rejected_by in its metadata"):
+        read(rewritten(path, unchanged, rejected_by=reasons))
+
+
+@pytest.mark.parametrize("spec", [b"", b"\xff", b"[" * 100_000, b"1", b"null"], ids=range(5))
+def test_a_correction_that_is_none(path: Path, spec: bytes) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: offpolicy.correction in its metadata"):
+        read(rewritten(path, unchanged, correction=spec))
+
+
+def test_another_correction_than_was_recorded(path: Path) -> None:
+    with pytest.raises(RecordingError, match="its content is not what was recorded"):
+        read(rewritten(path, unchanged, correction=json.dumps(NONE | {"alpha": 0.5}).encode()))
+
+
+@pytest.mark.parametrize("version", [b"2", b"0", b"", b"1 ", b"\xff" * 1000], ids=range(5))
+def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
+    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, and this release reads 1") as caught:
+        read(rewritten(path, unchanged, schema=version))
+    assert len(str(caught.value)) < len(str(path)) + 200
+
+
+def test_a_parquet_file_of_something_else(path: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(RecordingError, match=f"{NAME}: no recording"):
+        read(path)
+
+
+def test_a_file_that_unpacks_to_too_much_is_not_unpacked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 million equal tokens take some kB; what they unpack to is said in the metadata."""
+    rows = drawn_rows([400_000], **{name: np.zeros(400_000, np.float32) for name in ("log_prob", "rollout_log_prob")})
+    write(path, rows, NONE, REASONS)
+    assert read(path).rows.tokens == 400_000
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpacked")
+
+    monkeypatch.setattr(files_module, "LARGEST", 8 * 400_000)
+    monkeypatch.setattr(files_module.pq.ParquetFile, "read", never)
+    with pytest.raises(RecordingError, match=f"{NAME}: says that it unpacks to"):
+        read(path)
+
+
+def test_a_run_of_a_billion_values_is_not_unpacked(path: Path) -> None:
+    """One page of a few bytes whose header says 2^31 - 1 values: Arrow would make room for all of them.
+
+    A header of a page of version 1: field 5, a structure (0x2c after fields 1, 2 and 3), whose field 1 is the count as
+    a zigzag varint (0x15): 18 values are 0x24, and 2^31 - 1 values are fe ff ff ff 0f.
+    """
+    table = to_table(ROWS, NONE, REASONS)
+    pq.write_table(table, path, use_dictionary=False, compression="none", write_statistics=False)
+    assert whole(read(path))
+    content = path.read_bytes()
+    place = content.rindex(bytes([0x2C, 0x15, 36]))  # of the last column, behind which the footer is
+    path.write_bytes(content[: place + 2] + bytes.fromhex("feffffff0f") + content[place + 3 :])
+    with pytest.raises(RecordingError, match=f"{NAME}: says that it unpacks to"):
+        read(path)
+
+
+def test_a_contradiction_at_which_arrow_ends_the_process(path: Path) -> None:
+    """Two counts of levels where there is one level: asked for the metadata of the column, Arrow calls abort.
+
+    In the statistics of sizes, a list (0x19) of no i64 (0x06), twice, becomes a list of two zeros (0x26 0 0).
+    """
+    content = path.read_bytes()
+    assert content.count(b"\x19\x06\x19\x06") > 0
+    path.write_bytes(content.replace(b"\x19\x06\x19\x06", b"\x19\x26\0\0", 1))
+    with pytest.raises(RecordingError, match=NAME):
+        read(path)
+
+
+class Dangerous:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/offpolicy-unpickled",)
+
+
+def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles where pandas, Arrow and their users have kept them: metadata of the table and of its fields."""
+    bomb = pickle.dumps(Dangerous())
+
+    def armed(table: pa.Table) -> pa.Table:
+        schema = table.schema
+        fields = [
+            field.with_metadata(
+                {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": bomb}
+            )
+            for field in schema
+        ]
+        return table.cast(pa.schema(fields, metadata=schema.metadata))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    table = armed(to_table(ROWS, NONE, REASONS))
+    pq.write_table(table.replace_schema_metadata(table.schema.metadata | {b"pandas": bomb, b"extra": bomb}), path)
+    for name in ("loads", "load", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    with contextlib.suppress(RecordingError):
+        assert whole(read(path))
+    assert not Path("/tmp/offpolicy-unpickled").exists()
+
+
+def test_metadata_are_under_the_digest(path: Path) -> None:
+    metadata = pq.ParquetFile(path).schema_arrow.metadata
+    assert {VERSION_KEY, SPEC_KEY, REASONS_KEY, DIGEST_KEY} <= set(metadata)
+    with pytest.raises(RecordingError, match="not what was recorded"):
+        read(rewritten(path, unchanged, digest=b"0" * 32))
+
+
+@pytest.mark.parametrize("name", ["run.json", "proof.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b'{"a":', b"[" * 100_000, b"1" * 10_000], ids=range(6))
+def test_cards_and_proofs_that_are_not_readable(path: Path, name: str, content: bytes) -> None:
+    (path.parent / name).write_bytes(content)
+    recording = Recording(path.parent)
+    with pytest.raises(RecordingError, match=name):
+        _ = recording.card if name == "run.json" else recording.proof
+
+
+def test_a_card_that_is_a_pipe_or_too_large(path: Path) -> None:
+    card = path.parent / "run.json"
+    os.mkfifo(card)
+    with pytest.raises(RecordingError, match=r"run\.json: no file"):
+        _ = Recording(path.parent).card
+    card.unlink()
+    with card.open("wb") as sink:
+        sink.truncate(65 * 2**20)
+    with pytest.raises(RecordingError, match="larger than"):
+        _ = Recording(path.parent).card

@@ -1,0 +1,78 @@
+"""Recorded files as they are, in the tools that people have: pandas, polars and duckdb."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording.schema import ROW_COLUMNS, SCHEMA, TOKEN_COLUMNS
+
+PARTS = (
+    drawn_rows([3, 6, 1], step=1, rejected_by=np.array([0, 1, 3] + [0] * 6 + [2**31], dtype=np.uint32)),
+    drawn_rows([2, 4], step=1, rank=1, seed=1),
+    drawn_rows([5], step=2, seed=2),
+)
+ALL = concatenated(PARTS)
+BY_TOKEN = (*TOKEN_COLUMNS, "prompt_ids")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return record(tmp_path, *PARTS, reasons=[f"masks.m{i}" for i in range(32)])
+
+
+def column_of(rows: Rows, name: str) -> list[Any]:
+    """The column as plain Python, a list a row for tokens."""
+    values = getattr(rows, name).tolist()
+    if name in ROW_COLUMNS:
+        return values
+    ends = (rows.prompt_offsets if name == "prompt_ids" else rows.offsets).tolist()
+    return [values[start:end] for start, end in pairwise(ends)]
+
+
+def test_pandas(directory: Path) -> None:
+    frame = pd.concat([pd.read_parquet(path) for path in sorted(directory.glob("*.parquet"))])
+    assert list(frame.columns) == SCHEMA.names
+    for name in SCHEMA.names:
+        values = frame[name].tolist()
+        found = [list(value) for value in values] if name in BY_TOKEN else values
+        assert found == column_of(ALL, name), name
+
+
+def test_polars(directory: Path) -> None:
+    frame = pl.scan_parquet(directory / "*.parquet").collect()
+    assert frame.columns == SCHEMA.names
+    for name in SCHEMA.names:
+        assert frame[name].to_list() == column_of(ALL, name), name
+
+
+def test_polars_finds_what_a_mask_rejected(directory: Path) -> None:
+    """Of the first file: three rows, tokens with bit 0 set are the second and third of the first row."""
+    frame = pl.read_parquet(directory / "step_00000001.rank_00000.parquet")
+    tokens = frame.select("uid", "rejected_by").explode("rejected_by")
+    assert tokens.filter(pl.col("rejected_by") & 1 == 1).height == 2
+
+
+def test_duckdb(directory: Path) -> None:
+    relation = duckdb.connect().sql(f"select * from '{directory}/*.parquet' order by step, rank")
+    assert relation.columns == SCHEMA.names
+    for name, values in zip(SCHEMA.names, zip(*relation.fetchall(), strict=True), strict=True):
+        assert list(values) == column_of(ALL, name), name
+
+
+def test_duckdb_reduces_lists(directory: Path) -> None:
+    found = duckdb.connect().sql(
+        f"select step, count(*), sum(len(response_ids)), max(list_max(log_prob)) from '{directory}/*.parquet' "
+        f"group by step order by step"
+    )
+    largest = [float(ALL.log_prob[:16].max()), float(ALL.log_prob[16:].max())]
+    assert found.fetchall() == [(1, 5, 16, pytest.approx(largest[0])), (2, 1, 5, pytest.approx(largest[1]))]
