@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "findings",
         "live_path",
         "lost_workers",
+        "pages",
         "run_setup",
         "shadow",
         "verl_helper",
@@ -39,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("batch_plan", "checkpoints", "selector", "translate", "verl_keys", "watchdog"),
     ("micro_batch",),
     ("base_loss_probe", "kl_term", "proof_trials", "recording"),
+    ("whatif",),
     ("alarms", "attribution", "calibration"),
     ("handover",),
     ("proof",),
@@ -49,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("smoke", "supervised_run", "supervision"),
     ("trainer_v0", "trainer_v1"),
     ("task_runner_v0", "task_runner_v1"),
-    ("attribute", "main_offpolicy"),
+    ("attribute", "calibrate", "main_offpolicy", "report"),
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 MAY_IMPORT_PATCHES = {
