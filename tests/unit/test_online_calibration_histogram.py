@@ -97,12 +97,8 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
 
 def test_rows_are_counted_by_how_wide_the_bounds_would_have_to_be() -> None:
     # Mean log ratios of four rows: 0.02, -0.05, 0 and 0.3.
-    seen = shown(
-        spec(gsm=band(0.99, 1.01)),
-        {"gsm": "both"},
-        mu=[[-1.0, -1.0]] * 4,
-        old=[[-0.96, -1], [-1, -1.1], [-1, -1], [-0.7] * 2],
-    )
+    old = [[-0.96, -1.0], [-1.0, -1.1], [-1.0, -1.0], [-0.7, -0.7]]
+    seen = shown(spec(gsm=band(0.99, 1.01)), {"gsm": "both"}, mu=[[-1.0, -1.0]] * 4, old=old)
     assert set(seen) == {"gsm/distance", "gsm/kept"}
     assert bins(seen["gsm/distance"]) == {bin_of(0.02): 1.0, bin_of(0.05): 1.0, 0: 1.0, bin_of(0.3): 1.0}
     # log 1.01 = 0.00995: only the third row lies inside.

@@ -122,8 +122,15 @@ def test_what_has_not_moved_stays_to_the_bit() -> None:
 
 
 MASKS = draw.sampled_from(
-    [band(0.99, 1.01), band(0.5, 5.0), band(None, 2.0), opsm(0.1), band(None, 0.01, aggregate="k3_mean")]
-    + [band(-0.2, 0.2, aggregate="binary_tv"), band(1e-4, 100.0, aggregate="any")]
+    [
+        band(0.99, 1.01),
+        band(0.5, 5.0),
+        band(None, 2.0),
+        opsm(0.1),
+        band(None, 0.01, aggregate="k3_mean"),
+        band(-0.2, 0.2, aggregate="binary_tv"),
+        band(1e-4, 100.0, aggregate="any"),
+    ]
 )
 LOG_DISTANCES = draw.lists(draw.floats(-8.0, 4.0), min_size=0, max_size=40)
 

@@ -1,0 +1,300 @@
+"""Fallbacks and moving bounds on a real verl TrainingWorker: they reach the gradient, are proved, and ranks agree."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from omegaconf import DictConfig, OmegaConf
+from specs import GSM, OPSM, TIS_TOKEN
+from tensordict import TensorDict
+
+from recipe.offpolicy.alarms.panel import AlarmError
+from recipe.offpolicy.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.correction import CorrectionSpec
+
+BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
+MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}
+MOVING: Any = {"gsm": "both", "opsm": "both"}
+SAFER = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
+
+
+def config(**offpolicy: Any) -> DictConfig:
+    """What a Supervision reads."""
+    return OmegaConf.create(
+        {
+            "actor_rollout_ref": {"actor": {"ppo_epochs": 1}},
+            "offpolicy": {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False} | offpolicy,
+        }
+    )
+
+
+def alarms(**ess: Any) -> dict[str, Any]:
+    """All off but that for ESS, which any mismatch sets off, unless its keys say otherwise."""
+    values = {"action": "warn", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1, "recovery_patience": 1}
+    return {"alarms": {name: {"action": "off"} for name in ALARMS} | {"ess": values | ess}}
+
+
+class Run:
+    """A trainer's part in a run: it hands over the loss, sends plans, and judges what comes back."""
+
+    def __init__(self, engine: Any, spec: CorrectionSpec, **offpolicy: Any) -> None:
+        from recipe.offpolicy.supervision import Supervision
+
+        self.engine = engine
+        self.supervision = Supervision(spec, config(**offpolicy))
+        self.loss = self.handed_over()
+
+    def handed_over(self) -> Any:
+        from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+        steering = self.supervision.steering
+        return OffPolicyLoss(steering.spec, tw.actor_config(), prove=self.supervision.proving, moving=steering.moving)
+
+    def update(self, mismatch: float = 0.2, *, seed: int = 1) -> dict[str, torch.Tensor]:
+        """One update of a fresh rollout, in micro-batches of two rows; the optimizer does not step."""
+        rows = tw.add_log_probs(self.engine, tw.make_rollout(), mismatch=mismatch, seed=seed)
+        self.supervision.sampled(rows.to_tensordict())
+        self.supervision.begin()
+        sent = with_bounds(rows.to_tensordict(), self.supervision.steering.bounds)
+        metrics, gradient = tw.gradients(self.engine, self.loss, sent, micro_batch_size=2)
+        if self.supervision.collect(metrics):
+            self.loss = self.handed_over()
+        return gradient
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.supervision.metrics()
+
+
+def with_bounds(data: TensorDict, bounds: Any) -> TensorDict:
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, bounds=bounds)})
+    return data
+
+
+def rollout(engine: Any, mismatch: float = 0.05) -> tw.Rollout:
+    return tw.add_log_probs(engine, tw.make_rollout(), mismatch=mismatch)
+
+
+def moving_loss(**changes: Any) -> Any:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    return OffPolicyLoss(BANDED, tw.actor_config(), moving=MOVING, **changes)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a | b)
+
+
+# Moving bounds ----------------------------------------------------------------------------------------------
+
+
+def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    rows = rollout(engine)
+    fixed = OffPolicyLoss(online_bounds.with_bounds(BANDED, MOVED), tw.actor_config())
+    _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
+    _, configured = tw.gradients(engine, OffPolicyLoss(BANDED, tw.actor_config()), rows.to_tensordict())
+    loss = moving_loss()
+    metrics, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED), micro_batch_size=2)
+    assert same(gradient, expected)
+    assert not same(gradient, configured)
+    assert [packet.bounds for packet in take_packets(metrics)] == [MOVED] * 4
+    # And back: nothing of an update is left for the next.
+    back = online_bounds.bounds_of(BANDED, MOVED)
+    _, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), back))
+    assert same(gradient, configured)
+
+
+def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+
+    rows = rollout(engine)
+    sampled = sampled_checksums(rows.to_tensordict())
+    spec = online_bounds.with_bounds(BANDED, MOVED)
+    data = with_bounds(rows.to_tensordict(), MOVED)
+    metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
+    live = verify(take_packets(metrics), spec, sampled_rows=sampled, moving=MOVING)
+    assert live["proved"] == 1.0
+    assert live["parts"] == 2.0
+    assert live["fingerprint"] == online_bounds.fingerprint(BANDED, MOVING) != BANDED.fingerprint()
+
+
+def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
+    """It says that it holds the bounds, and acts by those that it began with."""
+    from recipe.offpolicy import micro_batch as mb
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import LivenessError, verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    class Past(OffPolicyLoss):
+        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+            masks = tuple(item for item in BANDED.masks if item[0] in dict(self.spec.masks))
+            began = CorrectionSpec(masks=masks) if masks else self.spec
+            return super().hand_over(batch, mb.decide(began, batch), data)
+
+    rows = rollout(engine)
+    sampled = sampled_checksums(rows.to_tensordict())
+    loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
+    metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
+    with pytest.raises(LivenessError, match=r"gradient|does not act"):
+        verify(take_packets(metrics), online_bounds.with_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
+
+
+def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import LivenessError, verify_update
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import Packet, take_packets
+
+    rows = rollout(engine)
+    sampled = sampled_checksums(rows.to_tensordict())
+    spec = online_bounds.with_bounds(BANDED, MOVED)
+
+    def of_ranks(*bounds: Any) -> list[Packet]:
+        packets: list[Packet] = []
+        for part, sent in zip(rows.to_tensordict().chunk(2), bounds, strict=True):
+            metrics, _ = tw.gradients(engine, moving_loss(), with_bounds(part, sent), micro_batch_size=2)
+            packets += take_packets(metrics)
+        return packets
+
+    verify_update(of_ranks(MOVED, MOVED), spec, sampled_rows=sampled, moving=MOVING)
+    late = MOVED | {"opsm": {"delta": 0.021}}
+    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*0\.021.*the trainer's are"):
+        verify_update(of_ranks(MOVED, late), spec, sampled_rows=sampled, moving=MOVING)
+
+
+def test_a_plan_that_did_not_arrive_stops_before_the_gradient(engine: Any) -> None:
+    data = rollout(engine).to_tensordict()
+    with pytest.raises(KeyError, match="offpolicy_plan is not in the micro-batch"):
+        tw.gradients(engine, moving_loss(), data)
+    with pytest.raises(KeyError, match="brought bounds for"):
+        tw.gradients(engine, moving_loss(), with_bounds(data, {"gsm": MOVED["gsm"]}))
+
+
+def test_histograms_are_the_same_however_a_batch_is_split(engine: Any) -> None:
+    from recipe.offpolicy.correction.statistics import merge_all
+    from recipe.offpolicy.packet import take_packets
+
+    def merged(*parts: TensorDict, size: int) -> Any:
+        packets = []
+        for part in parts:
+            metrics, _ = tw.gradients(engine, moving_loss(), with_bounds(part, MOVED), micro_batch_size=size)
+            packets += take_packets(metrics)
+        return merge_all(packet.histograms for packet in packets)
+
+    whole = merged(rollout(engine).to_tensordict(), size=8)
+    assert sum(whole["gsm/distance"].parts) == 8.0
+    assert sum(whole["opsm/distance"].parts) == 4.0  # half of the rows have a negative advantage
+    assert sum(whole["opsm/noise"].parts) == 8.0
+    kept = {name: s.parts[0] for name, s in whole.items() if name.endswith("kept")}
+    halves = rollout(engine).to_tensordict().chunk(2)
+    for split in (merged(rollout(engine).to_tensordict(), size=1), merged(*halves, size=2)):
+        for name in ("gsm/kept", "opsm/kept"):
+            assert split[name].parts[0] == kept[name]
+        # pi of another forward pass differs in its last bits, and a row on an edge may fall to its other side.
+        for name, statistic in whole.items():
+            pairs = zip(statistic.parts, split[name].parts, strict=True)
+            assert sum(abs(a - b) for a, b in pairs) <= (0.0 if name == "gsm/distance" else 2.0)
+
+
+def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows lie about 0.02 nats out and the band is 0.1 wide: it closes to where three of four rows are kept."""
+    spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+    calibrate = {"target_kept": 0.75, "warmup": 1, "window": 4, "rate": 0.5, "floor": 0.01}
+    run = Run(engine, spec, calibrate=calibrate)
+    with caplog.at_level(logging.INFO):
+        run.update(0.05, seed=0)
+        first, keys = run.metrics["offpolicy/calibrate/gsm/kept"], set(run.metrics)
+        kept = []
+        for seed in range(1, 10):
+            run.update(0.05, seed=seed)
+            assert set(run.metrics) == keys
+            kept.append(run.metrics["offpolicy/calibrate/gsm/kept"])
+    assert first == 1.0
+    # Bounds come from the four updates before, of eight rows each.
+    assert sum(kept[5:]) / 4 == pytest.approx(0.75, abs=0.13)
+    upper = run.metrics["offpolicy/calibrate/gsm/upper"]
+    assert math.log(upper) < 0.05
+    assert run.metrics["offpolicy/live/proved"] == 1.0
+    assert "correction.masks.gsm: lower=0.9, upper=1.1 -> lower=" in caplog.text
+
+
+# Fallbacks --------------------------------------------------------------------------------------------------
+
+FALLBACK = {"action": "fallback", "fallback": {"options": ["tis_token"], "correction": SAFER.to_mapping()}}
+
+
+def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    run = Run(engine, BANDED, **alarms(**FALLBACK, return_after=1))
+    with caplog.at_level(logging.INFO):
+        run.update()
+    assert "masks.gsm, masks.opsm LIVE" in caplog.text
+    assert run.supervision.spec == SAFER
+    assert run.supervision.proving
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        gradient = run.update(0.2)
+    assert "weight LIVE in the gradient" in caplog.text
+    rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
+    plain = OffPolicyLoss(SAFER, tw.actor_config())
+    assert same(gradient, tw.gradients(engine, plain, rows.to_tensordict(), micro_batch_size=2)[1])
+    assert run.metrics["offpolicy/alarm/active_correction"] == 1.0
+    # Equal engines: the weights' ESS is 1, the alarm is quiet, and the configured correction is proved anew.
+    run.update(1e-6)
+    assert run.supervision.spec == BANDED
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        run.update(1e-6)
+    assert "masks.gsm, masks.opsm LIVE" in caplog.text
+    assert run.metrics["offpolicy/alarm/active_correction"] == 0.0
+
+
+def test_a_worker_that_goes_on_with_the_configured_correction_stops_the_run(engine: Any) -> None:
+    from recipe.offpolicy.liveness import LivenessError
+
+    run = Run(engine, BANDED, **alarms(**FALLBACK))
+    before = run.loss
+    run.update()
+    run.loss = before
+    with pytest.raises(LivenessError, match=f"fingerprint {BANDED.fingerprint()}, the trainer's is"):
+        run.update()
+
+
+def test_a_fallback_that_does_not_act_stops_the_run(engine: Any) -> None:
+    """The worker holds the right spec, and its loss drops the weight."""
+    from recipe.offpolicy.liveness import LivenessError
+
+    run = Run(engine, BANDED, **alarms(**FALLBACK))
+    run.update()
+    base = run.loss.base_loss
+    run.loss.base_loss = lambda output, data, *rest: base(
+        output, data.exclude("rollout_is_weights", inplace=False), *rest
+    )
+    with pytest.raises(LivenessError):
+        run.update()
+
+
+def test_an_alarm_ends_the_run(engine: Any) -> None:
+    run = Run(engine, BANDED, **alarms(action="stop", patience=2))
+    run.update()
+    with pytest.raises(AlarmError, match=r"alarm ess: rollout_ratio/ess was 0\.\d+, 0\.\d+ in 2 consecutive updates"):
+        run.update()

@@ -1,0 +1,118 @@
+"""Moving bounds and fallbacks reach verl 0.7.1's legacy FSDP actor with each batch, and are proved there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import legacy_actor as la
+import pytest
+from omegaconf import OmegaConf
+from specs import GSM, OPSM, STACK, TIS_TOKEN
+
+pytestmark = pytest.mark.verl("==0.7.1")
+
+EXACT = 1e-10
+MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.95, "upper": 1.2}, "opsm": {"delta": 0.01}}
+MOVED_STACK = STACK | {"masks": {"gsm": GSM | MOVED["gsm"], "opsm": OPSM | MOVED["opsm"]}}
+MOVING: Any = {"gsm": "both", "opsm": "both"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    import verl.workers.actor.dp_actor  # noqa: F401
+
+    import verl_patches
+
+    assert verl_patches.install("legacy")["fsdp_actor"] == "in force"
+    with la.process_group():
+        yield
+
+
+def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
+    """The batch as the trainer sends it, with these bounds in its plan."""
+    from recipe.offpolicy.handover import HANDOVER
+
+    data = la.handed(la.rollout(), mapping)
+    sent = data.meta_info[HANDOVER]
+    data.meta_info[HANDOVER] = replace(sent, plan=replace(sent.plan, bounds=bounds), moving=MOVING, **handover)
+    return data
+
+
+def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]:
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+
+    batch = la.rollout()
+    sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
+    spec = CorrectionSpec.from_mapping(mapping)
+    return verify(take_packets(dict(metrics)), spec, sampled_rows=sampled, moving=MOVING)
+
+
+def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
+    from recipe.offpolicy.packet import take_packets
+
+    start = la.parameters(la.model())
+    got, metrics = la.moved(la.actor(), handed(STACK, MOVED))
+    assert la.distance(la.plain_update(la.rollout(), la.Plain(MOVED_STACK)), got, start) < EXACT
+    assert la.distance(la.plain_update(la.rollout(), la.Plain(STACK)), got, start) > 1e-2
+    live = judged(metrics, MOVED_STACK)
+    assert (live["proved"], live["parts"]) == (1.0, 3.0)
+    packets = take_packets(metrics)
+    assert [packet.bounds for packet in packets] == [MOVED] * 2
+    # Eight rows, of which four have a negative advantage.
+    counted = {name: sum(sum(packet.histograms[name].parts) for packet in packets) for name in packets[0].histograms}
+    assert counted["gsm/distance"] == 8.0
+    assert counted["opsm/distance"] == 4.0
+
+
+def test_other_bounds_than_the_trainers_stop_the_run() -> None:
+    from recipe.offpolicy.liveness import LivenessError
+
+    _, metrics = la.moved(la.actor(), handed(STACK, MOVED | {"opsm": {"delta": 0.011}}))
+    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*0\.011"):
+        judged(metrics, MOVED_STACK)
+
+
+def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
+    """The trainer's own part: what it hands over once an alarm has fired."""
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.alarms.settings import DEFAULTS
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.handover import HANDOVER, Handover
+    from recipe.offpolicy.supervision import Supervision
+
+    safer = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
+    ess = {"action": "fallback", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1}
+    ess["fallback"] = {"options": ["tis_token"], "correction": safer.to_mapping()}
+    keys = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"actor": {"ppo_epochs": 1}},
+            "offpolicy": keys | {"alarms": {name: {"action": "off"} for name in DEFAULTS} | {"ess": ess}},
+        }
+    )
+    supervision = Supervision(CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}), config)
+    batch = la.rollout()
+    start = la.parameters(la.model())
+    for _ in range(2):
+        supervision.sampled(TensorDict(batch, batch_size=len(batch["responses"])))
+        supervision.begin()
+        data = la.handed(batch, {"masks": {"gsm": GSM}})
+        plan = data.meta_info[HANDOVER].plan
+        data.meta_info[HANDOVER] = Handover(supervision.spec, plan, supervision.proving)
+        got, metrics = la.moved(la.actor(), data)
+        supervision.collect(metrics)
+    assert supervision.spec == safer
+    expected = la.plain_update(batch, la.Plain({"weight": TIS_TOKEN}))
+    assert la.distance(expected, got, start) < EXACT
+    shown = supervision.metrics()
+    assert shown["offpolicy/live/proved"] == 1.0
+    assert shown["offpolicy/live/fingerprint"] == safer.fingerprint()
+    assert shown["offpolicy/alarm/active_correction"] == 1.0
