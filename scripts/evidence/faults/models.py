@@ -20,23 +20,19 @@ DROPOUT = 0.4
 """Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
 
 
-def pad_vocabulary(source: Path, target: Path, extra: int, logit: float) -> None:
-    """A copy of a model with ``extra`` more rows of the vocabulary than its tokenizer has.
+def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
+    """A copy of a model with ``extra`` more rows of the vocabulary than its tokenizer has, as checkpoints have them.
 
-    verl's rollout server masks their logits; the trainer does not. Checkpoints are padded for fast matrix products;
-    here the rows are made to point along the mean of the output embeddings, so that their logits are not negligible.
-
-    Args:
-        logit: by what the rows are scaled.
+    They hold what the model's initialisation would have put there. verl's rollout server masks their logits; the
+    trainer does not.
     """
-    model = Qwen2ForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
-    size = model.config.vocab_size
-    mean = model.get_input_embeddings().weight.detach().mean(0)
+    model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
+    size, deviation = model.config.vocab_size, model.config.initializer_range
     model.resize_token_embeddings(size + extra, mean_resizing=False)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(extra)
-        noise = torch.randn(extra, len(mean), generator=generator) * mean.norm() / len(mean) ** 0.5
-        model.get_input_embeddings().weight[size:] = logit * mean + 0.1 * noise
+        rows = model.get_input_embeddings().weight[size:]
+        rows.copy_(deviation * torch.randn(rows.shape, generator=generator))
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
