@@ -52,7 +52,12 @@ def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictCo
         correction: Any = OmegaConf.to_container(resolved.correction, resolve=True)
         fallback = CorrectionSpec.from_mapping(correction)
         _can_follow(key, spec, fallback)
-        run_checks(_in_place(config, fallback))
+        try:
+            run_checks(_in_place(config, fallback))
+        except RuntimeError as error:
+            # CheckError lies in a later layer; its problems stay as they are.
+            error.args = (f"{key}, were it configured:\n{error}",)
+            raise
 
 
 def _names(key: str, names: Any) -> list[str]:

@@ -111,8 +111,11 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
     assert OmegaConf.to_container(whole) == before
     # A cap below 1 leaves out the weight of policies that agree: that is refused where it is configured, and here.
     wrong = changed(whole, {f"{KEY}.fallback.correction.weight.upper": 0.5})
-    with pytest.raises(CheckError, match=r"correction\.weight\.upper=0\.5: the bounds leave out 1"):
+    with pytest.raises(CheckError) as stopped:
         check(wrong, GSM_SPEC, run_checks)
+    key, problem = str(stopped.value).split("\n")
+    assert key == "offpolicy.alarms.ess.fallback=[tis_token,gsm], were it configured:"
+    assert problem.startswith("correction.weight.upper=0.5: the bounds leave out 1")
 
 
 def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:
