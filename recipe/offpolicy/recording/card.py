@@ -113,6 +113,6 @@ def _plain(value: Any, secrets: set[str]) -> Any:
 
 
 def _entry(key: str, value: Any, secrets: set[str]) -> Any:
-    if key == "env_vars" or (_SECRET.search(key) and isinstance(value, str) and value):
+    if key == "env_vars" or (_SECRET.search(key) and value):
         return _HIDDEN
     return _plain(value, secrets)

@@ -281,7 +281,7 @@ class Recorder:
                 f"{SECTION}.share={settings.share / 10:g}."
             )
         if isinstance(error, OSError):
-            what = error.strerror or str(error).split("\n", 1)[0]
+            what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
             return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
         return f"{SECTION}.dir={settings.dir}: rank {self.rank} cannot record ({type(error).__name__}: {error})."
 

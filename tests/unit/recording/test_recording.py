@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -77,11 +76,10 @@ def test_a_file_under_the_name_of_another(recorded: Path) -> None:
         Recording(recorded).step(1)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
-def test_a_directory_that_cannot_be_read(recorded: Path) -> None:
-    recorded.chmod(0)
-    try:
-        with pytest.raises(RecordingError, match="Mend its permissions"):
-            Recording(recorded)
-    finally:
-        recorded.chmod(0o700)
+def test_a_directory_that_cannot_be_read(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(RecordingError, match=r"not readable \(Permission denied\)\. Mend its permissions"):
+        Recording(recorded)

@@ -1,0 +1,178 @@
+"""Packing rows for the way to the host, against the same rows cut out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recipe.offpolicy.recording import Rows
+from recipe.offpolicy.recording.capture import Seen, pack, turns, unpack
+
+MASK = torch.tensor(
+    [
+        [1, 1, 0, 0, 1, 0],  # two turns around two tool tokens, padded
+        [0, 0, 0, 0, 0, 0],  # no token of the model's
+        [1, 1, 1, 1, 1, 1],
+        [0, 1, 0, 1, 1, 0],  # begins with a tool's token
+    ]
+).bool()
+
+
+def seen(mask: Tensor = MASK, **changes: Any) -> Seen:
+    """Every number is 100 x row + 10 x column + what tells the tensors apart."""
+    rows, width = mask.shape
+    place = 100.0 * torch.arange(rows)[:, None] + 10.0 * torch.arange(width)
+    values: dict[str, Any] = dict(
+        response_ids=place.long(),
+        response_mask=mask,
+        rollout_log_prob=place + 1,
+        old_log_prob=place + 2,
+        log_prob=place + 3,
+        advantages=place + 4,
+        weight=place + 5,
+        valid=mask,
+        rejected={},
+    )
+    return Seen(**(values | changes))
+
+
+def recorded(what: Seen, chosen: Tensor | None = None) -> Rows:
+    return unpack(pack(what, chosen), step=7, rank=2, mini_batch=1)
+
+
+def test_rows_go_from_their_first_token_to_the_last_valid_one() -> None:
+    rows = recorded(seen())
+    assert rows.offsets.tolist() == [0, 5, 11, 16]
+    assert rows.response_ids.tolist() == [0, 10, 20, 30, 40, *range(200, 251, 10), 300, 310, 320, 330, 340]
+    assert rows.response_mask[:5].tolist() == [True, True, False, False, True]
+    assert rows.length.tolist() == [3, 6, 3]
+    for i, name in enumerate(("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight"), start=1):
+        assert getattr(rows, name).tolist() == [place + i for place in rows.response_ids.tolist()]
+
+
+def test_the_rows_say_where_they_were_recorded() -> None:
+    rows = recorded(seen())
+    assert (rows.step.tolist(), rows.rank.tolist(), rows.mini_batch.tolist()) == ([7] * 3, [2] * 3, [1] * 3)
+
+
+def test_turns_are_runs_of_the_mask() -> None:
+    rows = recorded(seen())
+    assert rows.turn.tolist() == [0, 0, -1, -1, 1, *[0] * 6, -1, 0, -1, 1, 1]
+
+
+def test_a_row_that_ends_in_a_turn_does_not_lengthen_that_of_the_next() -> None:
+    mask = np.array([True, True, True, False, True])
+    assert turns(mask, np.array([0, 2, 5])).tolist() == [0, 0, 0, -1, 1]
+
+
+def test_what_is_not_known() -> None:
+    rows = recorded(seen())
+    assert rows.uid.tolist() == ["", "", ""]
+    assert np.isnan(rows.reward).all()
+    assert rows.oldest_version.tolist() == rows.newest_version.tolist() == [-1, -1, -1]
+    assert (rows.prompt_offsets.tolist(), len(rows.prompt_ids)) == ([0, 0, 0, 0], 0)
+
+
+def test_what_rows_have_besides() -> None:
+    rows = recorded(
+        seen(
+            uids=["a", "b", "cä", "d"],
+            reward=torch.tensor([0.5, 9.0, 1.0, -1.0], dtype=torch.float64),
+            versions=(torch.tensor([3, 9, 4, 5]), torch.tensor([4, 9, 4, 6])),
+            prompts=(torch.arange(10, 17), torch.tensor([2, 1, 0, 4])),
+        )
+    )
+    assert rows.uid.tolist() == ["a", "cä", "d"]
+    assert rows.reward.tolist() == [0.5, 1.0, -1.0]
+    assert rows.oldest_version.tolist() == [3, 4, 5]
+    assert rows.newest_version.tolist() == [4, 4, 6]
+    assert rows.prompt_ids.tolist() == [10, 11, 13, 14, 15, 16]
+    assert rows.prompt_offsets.tolist() == [0, 2, 2, 6]
+
+
+def test_uids_as_a_tensor() -> None:
+    names = ["a", "b", "cä", "long"]
+    encoded = torch.tensor([list(name.encode().ljust(4, b"\0")) for name in names], dtype=torch.uint8)
+    assert recorded(seen(uids=encoded)).uid.tolist() == ["a", "cä", "long"]
+
+
+def test_only_chosen_rows() -> None:
+    rows = recorded(seen(uids=list("abcd")), torch.tensor([False, True, True, False]))
+    assert rows.uid.tolist() == ["c"]
+    assert rows.response_ids.tolist() == list(range(200, 251, 10))
+
+
+def test_no_row_at_all() -> None:
+    for mask, chosen in ((torch.zeros(2, 3, dtype=torch.bool), None), (MASK, torch.zeros(4, dtype=torch.bool))):
+        what = seen(mask, uids=["a"] * len(mask), prompts=(torch.arange(len(mask)), torch.ones(len(mask)).long()))
+        assert len(recorded(what, chosen)) == 0
+
+
+def test_bits_of_what_rejects() -> None:
+    """gsm rejects row 0 from its second token on, the weight all of row 2: bits 0 and 1; off valid nothing counts."""
+    gsm, weight, valid = torch.zeros(4, 6).bool(), torch.zeros(4, 6).bool(), MASK.clone()
+    gsm[0, 1:] = True
+    gsm[2, 0] = True
+    weight[2] = True
+    valid[2, 5] = False  # a token whose mu is not finite
+    rows = recorded(seen(valid=valid, rejected={"masks.gsm": gsm, "weight": weight}))
+    assert rows.rejected_by[:5].tolist() == [0, 1, 0, 0, 1]
+    assert rows.rejected_by[5:11].tolist() == [3, 2, 2, 2, 2, 0]
+
+
+def test_the_thirty_second_reason_has_the_highest_bit() -> None:
+    reasons = {f"masks.m{i}": torch.full((1, 1), i == 31) for i in range(32)}
+    assert recorded(seen(torch.ones(1, 1).bool(), rejected=reasons)).rejected_by.tolist() == [2**31]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_log_probs_of_other_widths(dtype: torch.dtype) -> None:
+    values = torch.tensor([[-0.1, -2.0, math.nan, -math.inf]]).to(dtype)
+    rows = recorded(seen(torch.ones(1, 4).bool(), log_prob=values))
+    np.testing.assert_array_equal(rows.log_prob, values[0].float().numpy())
+
+
+def test_buffers_that_are_used_again_do_not_change_what_was_packed() -> None:
+    what = seen(MASK.clone())
+    packed = pack(what)
+    what.log_prob.zero_()
+    what.response_mask.zero_()
+    rows = unpack(packed, step=1, rank=0, mini_batch=0)
+    assert rows.log_prob[0] == 3.0
+    assert rows.length.tolist() == [3, 6, 3]
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    log_prob = torch.zeros(4, 6, requires_grad=True)
+    assert not pack(seen(log_prob=log_prob * 2)).buffer.requires_grad
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
+    rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    bits = data.draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width))
+    mask = torch.tensor(bits).reshape(rows, width)
+    chosen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
+    lengths = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
+    prompts = torch.arange(sum(lengths))
+    what = seen(mask, uids=[str(i) for i in range(rows)], prompts=(prompts, torch.tensor(lengths)))
+    found = recorded(what, chosen)
+
+    kept = [row for row in range(rows) if chosen[row] and mask[row].any()]
+    assert found.uid.tolist() == [str(row) for row in kept]
+    for i, row in enumerate(kept):
+        last = max(j for j in range(width) if mask[row, j])
+        tokens = slice(found.offsets[i], found.offsets[i + 1])
+        assert found.log_prob[tokens].tolist() == what.log_prob[row, : last + 1].tolist()
+        assert found.response_mask[tokens].tolist() == mask[row, : last + 1].tolist()
+        start = sum(lengths[:row])
+        of_prompt = found.prompt_ids[found.prompt_offsets[i] : found.prompt_offsets[i + 1]]
+        assert of_prompt.tolist() == list(range(start, start + lengths[row]))

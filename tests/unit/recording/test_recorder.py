@@ -1,0 +1,386 @@
+"""The recorder's two threads: what is written when, and what is left out rather than waited for."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.batch_plan import UpdateRows
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording import recorder as recorder_module
+from recipe.offpolicy.recording.capture import Packed, Seen, pack
+from recipe.offpolicy.recording.recorder import Recorder
+from recipe.offpolicy.recording.settings import RecordSettings
+
+UPDATE = UpdateRows(ranks=1, rows=4, mini_batch_rows=2)
+SPEC: dict[str, Any] = {"masks": {}}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+_MADE: list[Recorder] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    while _MADE:
+        assert _MADE.pop().flush()
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, clock: Clock) -> Recorder:
+    return made(tmp_path, clock)
+
+
+def made(folder: Path, clock: Clock, rank: int = 0, ranks: int = 1, **settings: Any) -> Recorder:
+    _MADE.append(Recorder(RecordSettings(str(folder / "rec"), **settings), rank=rank, ranks=ranks, clock=clock))
+    return _MADE[-1]
+
+
+def rows(count: int = 2, first: int = 0, width: int = 3) -> Packed:
+    number = torch.arange(first, first + count)[:, None].expand(-1, width)
+    ones = torch.ones(count, width)
+    return pack(
+        Seen(
+            response_ids=number,
+            response_mask=ones.bool(),
+            rollout_log_prob=-ones,
+            old_log_prob=-ones,
+            log_prob=-ones,
+            advantages=ones,
+            weight=ones,
+            valid=ones.bool(),
+            rejected={},
+            uids=[str(i) for i in range(first, first + count)],
+        )
+    )
+
+
+def micro_batch(
+    recorder: Recorder,
+    step: int = 1,
+    update: UpdateRows = UPDATE,
+    *,
+    first: int = 0,
+    count: int = 2,
+    spec: dict[str, Any] = SPEC,
+    width: int = 3,
+) -> int | None:
+    """One micro-batch as the loss announces and hands it over."""
+    mini_batch = recorder.admit(step, update, count)
+    if mini_batch is not None:
+        recorder.put(step, update, mini_batch, rows(count, first, width), spec, ())
+    return mini_batch
+
+
+def written(recorder: Recorder) -> list[str]:
+    folder = Path(recorder.settings.dir)
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def settled(recorder: Recorder) -> list[str]:
+    """What lies there once the thread has nothing to do, without closing what is open."""
+    with recorder._condition:
+        assert recorder._condition.wait_for(lambda: not recorder._items and not recorder._busy, 10)
+    return written(recorder)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+
+
+def test_a_step_is_written_when_its_last_row_is_there(recorder: Recorder) -> None:
+    assert micro_batch(recorder) == 0
+    assert settled(recorder) == []
+    assert micro_batch(recorder, first=2) == 1
+    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
+    step = Recording(recorder.settings.dir).step(1)
+    assert step.rows.uid.tolist() == ["0", "1", "2", "3"]
+    assert step.rows.mini_batch.tolist() == [0, 0, 1, 1]
+    assert step.spec == SPEC
+
+
+def test_later_epochs_are_not_recorded(recorder: Recorder) -> None:
+    for _ in range(3):
+        found = [micro_batch(recorder), micro_batch(recorder, first=2)]
+    assert found == [None, None]
+    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
+    assert len(Recording(recorder.settings.dir).step(1).rows) == 4
+    counters = recorder.take()
+    assert (counters.rows, counters.dropped_rows) == (4, 0)
+
+
+def test_the_next_step_closes_one_that_was_left(recorder: Recorder) -> None:
+    micro_batch(recorder)
+    micro_batch(recorder, step=2)
+    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
+    assert len(Recording(recorder.settings.dir).step(1).rows) == 2
+
+
+def test_the_end_closes_one_that_was_left(recorder: Recorder) -> None:
+    micro_batch(recorder)
+    assert recorder.flush()
+    assert written(recorder) == ["step_00000001.rank_00000.parquet"]
+    assert recorder.flush()
+
+
+def test_a_flush_without_a_row_ends_at_once(recorder: Recorder) -> None:
+    assert recorder.flush()
+    assert written(recorder) == []
+
+
+def test_updates_of_one_step_share_its_file(recorder: Recorder) -> None:
+    """Two updates of 4 rows in 2 gradient steps each: the second's rows were recorded after 2 and 3 steps."""
+    for update in range(2):
+        plan = replace(UPDATE, update=update, updates=2, gradient_steps=2 * update)
+        micro_batch(recorder, update=plan, first=4 * update)
+        micro_batch(recorder, update=plan, first=4 * update + 2)
+        assert len(settled(recorder)) == update
+    found = Recording(recorder.settings.dir).step(1).rows
+    assert found.mini_batch.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found.uid.tolist() == [str(i) for i in range(8)]
+
+
+def test_a_file_says_one_correction(recorder: Recorder) -> None:
+    """The second update of the step was made under another correction: its rows are left out and counted."""
+    for update, spec in enumerate((SPEC, {"masks": {"gsm": {}}})):
+        micro_batch(recorder, update=replace(UPDATE, update=update, updates=2), count=4, first=4 * update, spec=spec)
+    settled(recorder)
+    step = Recording(recorder.settings.dir).step(1)
+    assert (step.spec, len(step.rows)) == (SPEC, 4)
+    assert recorder.take().dropped_rows == 4
+
+
+def test_a_step_without_a_row_has_no_file(recorder: Recorder) -> None:
+    assert recorder.admit(1, UPDATE, 4) == 0
+    recorder.put(1, UPDATE, 0, rows(0), SPEC, ())
+    assert settled(recorder) == []
+    assert recorder.flush()
+    assert written(recorder) == []
+
+
+def test_a_step_that_is_made_again_is_written_again(recorder: Recorder, tmp_path: Path, clock: Clock) -> None:
+    micro_batch(recorder, count=4)
+    settled(recorder)
+    resumed = made(tmp_path, clock)
+    micro_batch(resumed, count=4, first=10)
+    settled(resumed)
+    assert Recording(resumed.settings.dir).step(1).rows.uid.tolist() == ["10", "11", "12", "13"]
+
+
+def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> None:
+    folder = Path(recorder.settings.dir)
+    folder.mkdir()
+    for name in ("step_00000003.rank_00000.partial", "step_00000003.rank_00001.partial", "notes.partial"):
+        (folder / name).touch()
+    micro_batch(recorder, count=4)
+    assert settled(recorder) == [
+        "notes.partial",
+        "step_00000001.rank_00000.parquet",
+        "step_00000003.rank_00001.partial",
+    ]
+
+
+def test_statistics_are_since_the_last_question(recorder: Recorder) -> None:
+    micro_batch(recorder, count=4)
+    recorder.spent(0.25)
+    recorder.spent(0.5)
+    (name,) = settled(recorder)
+    counters = recorder.take()
+    assert counters.bytes == (Path(recorder.settings.dir) / name).stat().st_size
+    assert (counters.rows, counters.dropped_rows, counters.seconds) == (4, 0, 0.75)
+    assert vars(recorder.take()) == vars(recorder_module.Counters())
+
+
+# What does not wait ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the event is set."""
+    free = threading.Event()
+    original = recorder_module.write
+
+    def write(*args: Any, **kwargs: Any) -> int:
+        assert free.wait(30)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(recorder_module, "write", write)
+    yield free
+    free.set()
+
+
+def test_a_disk_that_hangs_costs_rows_and_no_time(tmp_path: Path, clock: Clock, slow_disk: threading.Event) -> None:
+    """Room for three updates of rows, of which the first two wait for the disk."""
+    size = rows(4).nbytes
+    recorder = made(tmp_path, clock, max_waiting_bytes=2.5 * size)
+    started = time.monotonic()
+    for step in range(1, 6):
+        micro_batch(recorder, step=step, count=4)
+    assert time.monotonic() - started < 20  # the disk answers after 30
+    assert recorder.take().dropped_rows == 12
+    slow_disk.set()
+    assert settled(recorder) == ["step_00000001.rank_00000.parquet", "step_00000002.rank_00000.parquet"]
+    # What was written makes room again.
+    micro_batch(recorder, step=6, count=4)
+    assert len(settled(recorder)) == 3
+    assert recorder.take().dropped_rows == 0
+
+
+def test_part_of_a_step_can_be_left_out(tmp_path: Path, clock: Clock) -> None:
+    recorder = made(tmp_path, clock, max_waiting_bytes=1.5 * rows(2).nbytes)
+    micro_batch(recorder)
+    micro_batch(recorder, first=2)
+    settled(recorder)
+    assert Recording(recorder.settings.dir).step(1).rows.uid.tolist() == ["0", "1"]
+    assert recorder.take().dropped_rows == 2
+
+
+def test_a_recorder_that_takes_too_much_time_leaves_updates_out(
+    recorder: Recorder, clock: Clock, warnings: pytest.LogCaptureFixture
+) -> None:
+    """Steps of 10 s, of which recording takes 2 s: 4 s after two steps, and 1 + 5 % of 20 s is 2 s."""
+    found = []
+    for step in range(1, 9):
+        found.append(micro_batch(recorder, step=step, count=4) is not None)
+        if found[-1]:
+            recorder.spent(2.0)
+        clock.now += 10.0
+    # Spent before step 2: 2 > 1 + 0.5. Before step 3: 2 = 1 + 1. Step 4: 4 > 2.5, until 1 + 0.05 t = 4, at 60 s.
+    assert found == [True, False, True, False, False, False, True, False]
+    assert recorder.take().dropped_rows == 4 * 5
+    assert [record.getMessage() for record in warnings.records] == [
+        "offpolicy.record.every=1: recording has taken 0.2 of the time since the first row, and may take 0.05. Updates "
+        "are left out of it, training goes on. Raise it, or set offpolicy.record.share=0.5."
+    ]
+
+
+def test_one_update_is_recorded_whole_or_not_at_all(recorder: Recorder, clock: Clock) -> None:
+    micro_batch(recorder)
+    recorder.spent(100.0)
+    clock.now += 1.0
+    assert micro_batch(recorder, first=2) == 1
+    assert micro_batch(recorder, step=2) is None
+
+
+def test_a_recorder_within_its_time_goes_on(recorder: Recorder, clock: Clock) -> None:
+    for step in range(1, 20):
+        assert micro_batch(recorder, step=step, count=4) is not None
+        recorder.spent(0.4)
+        clock.now += 10.0
+
+
+# What stops it --------------------------------------------------------------------------------------------------
+
+
+def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warnings: pytest.LogCaptureFixture) -> None:
+    """Two ranks share the budget: this one has half of it, two files and a half."""
+    probe = made(tmp_path / "probe", clock)
+    micro_batch(probe, count=4)
+    (name,) = settled(probe)
+    size = (Path(probe.settings.dir) / name).stat().st_size
+
+    recorder = made(tmp_path, clock, ranks=2, max_bytes=5 * size)
+    for step in range(1, 7):
+        micro_batch(recorder, step=step, count=4)
+        settled(recorder)
+    assert written(recorder) == ["step_00000001.rank_00000.parquet", "step_00000002.rank_00000.parquet"]
+    assert micro_batch(recorder, step=7, count=4) is None
+    counters = recorder.take()
+    assert counters.rows == 12  # the third was on its way
+    assert counters.dropped_rows == 20
+    (record,) = warnings.records
+    assert record.getMessage() == (
+        f"offpolicy.record.max_bytes={5 * size:g}: rank 0 has filled its part of {2.5 * size:g}. Fix: raise it, or "
+        f"record less by offpolicy.record.every=10 or offpolicy.record.share=0.1. Recording stops, training goes on."
+    )
+
+
+def test_the_budget_counts_what_is_there_already(tmp_path: Path, clock: Clock) -> None:
+    first = made(tmp_path, clock)
+    micro_batch(first, count=4)
+    micro_batch(first, step=2, count=4)
+    settled(first)
+    used = sum(path.stat().st_size for path in Path(first.settings.dir).iterdir())
+    resumed = made(tmp_path, clock, max_bytes=used)
+    # Made again, a step takes the place of what it was; a further one has none.
+    micro_batch(resumed, step=2, count=4)
+    settled(resumed)
+    assert resumed.stopped is None
+    micro_batch(resumed, step=3, count=4)
+    assert len(settled(resumed)) == 2
+    assert resumed.stopped is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_stops_the_recording(
+    recorder: Recorder, number: int, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    def write(*_: Any, **__: Any) -> int:
+        raise OSError(number, "the reason")
+
+    monkeypatch.setattr(recorder_module, "write", write)
+    for step in range(1, 4):
+        micro_batch(recorder, step=step, count=4)
+        settled(recorder)
+    assert recorder.take().dropped_rows == 12
+    assert [record.getMessage() for record in warnings.records] == [
+        f"offpolicy.record.dir={recorder.settings.dir}: {os.strerror(number)}. Fix: free space there, or give another "
+        f"directory. Recording stops, training goes on."
+    ]
+
+
+def test_a_directory_that_cannot_be_made_stops_the_recording(recorder: Recorder) -> None:
+    Path(recorder.settings.dir).touch()
+    micro_batch(recorder, count=4)
+    with recorder._condition:
+        recorder._condition.wait_for(lambda: recorder.stopped is not None, 10)
+    assert recorder.stopped is not None
+    assert "File exists" in recorder.stopped
+
+
+def test_whatever_else_fails_stops_the_recording(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: Any, **__: Any) -> int:
+        raise ValueError("33 parts of the correction can reject")
+
+    monkeypatch.setattr(recorder_module, "write", write)
+    micro_batch(recorder, count=4)
+    settled(recorder)
+    assert recorder.stopped is not None
+    assert "cannot record (ValueError: 33 parts" in recorder.stopped
+
+
+def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
+    settings = RecordSettings(str(tmp_path / "rec"))
+    one = recorder_module.recorder_of(settings, rank=0, ranks=1)
+    assert recorder_module.recorder_of(RecordSettings(str(tmp_path / "rec")), rank=0, ranks=1) is one
+    micro_batch(one)
+    other = recorder_module.recorder_of(replace(settings, every=2), rank=0, ranks=1)
+    assert other is not one
+    assert written(one) == ["step_00000001.rank_00000.parquet"]  # what was open is closed
+    recorder_module.flush_all()

@@ -1,0 +1,178 @@
+"""The trainer's half: the card, the proof, and what it tells the workers of each update."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.batch_plan import Dealing, SharedPlan, UpdateRows
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording, RecordingError
+from recipe.offpolicy.recording.card import card_of, without_secrets
+from recipe.offpolicy.recording.run import RunRecord
+
+SPEC = CorrectionSpec.from_mapping({"masks": {"opsm": {
+    "ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}}})  # fmt: skip
+
+
+def config(tmp_path: Path, directory: str | None = "rec", epochs: int = 1) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "offpolicy": {"record": {"dir": directory and str(tmp_path / directory)}},
+            "actor_rollout_ref": {
+                "model": {"path": "/models/small"},
+                "actor": {"ppo_epochs": epochs, "strategy": "fsdp2"},
+                "rollout": {
+                    "name": "vllm",
+                    "temperature": 0.7,
+                    "top_p": 0.9,
+                    "top_k": -1,
+                    "engine_kwargs": {"vllm": {"min_p": 0.05}},
+                },
+            },
+            "trainer": {"default_local_dir": str(tmp_path / "ckpt"), "resume_mode": "auto", "use_v1": True,
+                        "total": "${trainer.default_local_dir}/x"},
+        }
+    )  # fmt: skip
+
+
+def run(tmp_path: Path, **kwargs: Any) -> RunRecord:
+    return RunRecord(config(tmp_path, **kwargs), SPEC, {"other": CorrectionSpec()})
+
+
+def announced(of: RunRecord, step: int, rows: int = 24, updates: int = 1) -> UpdateRows | None:
+    plan = of.announced(SharedPlan(step), rows=rows, dealing=lambda: Dealing(2, 8, "token-mean"), updates=updates)
+    assert plan.step == step
+    return plan.update
+
+
+def test_the_card_says_what_was_run(tmp_path: Path) -> None:
+    run(tmp_path)
+    record(tmp_path / "rec", drawn_rows([1]))
+    card = dict(Recording(tmp_path / "rec").card)
+    assert card["correction"] == SPEC.to_mapping()
+    assert card["fingerprint"] == SPEC.fingerprint()
+    assert card["shadows"] == {"other": CorrectionSpec().to_mapping()}
+    assert card["path"] == f"verl {card['release']}, V1 trainer, engine worker on fsdp2"
+    assert (card["model"], card["schema"]) == ("/models/small", 1)
+    assert card["sampling"] == {"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.05}
+    assert card["checkpoints"] == str(tmp_path / "ckpt")
+    assert card["config"]["trainer"]["total"] == f"{tmp_path / 'ckpt'}/x"
+    assert time.strptime(card["started"], "%Y-%m-%dT%H:%M:%S+00:00")
+
+
+def test_no_secret_is_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef123456")
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    given = config(tmp_path)
+    with open_dict(given):
+        given.logging = {"header": "Bearer ${oc.env:WANDB_API_KEY}", "name": "abc", "hf_token": "x", "tokens": 7}
+        given.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"HOME": "/root", "PATH": "/bin"}}}}
+        given.data = {"max_token_len": 4096, "secret_file": "/s", "passwords": ["p"]}
+    text = json.dumps(card_of(given, SPEC, {}))
+    hidden = "(not recorded)"
+    found = json.loads(text)["config"]
+    assert "abcdef123456" not in text
+    assert "/root" not in text
+    assert found["logging"] == {"header": hidden, "name": "abc", "hf_token": hidden, "tokens": 7}
+    assert found["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"] == hidden
+    assert found["data"] == {"max_token_len": 4096, "secret_file": hidden, "passwords": hidden}
+
+
+def test_a_card_is_strict_json() -> None:
+    plain = without_secrets({"a": float("nan"), "b": float("inf"), "c": Path("/x"), 1: (True, None)})
+    assert plain == {"a": "nan", "b": "inf", "c": "/x", "1": [True, None]}
+    json.dumps(plain, allow_nan=False)
+
+
+def test_the_proof_is_noted(tmp_path: Path) -> None:
+    of = run(tmp_path)
+    record(tmp_path / "rec", drawn_rows([1]))
+    of.proved(3, "opsm LIVE", {"proved": 1.0})
+    assert Recording(tmp_path / "rec").proof == {"step": 3, "sentence": "opsm LIVE", "live": {"proved": 1.0}}
+
+
+def test_a_full_disk_costs_the_proof_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = run(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recipe.offpolicy.recording.run.write_json", full)
+    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    of.proved(1, "LIVE", {})
+    assert "the proof is not recorded (No space left on device)" in caplog.text
+
+
+def test_how_an_update_is_dealt(tmp_path: Path) -> None:
+    """24 rows over 2 ranks, mini-batches of 8 over both: 12 rows a rank in mini-batches of 4."""
+    assert announced(run(tmp_path), step=1) == UpdateRows(ranks=2, rows=12, mini_batch_rows=4)
+
+
+def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path) -> None:
+    """3 mini-batches in 2 epochs are 6 gradient steps an update, also where the last mini-batch is smaller."""
+    of = run(tmp_path, epochs=2)
+    assert announced(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=0, updates=2, gradient_steps=0)
+    assert announced(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
+    assert announced(of, step=2, rows=20, updates=2) == UpdateRows(2, 10, 4, update=0, updates=2)
+    assert announced(of, step=2, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
+
+
+def test_where_nothing_is_recorded_nothing_is_done(tmp_path: Path) -> None:
+    of = run(tmp_path, directory=None)
+
+    def never() -> Dealing:
+        raise AssertionError("not asked")
+
+    plan = SharedPlan(1)
+    assert of.announced(plan, rows=8, dealing=never) is plan
+    of.proved(1, "LIVE", {})
+    of.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    record(tmp_path / "rec", drawn_rows([1]))
+    with pytest.raises(RecordingError, match=r"offpolicy\.record\.dir=.*another run.*Give another directory"):
+        run(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rec").touch()
+    with pytest.raises(RecordingError, match=r"offpolicy\.record\.dir=.*Give another"):
+        run(tmp_path)
+
+
+def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
+    """Steps 1 to 5 were recorded by two ranks, the checkpoint is of step 3: 4 and 5 are made again, by one rank."""
+    run(tmp_path)
+    record(tmp_path / "rec", *(drawn_rows([1], step=step, rank=rank) for step in range(1, 6) for rank in range(2)))
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = run(tmp_path)
+    assert Recording(tmp_path / "rec").steps == [1, 2, 3, 4, 5]
+    announced(resumed, step=4)
+    announced(resumed, step=5)
+    assert Recording(tmp_path / "rec").steps == [1, 2, 3]
+
+
+def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
+    of = run(tmp_path)
+    announced(of, step=1)
+    started = time.monotonic()
+    of.finish(patience=0.2)
+    assert time.monotonic() - started >= 0.2
+    record(tmp_path / "rec", *(drawn_rows([1], rank=rank) for rank in range(2)))
+    started = time.monotonic()
+    of.finish(patience=60)
+    assert time.monotonic() - started < 30

@@ -1,0 +1,181 @@
+"""``offpolicy.record``: what it takes, and what is wrong with it, with the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.recording.card import FIX
+from recipe.offpolicy.recording.settings import RecordSettings, problems, resolve_dir
+
+DEFAULTS = OmegaConf.load(Path(__file__).parents[3] / "configs" / "offpolicy_base.yaml").offpolicy.record
+
+
+def config(tmp_path: Path, *, mu: bool = True, resume: str = "auto", **values: Any) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "offpolicy": {"record": {**DEFAULTS, **values}},
+            "actor_rollout_ref": {"rollout": {"calculate_log_probs": mu}},
+            "trainer": {
+                "default_local_dir": str(tmp_path / "checkpoints"),
+                "resume_mode": resume,
+                "resume_from_path": str(tmp_path / "checkpoints" / "global_step_4"),
+            },
+        }
+    )
+
+
+def test_nothing_is_recorded_unless_a_directory_is_given(tmp_path: Path) -> None:
+    assert RecordSettings.from_config(config(tmp_path)) is None
+    assert RecordSettings.from_config(OmegaConf.create({})) is None
+    assert list(problems(config(tmp_path))) == []
+    assert list(problems(OmegaConf.create({"offpolicy": {}}))) == []
+
+
+def test_the_directory_is_all_that_has_to_be_given(tmp_path: Path) -> None:
+    """The defaults of the file in ``configs`` and of the class are one."""
+    found = RecordSettings.from_config(config(tmp_path, dir="/runs/a"))
+    assert found == RecordSettings("/runs/a")
+    assert list(problems(config(tmp_path, dir=str(tmp_path / "a" / "b")))) == []
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = config(tmp_path, dir="rec")
+    resolve_dir(given)
+    monkeypatch.chdir("/")
+    assert RecordSettings.from_config(given) == RecordSettings(str(tmp_path / "rec"))
+    nothing = config(tmp_path)
+    resolve_dir(nothing)
+    assert nothing.offpolicy.record.dir is None
+
+
+def test_every_so_many_steps_from_the_first() -> None:
+    assert [step for step in range(1, 9) if RecordSettings("/r", every=3).records(step)] == [1, 4, 7]
+
+
+def test_settings_travel_by_value() -> None:
+    settings = RecordSettings("/r", share=0.5)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("every", 0, "expected a number of steps, 1 or more."),
+        ("every", 1.5, "expected a number of steps, 1 or more."),
+        ("every", True, "expected a number of steps, 1 or more."),
+        ("share", 0, "expected a share of the prompts, above 0 and at most 1."),
+        ("share", 1.1, "expected a share of the prompts, above 0 and at most 1."),
+        ("share", "half", "expected a share of the prompts, above 0 and at most 1."),
+        ("prompts", "no", "expected true or false."),
+        ("max_bytes", 0, "expected a number of bytes above 0."),
+        ("max_bytes", "10GB", "expected a number of bytes above 0."),
+        ("max_waiting_bytes", -1, "expected a number of bytes above 0."),
+        ("max_waiting_bytes", None, "expected a number of bytes above 0."),
+        ("dir", 7, "not a directory."),
+        ("dir", "", "not a directory."),
+    ],
+)
+def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expected: str) -> None:
+    ((key, found, reason, fix),) = problems(config(tmp_path, **{name: value}))
+    assert (key, found, reason) == (f"offpolicy.record.{name}", value, expected)
+    assert fix.startswith(f"Set offpolicy.record.{name}=")
+
+
+def test_an_unknown_key(tmp_path: Path) -> None:
+    ((key, value, reason, fix),) = problems(config(tmp_path, folder="x"))
+    assert (key, value, fix) == ("offpolicy.record.folder", "x", "Remove offpolicy.record.folder.")
+    assert "dir, every, share" in reason
+
+
+def test_no_keys_at_all() -> None:
+    ((key, value, _, fix),) = problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
+    assert (key, value, fix) == ("offpolicy.record", "yes", "Set offpolicy.record.dir=PATH.")
+
+
+def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
+    ((key, _, reason, fix),) = problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
+    assert key == "offpolicy.record.dir"
+    assert "no mu" in reason
+    assert fix == "Set actor_rollout_ref.rollout.calculate_log_probs=true."
+    assert list(problems(config(tmp_path, mu=False))) == []
+
+
+def test_a_place_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        (problem,) = problems(config(tmp_path, dir=str(tmp_path / place)))
+        assert problem[2] == f"{tmp_path / 'file'} is no directory."
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so that the question itself is answered for it."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    (problem,) = problems(config(tmp_path, dir=str(tmp_path / "closed" / "rec")))
+    assert "cannot be written" in problem[2]
+
+
+# Recordings that are there already --------------------------------------------------------------------------------
+
+
+def recording(tmp_path: Path, checkpoints: str = "checkpoints") -> str:
+    folder = record(tmp_path / "rec", drawn_rows([2]))
+    (folder / "run.json").write_text(json.dumps({"checkpoints": str(tmp_path / checkpoints)}))
+    return str(folder)
+
+
+def checkpointed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+REFUSED = ("it holds the recording of another run, of which this one resumes no checkpoint.", FIX)
+
+
+def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:
+    (problem,) = problems(config(tmp_path, dir=recording(tmp_path)))
+    assert problem[2:] == REFUSED
+
+
+def test_a_run_that_is_resumed_goes_on_recording(tmp_path: Path) -> None:
+    place = recording(tmp_path)
+    checkpointed(tmp_path)
+    assert list(problems(config(tmp_path, dir=place))) == []
+    assert list(problems(config(tmp_path, dir=place, resume="resume_path"))) == []
+    (problem,) = problems(config(tmp_path, dir=place, resume="disable"))
+    assert problem[2:] == REFUSED
+
+
+def test_a_run_that_is_resumed_from_elsewhere_does_not(tmp_path: Path) -> None:
+    place = recording(tmp_path, checkpoints="of_another")
+    checkpointed(tmp_path)
+    (problem,) = problems(config(tmp_path, dir=place))
+    assert problem[2:] == REFUSED
+
+
+def test_steps_without_a_card_are_somebodys(tmp_path: Path) -> None:
+    checkpointed(tmp_path)
+    (problem,) = problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
+    assert problem[2:] == REFUSED
+
+
+def test_a_directory_with_other_things_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "rec").mkdir()
+    (tmp_path / "rec" / "notes.txt").touch()
+    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec")))) == []
+
+
+def test_a_card_that_is_damaged_is_named(tmp_path: Path) -> None:
+    place = recording(tmp_path)
+    (tmp_path / "rec" / "run.json").write_text("{")
+    (problem,) = problems(config(tmp_path, dir=place))
+    assert "run.json: not readable" in problem[2]
