@@ -138,6 +138,11 @@ def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
     assert figures.image(crowded)[0] == "image/png"  # a path a dot
 
 
+def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is no kind of picture"):
+        figures.save(drawn(), tmp_path / "a.nonsense")
+
+
 def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.png", "a.svg"):
         figures.save(drawn(), tmp_path / name)

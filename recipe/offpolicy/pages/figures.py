@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from .page import PageError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -71,11 +73,14 @@ def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
     """Write a PNG, or what else the suffix of ``path`` says; equal figures make equal files.
 
     Raises:
-        ValueError: a suffix that matplotlib does not know.
+        PageError: a suffix that matplotlib does not know.
         OSError: the file cannot be written.
     """
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    known = figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise PageError(f"{path}: .{kind} is no kind of picture. Name it .png, or one of {', '.join(sorted(known))}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = path.suffix.removeprefix(".") or "png"
     path.write_bytes(_bytes(figure, kind, dpi))
 
 

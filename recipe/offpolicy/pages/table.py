@@ -98,7 +98,11 @@ def to_rich(table: Table) -> RichTable:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rich = RichTable(title=Text(table.title, style="bold") if table.title else None, title_justify="left")
+    rich = RichTable(
+        title=Text(table.title, style="bold") if table.title else None,
+        title_justify="left",
+        min_width=len(table.title) or None,
+    )
     for index, column in enumerate(table.columns):
         rich.add_column(Text(column.heading), justify=table.aligned(index), overflow="fold")
     for row in table.rows:

@@ -72,11 +72,11 @@ a:hover { text-decoration: underline; }
 nav ul { display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; list-style: none; padding: 0; margin: .8rem 0 0; }
 .scroll { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
-caption { text-align: left; font-weight: 600; padding: .2rem 0 .4rem; }
-th, td { padding: .28rem .75rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+caption { text-align: left; white-space: nowrap; font-weight: 600; padding: .2rem 0 .4rem; }
+th, td { padding: .28rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; border-bottom-width: 2px; }
 td.right, th.right { text-align: right; white-space: nowrap; }
-td.left, th.left { text-align: left; overflow-wrap: anywhere; }
+td.left, th.left { text-align: left; overflow-wrap: break-word; min-width: 2.5rem; max-width: 40rem; }
 tbody tr:hover { background: var(--shade); }
 pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
   overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .87em; line-height: 1.45; }

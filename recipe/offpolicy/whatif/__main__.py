@@ -24,7 +24,7 @@ from .study import Study, study
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
 _NAME = "python -m recipe.offpolicy.whatif"
-_PIPE_WIDTH = 150
+_PIPE_WIDTH = 170
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,11 +77,6 @@ def _study(given: argparse.Namespace) -> Study:
 
 
 def _show(result: Study, given: argparse.Namespace) -> None:
-    if given.json:
-        json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
-    else:
-        _print(result)
     if given.png or given.html:
         from . import draw, html
 
@@ -90,6 +85,12 @@ def _show(result: Study, given: argparse.Namespace) -> None:
             draw.save(figure, given.png)
         if given.html:
             html.write(result, figure, given.html)
+    # Last, so that a reader who closes the pipe early loses no file.
+    if given.json:
+        json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
+        sys.stdout.write("\n")
+    else:
+        _print(result)
 
 
 def _print(result: Study) -> None:
@@ -134,11 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="what offpolicy.record.dir was written")
     parser.add_argument(
         "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
-        help=f"Hydra overrides of one correction, as for a launch, or '{RECORDED}'; may be repeated",
+        help=f"Hydra overrides of one correction, as for a launch, or '{RECORDED}', what acted; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
-        help="values to try of a key; several are crossed",
+        help="values to try of a key; several are crossed, on every --spec that has the key",
     )  # fmt: skip
     parser.add_argument("--steps", metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")

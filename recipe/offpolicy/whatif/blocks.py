@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..recording import Rows
 
-SIZE = 2**16
+SIZE = 2**17
 """Places of a block, padding included; a longer row is a block by itself."""
+_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _SHORTEST = 0.8  # of the longest row of a block
 
 
@@ -25,7 +26,7 @@ class Block:
         rows: (B,) int64, which rows of the step these are.
         place: (B, W) bool, whether a token was recorded there.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
-        rejected_by, turn: (B, W) int64, as recorded.
+        rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
         version: (B,) int64 of the weights that sampled the row; -1 where it is not known or not one.
     """
 
@@ -57,6 +58,20 @@ def blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
         start = stop
 
 
+def end_to_end(rows: Rows) -> Block:
+    """All tokens as one long row without padding, for what does not look at rows; its version is not known."""
+    columns = {name: getattr(rows, name) for name in _COLUMNS}
+    return Block(
+        rows=np.zeros(1, dtype=np.int64),
+        place=torch.ones(1, rows.tokens, dtype=torch.bool),
+        mask=torch.from_numpy(rows.response_mask)[None],
+        rejected_by=torch.from_numpy(rows.rejected_by.view(np.int32))[None],
+        turn=torch.from_numpy(rows.turn)[None],
+        version=torch.full((1,), -1),
+        **{name: torch.from_numpy(values)[None] for name, values in columns.items()},
+    )
+
+
 def block(rows: Rows, chosen: NDArray[np.int64]) -> Block:
     """The rows of these numbers, padded to the longest of them."""
     lengths = np.diff(rows.offsets)[chosen]
@@ -75,12 +90,8 @@ def block(rows: Rows, chosen: NDArray[np.int64]) -> Block:
         rows=chosen,
         place=there,
         mask=padded(rows.response_mask),
-        rollout_log_prob=padded(rows.rollout_log_prob),
-        old_log_prob=padded(rows.old_log_prob),
-        log_prob=padded(rows.log_prob),
-        advantages=padded(rows.advantages),
-        weight=padded(rows.weight),
-        rejected_by=padded(rows.rejected_by.view(np.int32)).long(),
-        turn=padded(rows.turn, -1).long(),
+        rejected_by=padded(rows.rejected_by.view(np.int32)),
+        turn=padded(rows.turn, -1),
         version=torch.from_numpy(single[chosen].astype(np.int64)),
+        **{name: padded(getattr(rows, name)) for name in _COLUMNS},
     )

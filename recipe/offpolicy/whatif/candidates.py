@@ -58,6 +58,8 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """All corrections of a replay: every spec crossed with those grid keys that it has.
 
+    What was recorded stays as it was to compare with, unless it is the only spec.
+
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
         grids: ``key=value,value`` each, crossed.
@@ -73,12 +75,19 @@ def candidates(
     groups = [axis for axis in axes if axis[0] == GROUP]
     with composer():
         bases = [base for overrides in specs for base in _bases(list(overrides), groups, recorded)]
+    if groups and all(label == RECORDED for label, _ in bases):
+        raise SpecError(
+            f"--grid {GROUP}: what was recorded has no options to exchange. Give --spec {GROUP}=none with it."
+        )
+    alone = all(label == RECORDED for label, _ in bases)
+    crossed = [mapping for label, mapping in bases if alone or label != RECORDED]
     for key, _ in axes:
-        if key != GROUP and not any(_has(mapping, key) for _, mapping in bases):
-            raise SpecError(_unknown(key, [mapping for _, mapping in bases]))
+        if key != GROUP and not any(_has(mapping, key) for mapping in crossed):
+            raise SpecError(_unknown(key, crossed))
     found: dict[str, Candidate] = {}
     for label, mapping in bases:
-        for point in _points([axis for axis in axes if _has(mapping, axis[0])]):
+        own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
+        for point in _points(own):
             candidate = _candidate(label, mapping, point)
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pages import figures
 from .candidates import RECORDED, UNCORRECTED
-from .show import heading, short
+from .show import heading, kept_by_group, short
 from .study import Outcome, Study
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def _line(line: Line, level: Sequence[Outcome], axes: Sequence[Axes]) -> None:
     kept, overall, scale, bias = axes
-    _by_length(kept, line)
+    _by_group(kept, line)
     _fields(overall, line, _KEPT)
     _fields(scale, line, _SCALE)
     scale.axhline(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
@@ -105,23 +105,26 @@ def _line(line: Line, level: Sequence[Outcome], axes: Sequence[Axes]) -> None:
                     "uncorrected", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8,
                     color=colour,
                 )  # fmt: skip
-    kept.set_title(f"Tokens kept by T{_common(line)}")
     overall.set_title("Kept and effective sample")
     scale.set_title("Effective learning rate")
     bias.set_title("Distance from unbiased weights")
-    for one in (kept, overall):
-        _shares(one)
+    _shares(kept)
+    _shares(overall)
     for one in (scale, bias):
         one.set_ylim(bottom=min(0.0, one.get_ylim()[0]))
         one.margins(y=0.15)
         one.legend(loc="best")
 
 
-def _by_length(axes: Axes, line: Line) -> None:
-    names = [name for name in line.outcomes[0].groups if name.startswith("length/")]
+def _by_group(axes: Axes, line: Line) -> None:
+    shares = [kept_by_group(outcome) for outcome in line.outcomes]
+    names = [name for name in shares[0] if name.startswith("length/")]
+    if len(names) < 2:
+        names = list(shares[0])
     for place, name in enumerate(names):
-        values = [outcome.groups[name].kept_tokens for outcome in line.outcomes]
-        _plot(axes, line, values, heading(name), place)
+        _plot(axes, line, [share.get(name) for share in shares], heading(name), place)
+    title = "length T" if len(names) > 1 and names[-1].startswith("length/") else "group"
+    axes.set_title(f"Tokens kept by {title}{f', {line.title}' if line.title else ''}")
 
 
 def _fields(axes: Axes, line: Line, names: dict[str, str]) -> None:
@@ -170,10 +173,6 @@ def _along(title: str, axis: str, outcomes: Sequence[Outcome]) -> Line:
     ordered = sorted(outcomes, key=number)
     ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
     return Line(short(title), short(axis), ticks, tuple(ordered), ordered=True)
-
-
-def _common(line: Line) -> str:
-    return f", {line.title}" if line.title else ""
 
 
 def _title(study: Study, drawn: int) -> str:

@@ -57,7 +57,7 @@ def compared(by: Decided, of: Block, reasons: Sequence[str], step: int) -> Fidel
     replayed = torch.zeros_like(of.rejected_by)
     for bit, reason in enumerate(reasons):
         if (drop := by.rejected.get(reason)) is not None:
-            replayed |= (drop & by.valid).long() << bit
+            replayed |= (drop & by.valid).int() << bit
     other = of.mask & (replayed != of.rejected_by)
     # A part that the record has no name for rejects here as well.
     other |= of.mask & by.valid & ((of.rejected_by == 0) != by.keep)

@@ -30,6 +30,7 @@ MEANINGS = {
         "likewise with pi/mu of the whole row, the unbiased weight of the policy gradient; on long rows it rests on "
         "few of them."
     ),
+    "in common (Jaccard)": "of what either of two corrections rejects, the share that both reject.",
     "of it shift": (
         "the part of that distance that cannot average out: shifts of the mean by length bucket and sign of the "
         "advantage."

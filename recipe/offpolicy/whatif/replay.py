@@ -18,7 +18,7 @@ from ..correction import (
     step_stage,
 )
 from ..recording import Rows
-from .blocks import Block, block
+from .blocks import Block, block, end_to_end
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def constants_of(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> 
     """What ``spec`` fixes for the batch, the step's rows as one."""
     if not spec.needs_constants:
         return BatchConstants()
-    whole = block(rows, np.arange(len(rows)))
+    normalised_rows = spec.weight is not None and spec.weight.normalize and spec.weight.level != "token"
+    # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
+    whole = block(rows, np.arange(len(rows))) if normalised_rows else end_to_end(rows)
     return batch_constants(spec, old_log_prob=proximal(spec, recorded, whole), **_rollout(whole))
 
 

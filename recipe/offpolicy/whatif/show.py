@@ -51,7 +51,7 @@ def group_names(study: Study) -> dict[str, str]:
     """Group -> its heading; a family of which there is a single group is left out, except for lengths."""
     names: dict[str, str] = {}
     for family in _FAMILIES:
-        groups = [name for name in _groups(study.outcomes[0]) if name.startswith(f"{family}/")]
+        groups = [name for name in kept_by_group(study.outcomes[0]) if name.startswith(f"{family}/")]
         if len(groups) > 1 or family == "length":
             names |= {name: heading(name) for name in groups}
     return names
@@ -73,10 +73,10 @@ def group_table(study: Study) -> Table:
     names = group_names(study)
     rows = []
     for place, outcome in enumerate(study.outcomes):
-        groups = _groups(outcome)
+        groups = kept_by_group(outcome)
         rows.append([f"#{place}", *(groups.get(name) for name in names)])
     columns = [Column("#"), *(Column(text) for text in names.values())]
-    return Table(columns, rows, title="Tokens kept by length T, advantage A, staleness and turn")
+    return Table(columns, rows, title="Tokens kept by length, advantage A, staleness and turn")
 
 
 def step_table(study: Study, field: str) -> Table:
@@ -93,8 +93,7 @@ def agreement_tables(study: Study) -> Iterator[Table]:
         place for place, outcome in enumerate(study.outcomes) if not math.isnan(agreement.jaccard_tokens[place, place])
     ]
     if len(rejecting) > 1:
-        text = "Rejected tokens in common: of those that either rejects, the share that both do (Jaccard)"
-        yield _matrix(agreement.jaccard_tokens, rejecting, text)
+        yield _matrix(agreement.jaccard_tokens, rejecting, "Rejected tokens in common (Jaccard)")
         yield _matrix(agreement.jaccard_rows, rejecting, "Rejected rows in common (Jaccard)")
         yield _matrix(agreement.kappa_tokens, rejecting, "Agreement on tokens beyond chance (Cohen's kappa)")
     if len(study.outcomes) > 1:
@@ -129,7 +128,8 @@ def _grid_keys(study: Study) -> list[str]:
     return list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
 
 
-def _groups(outcome: Outcome) -> dict[str, float | None]:
+def kept_by_group(outcome: Outcome) -> dict[str, float | None]:
+    """Group -> share of its tokens that is kept."""
     shares = {name: group.kept_tokens for name, group in outcome.groups.items()}
     return shares | {name: share.kept_tokens for name, share in outcome.turns.items()}
 
@@ -139,7 +139,7 @@ def _span(bucket: str) -> str:
     place = names.index(bucket)
     least = (BUCKETS[names[place - 1]] or 0) + 1 if place else 1
     most = BUCKETS[bucket]
-    return f"T {least}-{most}" if most is not None else f"T > {least - 1}"
+    return f"{least}-{most}" if most is not None else f"> {least - 1}"
 
 
 def _matrix(values: Matrix, places: Sequence[int], title: str) -> Table:

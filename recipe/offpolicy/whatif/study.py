@@ -194,7 +194,7 @@ def _specs(
         recorded = CorrectionSpec.from_mapping(step.spec)
     except SpecError as error:
         raise RecordingError(
-            f"{recording.files[number][0]}: the correction in its metadata is none: {error}"
+            f"{recording.files[number][0]}: its metadata holds no valid correction ({error}). Remove the file."
         ) from error
     active = {}
     for place, one in enumerate(running):

@@ -1,0 +1,177 @@
+"""The command line: tables, a picture, a page, JSON, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from acted import acted, recorded, varied_rows
+from corrections import GSM, TIS, band, spec
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.whatif import draw
+from recipe.offpolicy.whatif.__main__ import chosen_steps, main
+from recipe.offpolicy.whatif.agreement import Agreement
+from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate, candidates
+from recipe.offpolicy.whatif.measures import Measures
+from recipe.offpolicy.whatif.show import heading, short
+from recipe.offpolicy.whatif.study import study
+
+ACTING = spec(TIS, gsm=band(0.97, 1.03))
+GRID = ["--spec", "correction=[tis_token,gsm]", "--grid", "correction.masks.gsm.upper=1.01,1.05,0.5"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    return recorded(folder, ACTING, varied_rows(seed=1, step=5), varied_rows(40, seed=2, step=6))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tables_picture_and_page(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, html = tmp_path / "a.png", tmp_path / "deep" / "a.html"
+    assert main([str(directory), *GRID, "--spec", "recorded", "--png", str(png), "--html", str(html)]) == 0
+    said = capsys.readouterr().out
+    for words in ("uncorrected", "recorded", "[tis_token,gsm]", "masks.gsm.upper", "tokens kept", "17-64", "turn 3+"):
+        assert words in said
+    assert "nothing lies between" in said
+    assert "What acted, replayed, is what was recorded" in said
+    assert png.read_bytes().startswith(b"\x89PNG")
+    page = html.read_text()
+    assert 10_000 < len(page) < 5_000_000
+    for words in ("masks.gsm.upper", "nothing lies between", "Cosine of the gradient weights", "lr scale by step"):
+        assert words in page
+
+
+def test_json_is_the_whole_study(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory), *GRID, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert found["recording"]["steps"] == [5, 6]
+    assert found["fidelity"]["agrees"] is True
+    assert [one["label"].split(" ")[-1] for one in found["corrections"]] == [
+        "uncorrected", "correction.masks.gsm.upper=1.01", "correction.masks.gsm.upper=1.05",
+    ]  # fmt: skip
+    assert list(found["failures"]) == ["correction=[tis_token,gsm] correction.masks.gsm.upper=0.5"]
+    one = found["corrections"][2]
+    assert one["point"] == {"correction.masks.gsm.upper": "1.05"}
+    assert one["spec"] == spec(TIS, gsm=GSM | {"upper": 1.05}).to_mapping()
+    assert set(one["overall"]) == set(one["groups"]["length/le64"]) == {field.name for field in fields(Measures)}
+    assert set(one["steps"]) == {"5", "6"}
+    assert set(found["agreement"]) == {"labels", *(field.name for field in fields(Agreement))}
+    assert found["agreement"]["jaccard_tokens"][0] == [None, 0.0, 0.0]
+    read = Recording(directory)
+    (again,) = study(read, read.steps, candidates([["correction=[tis_token,gsm]"]], [], {})).outcomes
+    (other,) = study(read, read.steps, [Candidate("x", "x", {}, spec(TIS, gsm=GSM))]).outcomes
+    assert again.overall == other.overall
+
+
+def test_what_acted_alone_by_default(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory), "--json", "--steps", "6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["label"] for one in found["corrections"]] == ["uncorrected", "recorded"]
+    assert found["recording"]["steps"] == [6]
+    assert found["corrections"][1]["overall"]["kept_tokens"] < 1
+
+
+def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, reasons = acted(varied_rows(seed=1), ACTING)
+    record(tmp_path, replace(rows, weight=rows.weight * 1.01), spec=ACTING.to_mapping(), reasons=reasons)
+    assert main([str(tmp_path)]) == 1
+    assert "MISMATCH" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--spec", "correction=gsmm"], "no such option. Nearest: gsm"),
+        ([*GRID[:2], "--grid", "correction.masks.gsm.uper=1"], "Nearest: correction.masks.gsm.upper"),
+        (["--steps", "7:9"], "no recorded step is among them. Recorded: 5 to 6"),
+        (["--steps", "x"], "expected first:last"),
+        (["--png", "/proc/none/a.png"], "/proc/none"),
+        (["--png", "a.nonsense"], "a.nonsense: .nonsense is no kind of picture"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], words: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(directory), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("offpolicy: ")
+    assert said.count("\n") == 1
+
+
+def test_no_valid_point_is_bad_input(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory), *GRID[:3], "correction.masks.gsm.upper=0.5,0.6"]) == 2
+    assert capsys.readouterr().out.count("nothing lies between") == 2
+
+
+def test_damage_names_the_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes()[: -100 if "6" in path.name else None])
+    assert main([str(tmp_path)]) == 2
+    assert "step_00000006" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, [3, 5, 8]), ("5", [5]), ("4:", [5, 8]), (":5", [3, 5]), ("4:6", [5]), (" 3:8 ", [3, 5, 8])],
+)
+def test_steps(given: str | None, expected: list[int]) -> None:
+    assert chosen_steps([3, 5, 8], given) == expected
+
+
+def test_lines_of_the_picture(directory: Path) -> None:
+    """One line of panels for each spec and value of the second key, along the key with most values, in its order."""
+    read = Recording(directory)
+    grid = ["correction.masks.gsm.upper=1.5,1.02,1.1", "correction.weight.upper=2,3"]
+    chosen = (Candidate(UNCORRECTED, UNCORRECTED), *candidates([["correction=[tis_token,gsm]"]], grid, {}))
+    lines = draw.lines(study(read, read.steps, chosen))
+    assert [(line.title, line.ticks) for line in lines] == [
+        ("[tis_token,gsm] weight.upper=2", ("1.02", "1.1", "1.5")),
+        ("[tis_token,gsm] weight.upper=3", ("1.02", "1.1", "1.5")),
+    ]
+    plain = (chosen[0], *candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
+    result = study(read, read.steps, plain)
+    assert [(line.ordered, line.ticks) for line in draw.lines(result)] == [(False, ("uncorrected", "gsm", "tis_token"))]
+    panels = draw.draw(result).axes
+    assert len(panels) == 4
+    (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")
+    drawn = np.asarray(kept.get_ydata(), dtype=float).tolist()
+    assert drawn == pytest.approx([outcome.overall.kept_tokens for outcome in result.outcomes])
+    assert not any(math.isnan(value) for value in drawn)
+
+
+def test_words() -> None:
+    assert short("correction=[tis_token,gsm] correction.masks.gsm.upper=1.01") == "[tis_token,gsm] masks.gsm.upper=1.01"
+    groups = ("length/le16", "length/le4096", "length/gt4096", "advantage/negative", "staleness/is1", "turn/ge3")
+    assert [heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "stale 1", "turn 3+"]
+
+
+def test_the_program_runs_without_verl_and_ray(tmp_path: Path) -> None:
+    record(tmp_path, drawn_rows([5, 9]))
+    code = (
+        "import sys; from recipe.offpolicy.whatif.__main__ import main; "
+        f"code = main([{str(tmp_path)!r}, '--spec', 'correction=gsm', '--json']); "
+        "print({'verl', 'ray', 'matplotlib'} & set(sys.modules), code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "set() 0"
