@@ -148,6 +148,8 @@ class Supervision:
             logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
             return
         logger.info(_sentence(self.spec, self._live))
+        if moving := ", ".join(f"masks.{name}" for name in self.steering.moving):
+            logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)
 

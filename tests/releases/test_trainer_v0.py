@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
 from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE
+from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.handover import HANDOVER
 from recipe.offpolicy.liveness import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
@@ -20,12 +22,16 @@ from recipe.offpolicy.versions import VERSIONS
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
 ROWS, WIDTH = 4, 3
+KEPT = Statistic(Reduction.MEAN, (0.0, 10.0))
 REWARDS = [1.0, 0.0, 0.0, 5.0]
 """The last row is far off policy: its siblings are to be compared without its reward."""
 
 
 class VerlsTrainer:
     """Stands in for RayPPOTrainer: what it was handed, and an update that reports nothing."""
+
+    config: Any
+    global_steps: int
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         raise AssertionError("a forward pass of the trainer")
@@ -36,6 +42,14 @@ class VerlsTrainer:
 
     def _get_dp_size(self, worker_group: Any, role: str) -> int:
         return 1
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / "actor"
+        folder.mkdir(parents=True)
+        (folder / "model.pt").touch()
+
+    def _load_checkpoint(self) -> str:
+        return "what verl returns"
 
 
 def trainer(legacy: bool = False, **correction: Any) -> Any:
@@ -138,3 +152,44 @@ def test_versions_that_verl_does_not_tell_are_left_out() -> None:
     made = trainer(masks={"gsm": GSM})
     made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
     assert VERSIONS not in made.sent.batch.keys()
+
+
+ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "correction": {"masks": {"p": GSM}}}}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("fell_back", [False, True])
+def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tmp_path: Path) -> None:
+    """The fallback of an alarm that had fired, or the bounds that had moved."""
+    from recipe.offpolicy.alarms.settings import DEFAULTS
+    from recipe.offpolicy.calibration.online_histogram import histogram
+    from recipe.offpolicy.correction import CorrectionSpec
+
+    def made() -> Any:
+        trainer_ = trainer(legacy, masks={"gsm": GSM})
+        trainer_.config.trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None}
+        trainer_.config.correction = {"masks": {"gsm": GSM}}
+        trainer_.config.offpolicy.calibrate = {"target_kept": 0.9, "warmup": 0}
+        trainer_.config.offpolicy.alarms = {name: {"action": "off"} for name in DEFAULTS} | {"ess": ESS}
+        trainer_.supervision = Supervision(CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}), trainer_.config)
+        trainer_.handed = 0
+        trainer_._hand_over_loss = lambda: setattr(trainer_, "handed", trainer_.handed + 1)
+        return trainer_
+
+    first, again = made(), made()
+    rows = histogram(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
+    ess = 0.1 if fell_back else 0.9
+    first.supervision.steering.after_update({"rollout_ratio/ess": ess}, {"gsm/distance": rows, "gsm/kept": KEPT})
+    first._save_checkpoint()
+    assert again._load_checkpoint() == "what verl returns"
+    assert again.handed == 1
+    assert again.correction == first.correction != CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+    again.supervision._statistics = {"kl/k3": 0.0}
+    again.supervision.begin = lambda: None
+    again._update_actor(batch())
+    plan = again.sent.meta_info[HANDOVER].plan if legacy else again.sent.meta_info[PLAN]
+    assert plan.bounds == first.supervision.steering.bounds
+    assert set(plan.bounds) == (set() if fell_back else {"gsm"})
+    if legacy:
+        handover = again.sent.meta_info[HANDOVER]
+        assert (handover.spec, set(handover.moving)) == (first.correction, set(plan.bounds))
