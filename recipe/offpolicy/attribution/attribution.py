@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..recording import Recording, RecordingError, Rows, concatenated
-from .causes import Cause, find_causes
+from .causes import Cause, find_in
 from .decomposition import Decomposition, OfVersion, by_step, by_version, decompose, row_sums
 from .profiles import Bucket, profiles, tokens_of
 from .text import reader_of
@@ -65,7 +66,7 @@ def attribute(recording: Recording, *, steps: tuple[int, int] | None = None, wor
     return explain(concatenated([recording.step(step).rows for step in chosen]), recording.card, worst=worst)
 
 
-def explain(rows: Rows, card: Mapping[str, object], *, worst: int = WORST) -> Attribution:
+def explain(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST) -> Attribution:
     """Explain rows.
 
     Raises:
@@ -86,5 +87,5 @@ def explain(rows: Rows, card: Mapping[str, object], *, worst: int = WORST) -> At
         tokens=worst_tokens(rows, tokens, reader, worst),
         worst=worst_rows(rows, tokens, reader, worst),
         without_text=why,
-        causes=find_causes(rows),
+        causes=find_in(rows, card),
     )

@@ -6,6 +6,9 @@ is then left out turn by turn, and what is stale step by step, so that the remai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from ...recording import Recording, Rows
@@ -18,9 +21,16 @@ from .thresholds import LEAST_TOKENS
 def find_causes(recording: Recording | Rows) -> list[Cause]:
     """Every cause of ``NAMES`` with its verdict, in that order.
 
-    Needs log pi_old of a forward pass: with correction.proximal other than recompute there is nothing to find.
+    Needs log pi_old of a forward pass: with correction.proximal other than recompute there is nothing to find. Verdicts
+    are of the rows; a recording's card is asked only what cannot be told from them.
     """
-    rows = recording.rows() if isinstance(recording, Recording) else recording
+    if isinstance(recording, Recording):
+        return find_in(recording.rows(), recording.card)
+    return find_in(recording, {})
+
+
+def find_in(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
+    """The same of some rows of a recording with this card."""
     sampled = sampled_of(rows)
     if len(sampled) < LEAST_TOKENS:
         return [untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES]
@@ -41,6 +51,7 @@ def find_causes(recording: Recording | Rows) -> list[Cause]:
     if of_temperature.verdict == "present":
         why = "not told apart from a difference in temperature: mend that first"
         return found + [untestable(name, why) for name in (normaliser.TRUNCATED, normaliser.EXTRA, numerics.NAME)]
-    truncated, extra = normaliser.find(sampled)
+    sampling = card.get("sampling")
+    truncated, extra = normaliser.find(sampled, sampling if isinstance(sampling, dict) else {})
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]

@@ -6,12 +6,14 @@ for any other cause that leaves every token possible.
 
 The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
 sampled every one of them, and then their mu sum to 1 while their pi_old do not. A padded vocabulary leaves all real
-tokens.
+tokens. A top-k beyond the rows of a group is not seen that way: then the run's card decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,8 +61,12 @@ def measure(sampled: Sampled) -> Offset | None:
     return Offset(missing, one_sided, exhausted)
 
 
-def find(sampled: Sampled) -> tuple[Cause, Cause]:
-    """Verdicts on truncated sampling and on extra vocabulary."""
+def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
+    """Verdicts on truncated sampling and on extra vocabulary.
+
+    Args:
+        sampling: what the card says of how was sampled, ``top_p`` and the like; empty where there is none.
+    """
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
         return untestable(TRUNCATED, why), untestable(EXTRA, why)
@@ -88,13 +94,19 @@ def find(sampled: Sampled) -> tuple[Cause, Cause]:
         f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
         f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
     )
-    if exhausted.low > THRESHOLDS.exhausted:
+    exhausts = exhausted.low > THRESHOLDS.exhausted
+    if exhausts or _restricted(sampling):
+        by_what = (
+            f"in {exhausted.value:.0%} of the contexts the sampled tokens are all that mu allows"
+            if exhausts
+            else f"the run's card says {_restricted(sampling)}"
+        )
         return (
             Cause(
                 TRUNCATED,
                 "present",
                 evidence,
-                f"{constant}; in {exhausted.value:.0%} of the contexts the sampled tokens are all that mu allows",
+                f"{constant}; {by_what}",
                 "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
             ),
             absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
@@ -112,3 +124,13 @@ def find(sampled: Sampled) -> tuple[Cause, Cause]:
             "to be len(tokenizer)",
         ),
     )
+
+
+def _restricted(sampling: Mapping[str, Any]) -> str:
+    """What of it leaves tokens out; empty for nothing."""
+    found = []
+    for key, whole in (("top_p", lambda v: v >= 1), ("top_k", lambda v: v <= 0), ("min_p", lambda v: v <= 0)):
+        value = sampling.get(key)
+        if isinstance(value, (int, float)) and not whole(value):
+            found.append(f"{key}={value:g}")
+    return ", ".join(found)

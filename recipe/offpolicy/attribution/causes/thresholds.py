@@ -28,8 +28,8 @@ class Thresholds:
     slope: float = 0.03
     slope_explains: float = 0.5
     missing: float = 0.002
-    one_sided: float = 0.9
-    exhausted: float = 0.05
+    one_sided: float = 0.7
+    exhausted: float = 0.01
     noise: float = 0.02
     tail: float = 1.5
 

@@ -1,0 +1,153 @@
+"""The cause finder on policies whose fault is known to the digit, and where nothing can be said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from recordings import drawn_rows
+from simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
+
+from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes, find_in
+from recipe.offpolicy.recording import Rows, concatenated
+
+
+def present(causes: Sequence[Cause]) -> set[str]:
+    return {cause.name for cause in causes if cause.verdict == "present"}
+
+
+def of(causes: Sequence[Cause], name: str) -> Cause:
+    return next(cause for cause in causes if cause.name == name)
+
+
+def shifted(rows: Rows, by: int) -> Rows:
+    """mu of the token ``by`` places before, within each row."""
+    mu = np.concatenate(
+        [np.roll(rows.rollout_log_prob[a:b], by) for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
+    )
+    return Rows(**{**vars(rows), "rollout_log_prob": mu})
+
+
+def test_healthy_engines() -> None:
+    causes = find_causes(simulated())
+    assert [cause.name for cause in causes] == list(NAMES)
+    assert present(causes) == set()
+    assert of(causes, "re-tokenisation").verdict == "not testable"
+    assert all(cause.sentence and not cause.fix for cause in causes)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_temperature_is_estimated(temperature: float) -> None:
+    """log mu = z / T - log Z: within a context its slope on log pi_old is 1 / T."""
+    causes = find_causes(simulated(at_temperature(temperature)))
+    assert present(causes) == {"temperature"}
+    evidence = of(causes, "temperature").evidence
+    assert evidence["slope"] == pytest.approx(1 / temperature, abs=0.01)
+    assert evidence["slope_low"] < evidence["slope"] < evidence["slope_high"]
+    assert "temperature=1.0" in of(causes, "temperature").fix
+
+
+def test_truncated_sampling_is_a_constant_of_each_context() -> None:
+    causes = find_causes(simulated(top_p(0.9)))
+    assert present(causes) == {"truncated sampling"}
+    # Of top-p 0.9 at most a tenth of the mass is missing.
+    assert 0.02 < of(causes, "truncated sampling").evidence["missing"] < 0.1
+
+
+def test_extra_vocabulary_cuts_no_real_token() -> None:
+    """One id of logit 2 among logits of deviation 1 to 4."""
+    causes = find_causes(simulated(extra=2.0))
+    assert present(causes) == {"extra vocabulary"}
+    assert of(causes, "extra vocabulary").evidence["exhausted"] < 0.01
+
+
+def test_where_rows_cannot_tell_the_card_does() -> None:
+    """Sixteen tokens of 48: no group of 8 rows samples them all."""
+    rows = simulated(top_k(16))
+    assert present(find_causes(rows)) == {"extra vocabulary"}
+    causes = find_in(rows, {"sampling": {"top_k": 16, "top_p": 1.0}})
+    assert present(causes) == {"truncated sampling"}
+    assert "top_k=16" in of(causes, "truncated sampling").sentence
+    # A card alone is no evidence.
+    assert present(find_in(simulated(), {"sampling": {"top_k": 16}})) == set()
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_misalignment_and_its_side(by: int) -> None:
+    causes = find_causes(shifted(simulated(), by))
+    assert present(causes) == {"misalignment"}
+    assert ("before" if by == 1 else "after") in of(causes, "misalignment").sentence
+    # Nothing else can be said.
+    assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
+
+
+def test_stale_weights_grow_and_reset() -> None:
+    causes = find_causes(simulated(stale(3, 0.15), size=Size(steps=6, prompts=8)))
+    assert present(causes) == {"stale weights"}
+    evidence = of(causes, "stale weights").evidence
+    assert evidence["resets"] == 1
+    assert evidence["kl_step_2"] < evidence["kl_step_3"]
+    assert evidence["kl_step_4"] < evidence["kl_step_2"]
+
+
+def test_stale_rows_by_their_versions() -> None:
+    """Where verl notes the versions, steps need not be compared."""
+    fresh = simulated(size=Size(steps=1))
+    old = simulated(
+        noisy(0.3),
+        size=Size(steps=1),
+        seed=5,
+    )
+    aged = Rows(**{**vars(old), "step": np.full(128, 3), "oldest_version": np.full(128, 0)})
+    causes = find_causes(concatenated([fresh, aged]))
+    assert "stale weights" in present(causes)
+    assert "2 steps" in of(causes, "stale weights").sentence
+    # What is left, fresh rows, has no fault.
+    assert present(causes) == {"stale weights"}
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_retokenisation_is_turn_local(turn: int) -> None:
+    """The log-probs noted in one turn are of another distribution."""
+    size = Size(turns=2, tokens=3, prompts=16)
+    causes = find_causes(simulated(turns={turn: noisy(1.0)}, size=size))
+    assert present(causes) == {"re-tokenisation"}
+    assert f"in turn {turn + 1} " in of(causes, "re-tokenisation").sentence
+    assert present(find_causes(simulated(size=size))) == set()
+
+
+def test_numerics_have_a_tail_and_no_sign() -> None:
+    causes = find_causes(simulated(noisy(0.15)))
+    assert present(causes) == {"numerics"}
+    assert of(causes, "numerics").evidence["tail"] > 1.5
+
+
+def test_two_faults_at_once() -> None:
+    """A re-tokenized turn does not hide a temperature in the other."""
+    size = Size(turns=2, tokens=3)
+    causes = find_causes(simulated(at_temperature(0.7), turns={1: noisy(3.0)}, size=size))
+    assert present(causes) == {"re-tokenisation", "temperature"}
+
+
+def test_without_groups_temperature_is_not_testable() -> None:
+    """No two rows share a context: the slope cannot be known, and is not guessed."""
+    causes = find_causes(simulated(at_temperature(0.7), size=Size(group=1, prompts=64)))
+    assert of(causes, "temperature").verdict == "not testable"
+    assert "rollout.n" in of(causes, "temperature").sentence
+
+
+def test_nothing_to_judge_by() -> None:
+    few = find_causes(drawn_rows([5, 5]))
+    assert {cause.verdict for cause in few} == {"not testable"}
+    rows = drawn_rows([20] * 32)
+    bypassed = find_causes(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}))
+    assert {cause.verdict for cause in bypassed} == {"not testable"}
+    assert "proximal" in bypassed[0].sentence
+
+
+@pytest.mark.parametrize("engine", [at_temperature(0.7), top_p(0.9), noisy(0.15)])
+def test_the_order_of_rows_does_not_matter(engine: Engine) -> None:
+    rows = simulated(engine, size=Size(steps=2))
+    order = np.random.default_rng(0).permutation(len(rows))
+    assert present(find_causes(rows)) == present(find_causes(rows.take(order)))

@@ -1,0 +1,130 @@
+"""python -m recipe.offpolicy.attribute, and the steps it goes through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recordings import drawn_rows, record
+
+from recipe.offpolicy import attribute
+from recipe.offpolicy.attribution.decomposition import by_step, by_version, decompose, row_sums
+from recipe.offpolicy.recording import concatenated
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Two steps of fresh and stale rows."""
+    lengths = [8] * 64
+    ages = np.repeat([0, 1], 32)
+    steps = [
+        drawn_rows(lengths, step=step, seed=step, group=8, backend=0.02, drift=0.01, oldest_version=step - 1 - ages)
+        for step in (2, 3)
+    ]
+    return record(tmp_path / "recording", *steps)
+
+
+def test_tables(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert attribute.main([str(recorded), "--worst", "3"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("causes", "by step", "by version of the weights", "by probability", "worst tokens", "«"):
+        assert text in shown
+    assert "does not name its model" in shown
+    assert "No cause stands out" in shown
+
+
+def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attribute.main([str(recorded), "--json", "--steps", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == [3]
+    assert found["rows"] == 64
+    assert found["whole"]["tokens"] == 512
+    split = found["whole"]["variance"]
+    assert split["backend"] + split["staleness"] + split["drift"] == pytest.approx(1.0)
+    # Noise of 0.02 in the backend and of 0.01 in the drift: 4 to 1.
+    assert split["backend"] == pytest.approx(0.8, abs=0.1)
+    assert len(found["causes"]) == 7
+
+
+def test_pictures(recorded: Path, tmp_path: Path) -> None:
+    png, html = tmp_path / "a.png", tmp_path / "out" / "a.html"
+    assert attribute.main([str(recorded), "--png", str(png), "--html", str(html), "--json"]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    page = html.read_text()
+    assert "Where the mismatch comes from" in page
+    assert 'src="http' not in page
+    assert len(page) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{tmp}/nowhere"], "no such directory"),
+        (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
+        (["{dir}", "--png", "{tmp}/a.nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert attribute.main([text.format(tmp=tmp_path, dir=recorded) for text in arguments]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_damaged_file_is_named(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = next(iter(sorted(recorded.glob("*.parquet"))))
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    assert attribute.main([str(recorded)]) == 2
+    assert damaged.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["3:1", "x", "1:y"])
+def test_steps_that_are_none(text: str, recorded: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        attribute.main([str(recorded), "--steps", text])
+    assert stop.value.code == 2
+
+
+def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
+    lengths = [16] * 32
+    fresh = drawn_rows(lengths, step=1, backend=0.02)
+    stale = drawn_rows(lengths, step=2, backend=0.1, seed=1, oldest_version=np.zeros(32, dtype=np.int64))
+    rows = concatenated([fresh, stale])
+    parts = by_step(row_sums(rows), rows.step)
+    assert parts[1].floor_from == "own rows"
+    assert parts[2].floor_from == "earlier steps"
+    # Variances of 0.0004 and 0.01 in stale rows: 4 % is the backend's.
+    assert parts[2].variance.backend == pytest.approx(0.04, abs=0.02)
+    low, high = parts[2].intervals["variance.staleness"]
+    assert parts[2].variance.staleness is not None
+    assert low < parts[2].variance.staleness < high
+    # Without that step nothing is known.
+    alone = decompose(row_sums(stale))
+    assert alone.floor_from == ""
+    assert alone.variance.backend is None
+    assert "variance.backend" not in alone.intervals
+
+
+def test_versions() -> None:
+    ages = np.array([0] * 16 + [2] * 16 + [-1] * 16)
+    rows = drawn_rows([16] * 48, step=5, backend=0.05, oldest_version=np.where(ages < 0, -1, 4 - ages))
+    fresh, unknown, old = (next(v for v in by_version(row_sums(rows), rows.staleness) if v.staleness == age)
+                           for age in (0, -1, 2))  # fmt: skip
+    assert fresh.backend == fresh.k3
+    assert unknown.backend is None
+    assert (old.rows, old.tokens) == (16, 256)
+    assert old.k3 == pytest.approx(0.05**2 / 2, rel=0.3)
+    # The same engine sampled both: what fresh rows show is what stale ones have.
+    assert old.backend == pytest.approx(old.k3, rel=0.4)
+
+
+def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
+    whole = row_sums(rows)
+    monkeypatch.setattr("recipe.offpolicy.attribution.decomposition.CHUNK", 60)
+    assert np.array_equal(row_sums(rows), whole)
