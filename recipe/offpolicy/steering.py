@@ -68,12 +68,12 @@ class Steering:
         Raises:
             AlarmError: an alarm ends the run.
         """
+        moving = bool(self.moving)
         switched = self._panel.judge(self.spec, values)
-        if self._calibration is not None:
-            if switched or self._panel.fallback is not None:
-                self._calibration.forget()
-            else:
-                self._calibration.observe(histograms)
+        if self._calibration is not None and moving and not switched:
+            self._calibration.observe(histograms)
+        elif self._calibration is not None:
+            self._calibration.pause(histograms)
         return switched
 
     def metrics(self) -> dict[str, float]:

@@ -101,7 +101,7 @@ def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
     supervision = Supervision(CorrectionSpec.from_mapping({"masks": {"gsm": GSM}}), config)
     batch = la.rollout()
     start = la.parameters(la.model())
-    for _ in range(2):
+    for place in range(2):
         supervision.sampled(TensorDict(batch, batch_size=len(batch["responses"])))
         supervision.begin()
         data = la.handed(batch, {"masks": {"gsm": GSM}})
@@ -109,10 +109,10 @@ def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
         data.meta_info[HANDOVER] = Handover(supervision.spec, plan, supervision.proving)
         got, metrics = la.moved(la.actor(), data)
         supervision.collect(metrics)
+        assert supervision.metrics()["offpolicy/alarm/active_correction"] == place
     assert supervision.spec == safer
     expected = la.plain_update(batch, la.Plain({"weight": TIS_TOKEN}))
     assert la.distance(expected, got, start) < EXACT
     shown = supervision.metrics()
     assert shown["offpolicy/live/proved"] == 1.0
     assert shown["offpolicy/live/fingerprint"] == safer.fingerprint()
-    assert shown["offpolicy/alarm/active_correction"] == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,13 @@ def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
     assert made.after_update(BAD, seen())
     assert made.spec == SAFER
     assert (made.moving, made.bounds) == ({}, {})
-    assert made.metrics()["alarm/active_correction"] == 1.0
+    # What is shown is of the update that was made, under the configured correction.
+    assert made.metrics()["alarm/active_correction"] == 0.0
+    assert made.metrics()["calibrate/gsm/kept"] == 0.5
     assert not made.after_update(GOOD, {})
     assert set(made.metrics()) == keys
+    assert made.metrics()["alarm/active_correction"] == 1.0
+    assert math.isnan(made.metrics()["calibrate/gsm/kept"])
     assert made.after_update(GOOD, {})
     assert made.bounds == bounds
     # What was seen before the fallback is forgotten: ten rows are new evidence.

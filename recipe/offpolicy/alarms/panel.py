@@ -44,7 +44,7 @@ class Panel:
         self._states = {name: State() for name in alarms}
         self._past: list[float] = []
         self._updates = 0
-        self.in_force = CONFIGURED
+        self.in_force = self._ran = CONFIGURED
 
     @classmethod
     def of(cls, config: DictConfig) -> Panel:
@@ -69,10 +69,10 @@ class Panel:
         Raises:
             AlarmError: an alarm with ``action=stop`` fired.
         """
+        before = self._ran = self.in_force
         if not values:
             return False
         self._updates += 1
-        before = self.in_force
         for name, alarm in self._alarms.items():
             value = self._value(alarm, spec, values)
             state, event = self._states[name].after(alarm.rule, value)
@@ -97,13 +97,12 @@ class Panel:
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
-        """``alarm/<name>``, 1 while it fires, and which correction is in force: 0 the configured, n the n-th alarm's.
-
-        Alarms are counted as they are configured, those that are off left out.
+        """``alarm/<name>``, 1 while it fires, and which correction the last update ran: 0 the configured, n the n-th
+        alarm's; alarms are counted as they are configured, those that are off left out.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
-        return firing | {"alarm/active_correction": numbers[self.in_force]}
+        return firing | {"alarm/active_correction": numbers[self._ran]}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold, in plain values."""
@@ -121,7 +120,7 @@ class Panel:
                 self._states[name] = State(**values | {"values": tuple(values["values"])})
         self._past = [float(value) for value in state["past"]]
         self._updates = int(state["updates"])
-        self.in_force = state["in_force"]
+        self.in_force = self._ran = state["in_force"]
 
     def _value(self, alarm: Settings, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
         value = value_of(alarm.name, spec, values)

@@ -74,9 +74,13 @@ class Calibration:
         self._updates = int(state["updates"])
         self._shown = self._metrics({})
 
-    def forget(self) -> None:
-        """Empty the window: what follows is of updates under another correction in between."""
-        self._window, self._shown = [], self._metrics({})
+    def pause(self, merged: Mapping[str, Statistic]) -> None:
+        """Leave the bounds as they are and forget the window, where another correction comes in between.
+
+        Args:
+            merged: of the update before that; empty of one under the other correction.
+        """
+        self._window, self._shown = [], self._metrics(merged)
 
     def _move(self) -> None:
         seen = merge_all(self._window)
