@@ -68,8 +68,8 @@ def quoted(value: object) -> str:
         return spelt(value)
     if _PLAIN.fullmatch(value) and value.lower() not in {"null", "true", "false", "nan", "inf"}:
         return value
-    escaped = value.replace("'", "\\'")
-    return f"'{escaped}'"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def spelt(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
@@ -41,7 +41,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
     return options
 
 
-def refuse_emptied(spec: CorrectionSpec, options: list[str]) -> None:
+def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
     """A correction that was chosen, and of which overrides have left nothing.
 
     Raises:

@@ -1,11 +1,14 @@
 """See the package."""
 
 import gc
+import logging
 import os
 import sys
 
 # What verl imports stays until the end: looking for garbage among it takes a quarter of the time.
 gc.disable()
+# verl and what it imports talk of GPUs and plugins, which do not matter here.
+logging.disable(logging.WARNING)
 
 from .command import main  # noqa: E402
 

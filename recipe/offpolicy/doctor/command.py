@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Whoever is imported may print; what is asked for stands alone on the standard output.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _quiet()
         from .diagnosis import Diagnosis, diagnose
         from .launch import Launch
         from .scripts import launch_of
@@ -66,11 +64,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--line", type=int, metavar="N", help="of a script with several launches, the line of one")
     parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {_OURS})")
     return parser
-
-
-def _quiet() -> None:
-    """verl and what it imports talk about GPUs and plugins that do not matter here."""
-    import logging
-
-    logging.disable(logging.WARNING)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")

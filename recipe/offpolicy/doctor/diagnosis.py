@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -96,15 +96,30 @@ def diagnose(launch: Launch) -> Diagnosis:
     except OmegaConfBaseException as error:
         return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({error}).")
     try:
-        spec, problems = _of_ours(config, launch, said.append) if launch.ours else _of_verl(config, launch, where)
+        options = resolve(config, said.append) if launch.ours else []
+        return replace(judged(config, launch, options), said=tuple(said))
     except SpecError as error:
-        problem = told(str(error))
-        return Diagnosis(launch, where, rows=(Row("correction", "", (problem,)),), said=tuple(said))
+        row = Row("correction", "", (told(str(error)),))
+        return Diagnosis(launch, where, rows=(row,), said=tuple(said))
+
+
+def judged(config: DictConfig, launch: Launch, options: Sequence[str] = ()) -> Diagnosis:
+    """The verdicts on a configuration that is composed, and prepared as the launch prepares it.
+
+    Args:
+        options: of the group ``correction``.
+
+    Raises:
+        SpecError: the correction itself is malformed.
+    """
+    where = live_path(config)
+    spec = spec_of(config) if launch.ours else CorrectionSpec()
     raw = list(numbers_of_pairs(launch.overrides))
+    problems = _of_ours(config, spec, options) if launch.ours else _of_verl(config, launch, where)
     read_otherwise = {problem.key for problem in raw}
     problems = [*raw, *(problem for problem in problems if problem.key not in read_otherwise)]
     rows, notes = arranged(parts_of(config, spec), problems)
-    return Diagnosis(launch, where, rows, notes, tuple(said), None if spec.is_none else spec.fingerprint())
+    return Diagnosis(launch, where, rows, notes, fingerprint=None if spec.is_none else spec.fingerprint())
 
 
 def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[Row, ...], tuple[Problem, ...]]:
@@ -137,10 +152,8 @@ def _concerns(problem: Problem, part: Part) -> bool:
     return (problem.parts == MU and part.reads_mu) or part.name in problem.parts
 
 
-def _of_ours(config: DictConfig, launch: Launch, say: Callable[[str], None]) -> tuple[CorrectionSpec, list[Problem]]:
-    """As the launch prepares and checks it; seams are read in verl's source."""
-    options = resolve(config, say)
-    spec = spec_of(config)
+def _of_ours(config: DictConfig, spec: CorrectionSpec, options: Sequence[str]) -> list[Problem]:
+    """As the launch checks it; seams are read in verl's source."""
     checks = tuple(_seams if check is path.seams else check for check in CHECKS)
     problems = _found((*checks, *REMARKS), config, spec)
 
@@ -160,12 +173,11 @@ def _of_ours(config: DictConfig, launch: Launch, say: Callable[[str], None]) -> 
             problems.append(told(str(error)))
         except CheckError as error:
             problems += [each for each in error.problems if each not in problems]
-    return spec, problems
+    return problems
 
 
-def _of_verl(config: DictConfig, launch: Launch, where: LivePath) -> tuple[CorrectionSpec, list[Problem]]:
+def _of_verl(config: DictConfig, launch: Launch, where: LivePath) -> list[Problem]:
     """verl's own programs: its own correction alone."""
-    spec = CorrectionSpec()
     problems = []
     if launch.module not in VERLS:
         reason = "a trainer of its own: which keys it reads was not looked at."
@@ -174,7 +186,7 @@ def _of_verl(config: DictConfig, launch: Launch, where: LivePath) -> tuple[Corre
     if where.release not in _OF_VERL:
         reason = f"which keys this release reads was not looked at; of {', '.join(_OF_VERL)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))
-    return spec, [*problems, *_found((*OF_VERLS_OWN, *REMARKS), config, spec)]
+    return [*problems, *_found((*OF_VERLS_OWN, *REMARKS), config, CorrectionSpec())]
 
 
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterable[Problem]:

@@ -7,8 +7,10 @@ run, is held by importing it, as a launch does: the last word is always the impo
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import CodeType, SimpleNamespace
 
 from verl_patches.contract import Contract, installed_release, literals
@@ -36,12 +38,17 @@ def holds_in_source(contract: Contract) -> bool:
     file = source_of(module)
     if release is None or not contract.covers(release) or file is None:
         return False
-    found = _found(ast.parse(file.read_text(encoding="utf-8"), str(file)), path.split("."))
+    found = _found(_tree(file), path.split("."))
     if found is None:
         return False
     if contract.signature is not None and _signature(found) != contract.signature:
         return False
     return not contract.keys or set(contract.keys) <= literals(SimpleNamespace(__code__=_code(found)))
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
 def _found(owner: ast.AST, names: list[str]) -> ast.AST | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import zip_longest
 from typing import IO, Any
 
 from rich.console import Console
@@ -88,10 +89,12 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
         return
     if diagnosis.rows:
         console.print(_table(diagnosis.rows))
-    for problem in diagnosis.problems:
-        _problem(console, problem)
-    for problem in diagnosis.notes:
-        _problem(console, problem)
+    problems = [*diagnosis.problems, *diagnosis.notes]
+    for problem, following in zip_longest(problems, problems[1:]):
+        _line(console, problem.verdict, str(problem), style=problem.verdict)
+        # What mends several is said once, below the last of them.
+        if problem.overrides and (following is None or following.overrides != problem.overrides):
+            _line(console, f"      {problem.pasted}")
     _line(console, _conclusion(diagnosis))
 
 
@@ -102,12 +105,6 @@ def _table(rows: tuple[Row, ...]) -> Table:
     for row in rows:
         table.add_row(Text(row.name), Text(row.verdict, style=_STYLES[row.verdict]), Text(row.meaning))
     return table
-
-
-def _problem(console: Console, problem: Problem) -> None:
-    _line(console, problem.verdict, str(problem), style=problem.verdict)
-    if problem.overrides:
-        _line(console, f"      {problem.pasted}")
 
 
 def _line(console: Console, *texts: str, style: str | None = None) -> None:

@@ -167,6 +167,7 @@ class Lexer:
         line = self.line
         self._advance(before)
         opener = self.source[self.place]
+        arithmetic = self.source.startswith("((", self.place)
         depth = 0
         while self.place < len(self.source):
             character = self.source[self.place]
@@ -178,7 +179,7 @@ class Lexer:
                 self._advance(1)
                 if depth == 0:
                     return
-            elif opener == "(" and self.source.startswith("<<", self.place) and self.source[self.place + 2] != "<":
+            elif opener == "(" and not arithmetic and re.match(r"<<(?!<)", self.source[self.place : self.place + 3]):
                 self._document_inside()
             elif opener == "(" and character == "#" and self.source[self.place - 1] in " \t\n":
                 self._advance(max(self.source.find("\n", self.place), self.place + 1) - self.place)

@@ -13,6 +13,7 @@ from .values import Field, ScriptError, State, Unknown
 Substitute = Callable[[str, int], Field]
 """Takes the commands of $(...) and their line; gives what they would print."""
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -204,13 +205,15 @@ def _closing_quote(written: str, start: int) -> int:
 def _closing(written: str, start: int) -> int:
     """Where the bracket at ``start`` is closed, quotes, comments and nested ones passed over."""
     opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
+    arithmetic = written.startswith("((", start)
     depth, place = 0, start
     while place < len(written):
         character = written[place]
         if character == "\\":
             place += 2
             continue
-        if opener == "(" and (found := re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1").match(written, place)):
+        found = None if arithmetic or opener == "{" else _DOCUMENT.match(written, place)
+        if found is not None:
             end = re.compile(rf"\n\t*{found[2]}(?=\n|\s*\)|$)").search(written, found.end())
             place = end.end() if end else found.end()
             continue

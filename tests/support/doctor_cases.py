@@ -1,0 +1,301 @@
+"""What the doctor is to say of which configuration: a case a rule, for our program and for verl's own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from corrections import opsm
+
+from recipe.offpolicy.doctor.launch import OURS
+
+VERLS = "verl.trainer.main_ppo"
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+ACTOR = "actor_rollout_ref.actor"
+VERL = "algorithm.rollout_correction"
+WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+REPLAY = f"{ACTOR}.megatron.router_replay.mode"
+RECORDED = f"{ROLLOUT}.enable_rollout_routing_replay"
+Changes = dict[str, Any]
+
+NONE: Changes = {"correction.weight": None, "correction.masks": {}}
+OPSM: Changes = {"correction.masks.opsm": opsm(0.1)}
+# data.train_batch_size is 1024 and ppo_mini_batch_size 256 in verl's own configuration: four gradient steps a batch.
+ONE_STEP: Changes = {"data.train_batch_size": 256}
+MEGATRON: Changes = {f"{ACTOR}.strategy": "megatron"}
+TIS_OF_VERL: Changes = {f"{VERL}.rollout_is": "token"}
+K1: Changes = {f"{VERL}.rollout_rs": "token_k1"}
+KL: Changes = {f"{ACTOR}.use_kl_loss": True}
+KL_CLIP: Changes = KL | {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}}
+
+
+class Case(NamedTuple):
+    """What is changed, what is then said of which part, and a change more, or another one, that is fine."""
+
+    verdict: str
+    row: str
+    changes: Changes
+    said: str
+    fine: Changes
+    mends: bool = True
+
+
+OF_OURS: dict[str, Case] = {
+    "rollout log-probs off": Case("INERT", "weight", {f"{ROLLOUT}.calculate_log_probs": False}, "there is no mu", {}),
+    "both corrections": Case("WRONG", "weight", TIS_OF_VERL, "would correct twice", TIS_OF_VERL | NONE),
+    "greedy": Case("WRONG", "masks.gsm", {f"{ROLLOUT}.temperature": 0}, "greedy", {f"{ROLLOUT}.temperature": 0.7}),
+    "engine's temperature": Case(
+        "WRONG",
+        "weight",
+        {f"{ENGINE}.override_generation_config.temperature": 0.6},
+        f"divides its logits by {ROLLOUT}.temperature=1.0",
+        {f"{ENGINE}.override_generation_config.temperature": 0.6, f"{ROLLOUT}.temperature": 0.6},
+    ),
+    "top-p": Case("WRONG", "weight", {f"{ROLLOUT}.top_p": 0.9}, "mass that was cut", {f"{ROLLOUT}.top_p": 1.0}),
+    "top-k": Case("WRONG", "weight", {f"{ROLLOUT}.top_k": 50}, "mass that was cut", {f"{ROLLOUT}.top_k": 0}),
+    "min-p": Case("WRONG", "weight", {f"{ENGINE}.min_p": 0.05}, "mass that was cut", {f"{ENGINE}.min_p": 0.0}),
+    "validation's sampling": Case(
+        "WRONG",
+        "weight",
+        {f"{ROLLOUT}.repetition_penalty": 1.1},
+        "mass that was cut",
+        {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.temperature": 0.3},
+    ),
+    "raw log-probs": Case(
+        "WRONG",
+        "weight",
+        {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},
+        "leave temperature out",
+        {f"{ROLLOUT}.logprobs_mode": "processed_logprobs"},
+    ),
+    "unlike micro-batches": Case(
+        "NOTE",
+        "",
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
+        f"({ACTOR}.ppo_micro_batch_size_per_gpu=1)",
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1},
+    ),
+    "unlike packing": Case(
+        "NOTE",
+        "",
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 1024},
+        f"({ACTOR}.ppo_max_token_len_per_gpu=16384)",
+        {f"{ACTOR}.use_dynamic_bsz": True},
+    ),
+    "packed and not": Case(
+        "NOTE",
+        "",
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
+        f"({ACTOR}.use_dynamic_bsz=true)",
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
+    ),
+    "replay where nobody reads it": Case(
+        "INERT",
+        "router_replay",
+        {f"{ACTOR}.router_replay.mode": "R2"} | MEGATRON,
+        "nothing reads it",
+        MEGATRON | {REPLAY: "R2"},
+    ),
+    "replay on FSDP": Case(
+        "INERT", "router_replay", {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}, "nothing reads it", {}
+    ),
+    "R2 with R3": Case(
+        "WRONG",
+        "router_replay",
+        MEGATRON | {REPLAY: "R2", RECORDED: True},
+        "R2 records the trainer's own",
+        MEGATRON | {REPLAY: "R3", RECORDED: True},
+    ),
+    "R3 without routes": Case(
+        "WRONG", "router_replay", MEGATRON | {REPLAY: "R3"}, "records none", MEGATRON | {REPLAY: "R3", RECORDED: True}
+    ),
+    "R2 with bypass": Case(
+        "WRONG",
+        "router_replay",
+        MEGATRON | {REPLAY: "R2", "correction.proximal": "bypass", **NONE},
+        "correction.proximal=bypass skips it",
+        MEGATRON | {REPLAY: "R2"},
+    ),
+    "one mini-batch, a mask on staleness": Case(
+        "INERT",
+        "masks.gsm",
+        {"correction.masks.gsm.ratio": "ppo"} | ONE_STEP,
+        "at which pi is pi_old",
+        {"correction.masks.gsm.ratio": "ppo"},
+    ),
+    "one mini-batch, a staleness term": Case(
+        "INERT", "masks.opsm.staleness", OPSM | ONE_STEP, "the staleness term pi / pi_old is always 1", OPSM
+    ),
+    "one mini-batch of stale rows": Case(
+        "INERT",
+        "masks.opsm.staleness",
+        OPSM | ONE_STEP,
+        "is always 1",
+        OPSM | ONE_STEP | {"trainer.v1.trainer_mode": "colocate_async"},
+    ),
+    "KL left out": Case("NOTE", "", KL, "rejected tokens keep the gradient of the KL loss", KL_CLIP),
+    "a clip of no KL": Case("INERT", "kl_clip", KL_CLIP | {f"{ACTOR}.use_kl_loss": False}, "no KL loss", KL_CLIP),
+    "a clip of a KL of no weight": Case(
+        "INERT", "kl_clip", KL_CLIP | {f"{ACTOR}.kl_loss_coef": 0}, "counts nothing", KL_CLIP
+    ),
+    "the reference of the rollout": Case(
+        "INERT",
+        "kl_in_reward",
+        {"algorithm.use_kl_in_reward": True, "correction.proximal": "bypass", **NONE},
+        "pi_old is mu here",
+        {"algorithm.use_kl_in_reward": True},
+    ),
+    "a dense penalty": Case(
+        "INERT",
+        "dense_reward",
+        {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "grpo"},
+        "sums a row to one outcome",
+        {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"},
+    ),
+    "a discount": Case(
+        "INERT",
+        "dense_reward",
+        {"algorithm.gamma": 0.99, "algorithm.adv_estimator": "rloo"},
+        "discounts nothing",
+        {"algorithm.gamma": 0.99, "algorithm.adv_estimator": "gae"},
+    ),
+    "a mode that is not covered": Case(
+        "WRONG",
+        "weight",
+        {"trainer.v1.trainer_mode": "one_step_off"},
+        "not covered",
+        {"trainer.v1.trainer_mode": "separate_async"},
+    ),
+    "a wide cap": Case(
+        "NOTE", "", {"correction.weight.upper": 25.0}, "own the gradient", {"correction.weight.upper": 5.0}
+    ),
+    "a base loss without weights": Case(
+        "WRONG", "weight", {LOSS_MODE: "geo_mean"}, "gradient under weights", {LOSS_MODE: "gspo"}
+    ),
+}
+
+OF_VERL: dict[str, Case] = {
+    "rollout log-probs off": Case(
+        "INERT",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{ROLLOUT}.calculate_log_probs": False},
+        "verl skips its correction",
+        TIS_OF_VERL,
+    ),
+    "no threshold": Case(
+        "INERT",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": None},
+        "leaves out the weight",
+        TIS_OF_VERL,
+    ),
+    "no threshold of a rejection": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        K1,
+        "set a threshold",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+    ),
+    "bypass without the actor's keys": Case(
+        "INERT",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{VERL}.bypass_mode": True},
+        "the loss stays vanilla around mu",
+        {f"{VERL}.bypass_mode": True},
+    ),
+    "the actor's keys without bypass": Case(
+        "INERT", WORKERS, {f"{WORKERS}.rollout_is": "token"}, "loss_mode is vanilla", {}
+    ),
+    "an obsolete name": Case(
+        "INERT",
+        "rollout_correction.rollout_token_veto_threshold",
+        TIS_OF_VERL | {f"{VERL}.rollout_token_veto_threshold": 1e-4},
+        "no key of this name",
+        TIS_OF_VERL,
+    ),
+    "a name before 0.6": Case(
+        "INERT",
+        "algorithm.rollout_is_threshold",
+        {"algorithm.rollout_is_threshold": 2.0},
+        "no key of this name",
+        {},
+        mends=False,
+    ),
+    # k1 = -log(pi_old / mu): "0.5_5" bounds mu / pi_old, so that pi_old / mu is kept in [1/5, 1/0.5].
+    "inverted k1 bounds": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_5.0"},
+        "keeps pi_old / mu in [0.2, 2]",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+    ),
+    "inverted bounds of one of several": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        {f"{VERL}.rollout_rs": "seq_max_k2,seq_mean_k1", f"{VERL}.rollout_rs_threshold": "2.5,0.99_1.02"},
+        "seq_mean_k1 keeps pi_old / mu in [0.9804, 1.01]",
+        {f"{VERL}.rollout_rs": "seq_max_k2,seq_mean_k1", f"{VERL}.rollout_rs_threshold": "2.5,0.999_1.001"},
+    ),
+    "k1 bounds of the other way": Case(
+        "NOTE",
+        "",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.2_2.0"},
+        "keeps pi_old / mu in [0.5, 5]",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.6_1.6"},
+        mends=False,
+    ),
+    # What YAML makes of 0.5_2 without quotes.
+    "a number of two bounds": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        K1 | {f"{VERL}.rollout_rs_threshold": 0.52},
+        "read an unquoted 0.5_2 as the number 0.52",
+        K1 | {f"{VERL}.rollout_rs_threshold": 2.0},
+    ),
+    "a cap of two bounds": Case(
+        "WRONG",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 0.52},
+        "shrinks every on-policy token",
+        TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": "0.5_2.0"},
+    ),
+    "a wide cap of two bounds": Case(
+        "NOTE",
+        "",
+        TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 25},
+        "2_5 as 25",
+        TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 5.0},
+    ),
+    "top-p": Case(
+        "WRONG",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{ROLLOUT}.top_p": 0.9},
+        "mass that was cut",
+        {f"{ROLLOUT}.top_p": 0.9},
+    ),
+    "raw log-probs": Case(
+        "WRONG",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},
+        "leave temperature out",
+        {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},
+    ),
+    "a loss that takes no weights": Case(
+        "WRONG",
+        "rollout_correction.rollout_is",
+        TIS_OF_VERL | {LOSS_MODE: "geo_mean"},
+        "gradient under weights",
+        TIS_OF_VERL | {LOSS_MODE: "gspo"},
+    ),
+    "R2 with bypass": Case(
+        "WRONG",
+        "router_replay",
+        MEGATRON | {REPLAY: "R2", f"{VERL}.bypass_mode": True},
+        "bypass_mode=true skips it",
+        MEGATRON | {REPLAY: "R2"},
+    ),
+}
+CASES = {f"ours, {name}": (OURS, case) for name, case in OF_OURS.items()}
+CASES |= {f"verl's, {name}": (VERLS, case) for name, case in OF_VERL.items()}

@@ -1,0 +1,287 @@
+"""The command: the very configuration of a launch, its exit status, and what it prints, for people and programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("verl")
+
+from applications import CONFIGS, NEEDED
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
+
+from recipe.offpolicy.doctor.bash.values import ScriptError
+from recipe.offpolicy.doctor.command import main
+from recipe.offpolicy.doctor.scripts import launch_of
+
+pytestmark = pytest.mark.slow
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+VERL = "algorithm.rollout_correction"
+PLAIN = ("--module", "verl.trainer.main_ppo")
+GIVEN = (f"{ROLLOUT}.name=vllm", *NEEDED)
+RUN = Path(__file__).parents[3] / "recipe" / "offpolicy"
+
+
+class Answer(NamedTuple):
+    status: int
+    printed: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.printed)
+
+    def verdicts(self) -> dict[str, str]:
+        return {row["name"]: row["verdict"] for row in self.json["corrections"]}
+
+    def overrides(self) -> list[str]:
+        return [
+            each for row in self.json["corrections"] for problem in row["problems"] for each in problem["overrides"]
+        ]
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    monkeypatch.chdir(tmp_path)
+
+    def asked(*arguments: str) -> Answer:
+        status = main(arguments)
+        return Answer(status, capsys.readouterr().out)
+
+    yield asked
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    assert list(tmp_path.glob("outputs")) == [], "a look leaves nothing behind"
+
+
+def test_all_is_live(ask: Ask) -> None:
+    answer = ask("correction=[tis_token,gsm]", *GIVEN)
+    assert answer.status == 0
+    assert "weight" in answer.printed
+    assert answer.printed.count("LIVE") == 3
+    assert "\x1b" not in answer.printed, "no colours where nobody looks"
+    assert "first update" in answer.printed
+
+
+def test_what_is_inert_comes_with_its_fix(ask: Ask) -> None:
+    answer = ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
+    assert answer.status == 1
+    lines = answer.printed.splitlines()
+    assert f"INERT {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
+    assert f"      {ROLLOUT}.calculate_log_probs=true" in lines
+    assert ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN, lines[-2].strip()).status == 0
+
+
+def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
+    answer = ask("--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", *GIVEN)
+    assert answer.status == 2
+    found = answer.json
+    assert (found["schema"], found["verdict"], found["exit_status"], found["error"]) == (1, "WRONG", 2, None)
+    assert found["path"]["worker"] in ("engine", "legacy")
+    (row,) = found["corrections"]
+    assert (row["name"], row["verdict"]) == ("masks.gsm", "WRONG")
+    (problem,) = row["problems"]
+    assert (problem["key"], problem["value"]) == (f"{ROLLOUT}.top_p", 0.9)
+    assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
+
+
+# What cannot be composed or is malformed: status 2, and a part of the message.
+REFUSED = {
+    "an option that is not there": (["correction=gmask"], "gmask"),
+    "a key of verl's that is not there": (["trainer.no_such=1", "correction=gsm"], "no_such"),
+    "no correction named": (["correction=null"], "Set correction=none"),
+    "two at once": (["correction=gsm", "correction=tis_token"], "given 2 times"),
+    "a malformed bound": (["correction=gsm", "correction.masks.gsm.lower=2"], "nothing lies between. Swap the bounds."),
+    "a delta left open": (["correction=opsm"], "correction.masks.opsm.delta is required"),
+    "options that set one key": (["correction=[tis_token,tis_sequence]"], "both set correction.weight"),
+    "several runs": (["-m", "trainer.nnodes=1,2"], "several runs"),
+    "no such folder": (["--config-dir=/none/such"], "there is no such folder"),
+    "no such program": (["--module", "no.such.program", "a.b=1"], "no such program is found"),
+    "a program without Hydra": (["--module", "verl.protocol", "a.b=1"], "has no @hydra.main"),
+    "nothing is left": (["correction=gsm", "~correction.masks.gsm", *GIVEN], "nothing is left of it to correct with"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_compose_is_wrong(name: str, ask: Ask) -> None:
+    arguments, part = REFUSED[name]
+    answer = ask(*arguments)
+    assert answer.status == 2
+    assert "WRONG" in answer.printed
+    assert part in answer.printed
+    assert ask("--json", *arguments).json["exit_status"] == 2
+
+
+def test_another_primary_configuration(ask: Ask, tmp_path: Path) -> None:
+    """Its own values count, as in a launch, by each of Hydra's ways to name it."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "run.yaml").write_text(
+        "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
+        "defaults: [ppo_trainer, offpolicy_base, _self_, {correction: gsm}]\n"
+        "actor_rollout_ref: {rollout: {name: vllm, top_p: 0.5}, actor: {ppo_micro_batch_size_per_gpu: 1}}\n"
+    )
+    by_folder = ask("--json", "--config-dir", str(mine), "--config-name=run")
+    assert by_folder.status == 2
+    assert by_folder.overrides() == [f"{ROLLOUT}.top_p=1"]
+    for path in CONFIGS.iterdir():
+        if path.is_dir() or path.name == "offpolicy_base.yaml":
+            (mine / path.name).symlink_to(path)
+    assert ask("--json", "--config-path", str(mine), "-cn", "run", f"{ROLLOUT}.top_p=1").status == 0
+
+
+def test_auto_says_what_it_chose(ask: Ask) -> None:
+    answer = ask("correction=auto", "setup.model=dense", *GIVEN)
+    assert answer.status == 0
+    assert "correction=auto is correction=[tis_token]" in answer.printed
+
+
+def test_shadows_are_parts_too(ask: Ask) -> None:
+    answer = ask("--json", "offpolicy.shadow=[gsm]", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
+    assert answer.verdicts() == {"shadow.gsm": "INERT"}
+
+
+def test_verls_own_program_has_verls_own_defaults(ask: Ask) -> None:
+    """Up to 0.8 its rollouts give no log-probs unless they are asked for."""
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    answer = ask(*PLAIN, "--json", f"{VERL}.rollout_is=token", *GIVEN)
+    assert answer.verdicts() == {
+        "rollout_correction.rollout_is": "LIVE" if Version(version("verl")) >= Version("0.9") else "INERT"
+    }
+    mended = ask(*PLAIN, "--json", f"{VERL}.rollout_is=token", *GIVEN, *answer.overrides())
+    assert mended.status == 0
+
+
+def test_a_pair_that_became_a_number(ask: Ask) -> None:
+    pair = (f"{VERL}.rollout_rs=token_k1", f"{VERL}.rollout_rs_threshold=0.5_2", f"{ROLLOUT}.calculate_log_probs=true")
+    answer = ask(*PLAIN, "--json", *pair, *GIVEN)
+    assert answer.status == 2
+    assert answer.overrides() == [f'{VERL}.rollout_rs_threshold="0.5_2"']
+    assert ask(*PLAIN, *pair, *GIVEN, *answer.overrides()).status == 0
+
+
+@pytest.mark.verl(">=0.9")
+def test_verls_own_program_for_megatron(ask: Ask) -> None:
+    answer = ask(*PLAIN, "--json", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *GIVEN)
+    assert answer.status == 0
+    assert answer.json["path"]["strategy"] == "megatron"
+
+
+# Scripts --------------------------------------------------------------------------------------------------------
+
+
+def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
+    """verl hands the weights and rejections of bypass mode to no worker unless the worker has the keys itself."""
+    expected = {
+        RLOO: {"rollout_is": "INERT", "bypass_mode": "LIVE", "loss_type": "INERT"},
+        MULTI_RS: {"rollout_is": "INERT", "rollout_rs": "INERT", "bypass_mode": "LIVE"},
+    }
+    for source, verdicts in expected.items():
+        script = tmp_path / "run.sh"
+        script.write_text(source)
+        answer = ask("--json", "--script", str(script))
+        assert answer.status == 1
+        assert answer.verdicts() == {f"rollout_correction.{name}": verdict for name, verdict in verdicts.items()}
+        line = source.splitlines().index("python3 -m verl.trainer.main_ppo \\") + 1
+        assert answer.json["origin"] == f"{script}, line {line}"
+        assert answer.json["module"] == "verl.trainer.main_ppo"
+        mended = ask("--json", "--script", str(script), *dict.fromkeys(answer.overrides()))
+        assert set(mended.verdicts().values()) == {"LIVE"}
+
+
+def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(DECOUPLED)
+    answer = ask("--json", "--script", str(script))
+    assert answer.status == 0
+    assert answer.verdicts() == {"rollout_correction.rollout_is": "LIVE", "rollout_correction.rollout_rs": "LIVE"}
+    assert ask("--script", str(script), f"{ROLLOUT}.calculate_log_probs=false").status == 1
+
+
+@pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron"])
+def test_our_scripts_are_live(name: str, ask: Ask) -> None:
+    assert ask("--script", str(RUN / f"{name}.sh")).status == 0
+    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.top_k=5")
+    assert answer.status == 2
+    assert set(answer.overrides()) == {f"{ROLLOUT}.top_k=-1"}
+
+
+@pytest.mark.verl(">=0.9")
+def test_our_asynchronous_script_is_live(ask: Ask) -> None:
+    assert ask("--script", str(RUN / "run_async.sh")).status == 0
+
+
+LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
+UNREADABLE = {
+    "no launch": (
+        "python3 -m pip install verl\npython3 prepare.py --out=x",
+        "no launch: no call of `python -m MODULE`",
+    ),
+    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at the lines 1 (verl.trainer.main_ppo), 2"),
+    "an override that is not known": (
+        f"\n{LAUNCH} c.d=$NOT_SET_HERE",
+        "line 2: an override is not known: $NOT_SET_HERE",
+    ),
+    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: whether this is launched is not known"),
+    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: which program this calls is not known"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path: Path) -> None:
+    source, part = UNREADABLE[name]
+    script = tmp_path / "run.sh"
+    script.write_text(source)
+    answer = ask("--script", str(script))
+    assert answer.status == 2
+    assert part in answer.printed
+    assert part in ask("--json", "--script", str(script)).json["error"]
+
+
+def test_one_of_several_launches(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH}\n\n{LAUNCH} c.d=2\n")
+    assert launch_of(script, [], line=3).arguments == ("a.b=1", "c.d=2")
+    with pytest.raises(ScriptError, match="no launch at line 2"):
+        launch_of(script, [], line=2)
+
+
+def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH}\n")
+    with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
+        launch_of(script, ["c.d=2"])
+
+
+@pytest.mark.parametrize(
+    ("call", "module"),
+    [
+        ("PYTHONUNBUFFERED=1 nohup python3 -u -m verl.trainer.main_ppo a.b=1 2>&1 | tee log", "verl.trainer.main_ppo"),
+        ("ray job submit --no-wait -- python3 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        (
+            'PYTHON=/opt/py/bin/python3.11; "$PYTHON" -m recipe.offpolicy.main_offpolicy a.b=1',
+            "recipe.offpolicy.main_offpolicy",
+        ),
+        ("exec python verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
+        ("python -W ignore -X dev -m verl.trainer.main_ppo a.b=1 &", "verl.trainer.main_ppo"),
+        ("srun --nodes=2 bash -c 'python3 -m verl.trainer.main_ppo a.b=1'", "verl.trainer.main_ppo"),
+    ],
+)
+def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{call}\n")
+    launch = launch_of(script, [])
+    assert (launch.module, launch.arguments) == (module, ("a.b=1",))

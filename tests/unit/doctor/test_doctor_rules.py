@@ -1,0 +1,160 @@
+"""Each rule of the doctor with a configuration that triggers it and one that does not; its fix, pasted, mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from applications import NEEDED, application, changed
+from corrections import GSM, TIS, opsm
+from doctor_cases import CASES, K1, NONE, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
+from mended import with_overrides
+from omegaconf import DictConfig, open_dict
+
+from recipe.offpolicy.doctor.diagnosis import Diagnosis, judged
+from recipe.offpolicy.doctor.launch import OURS, Launch
+
+pytestmark = pytest.mark.verl(">=0.9")
+
+
+@pytest.fixture(scope="module")
+def bases() -> Iterator[dict[str, DictConfig]]:
+    """By program: ours with ``correction=[tis_token,gsm]``, and verl's own, which has none of our keys."""
+    with application("correction=[tis_token,gsm]", f"{ROLLOUT}.name=vllm", *NEEDED) as config:
+        plain = changed(config, {})
+        with open_dict(plain):
+            for key in ("correction", "offpolicy", "setup"):
+                del plain[key]
+        yield {OURS: config, VERLS: plain}
+
+
+def diagnosed(module: str, config: DictConfig, overrides: tuple[str, ...] = ()) -> Diagnosis:
+    return judged(config, Launch(module, overrides))
+
+
+def told(diagnosis: Diagnosis, case: Case) -> list[Any]:
+    """The problems of the case's verdict that say what it says, of its row."""
+    if case.verdict == "NOTE":
+        return [note for note in diagnosis.notes if case.said in str(note)]
+    rows = [row for row in diagnosis.rows if row.name == case.row]
+    return [each for row in rows for each in row.problems if each.verdict == case.verdict and case.said in str(each)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_triggered(name: str, bases: dict[str, DictConfig]) -> None:
+    module, case = CASES[name]
+    diagnosis = diagnosed(module, changed(bases[module], case.changes))
+    assert told(diagnosis, case), (diagnosis.problems, diagnosis.notes)
+    if case.verdict == "NOTE":
+        assert diagnosis.status == 0
+    else:
+        (row,) = [row for row in diagnosis.rows if row.name == case.row]
+        assert row.verdict == case.verdict
+        assert diagnosis.status == {"INERT": 1, "WRONG": 2}[diagnosis.verdict]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> None:
+    module, case = CASES[name]
+    assert told(diagnosed(module, changed(bases[module], case.fine)), case) == []
+
+
+@pytest.mark.parametrize("name", [name for name, (_, case) in CASES.items() if case.mends])
+def test_the_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
+    module, case = CASES[name]
+    config = changed(bases[module], case.changes)
+    for _ in range(3):  # what is mended may show what stood behind it
+        problems = told(diagnosed(module, config), case)
+        if not problems:
+            break
+        assert all(problem.overrides for problem in problems), problems
+        config = with_overrides(config, [each for problem in problems for each in problem.overrides])
+    assert told(diagnosed(module, config), case) == []
+
+
+def test_what_is_asked_for_is_live(bases: dict[str, DictConfig]) -> None:
+    diagnosis = diagnosed(OURS, bases[OURS])
+    assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "LIVE"), ("masks.gsm", "LIVE")]
+    assert (diagnosis.verdict, diagnosis.status, diagnosis.notes) == ("LIVE", 0, ())
+    assert diagnosis.rows[0].meaning == "token, truncate [, 2] on pi_old / mu"
+    assert diagnosis.rows[1].meaning == "sequence, geometric [0.99, 1.01] on pi_old / mu"
+
+
+def test_nothing_is_asked_for(bases: dict[str, DictConfig]) -> None:
+    for module, config in bases.items():
+        diagnosis = diagnosed(module, changed(config, NONE) if module == OURS else config)
+        assert (diagnosis.rows, diagnosis.status) == ((), 0)
+
+
+def test_a_part_that_does_not_read_mu_lives_without_it(bases: dict[str, DictConfig]) -> None:
+    stale = {"correction.weight": None, "correction.masks": {"gsm": GSM | {"ratio": "ppo"}, "opsm": opsm(0.1)}}
+    diagnosis = diagnosed(OURS, changed(bases[OURS], stale | {f"{ROLLOUT}.calculate_log_probs": False}))
+    assert {row.name: row.verdict for row in diagnosis.rows} == {"masks.gsm": "LIVE", "masks.opsm": "INERT"}
+
+
+@pytest.mark.parametrize(
+    ("override", "row", "mended"),
+    [
+        (f"{VERL}.rollout_rs_threshold=0.5_2", "rollout_correction.rollout_rs", f'{VERL}.rollout_rs_threshold="0.5_2"'),
+        (f"++{VERL}.rollout_is_threshold=2_5", "rollout_correction.rollout_is", f'{VERL}.rollout_is_threshold="2_5"'),
+        (f'{VERL}.rollout_rs_threshold="0.5_2"', None, ""),
+        (f"{VERL}.rollout_rs_threshold=0.5_2.0", None, ""),  # no number: two points
+        ("trainer.total_epochs=1_000", None, ""),  # no pair
+    ],
+)
+def test_a_pair_that_hydra_makes_a_number(
+    override: str, row: str | None, mended: str, bases: dict[str, DictConfig]
+) -> None:
+    config = changed(bases[VERLS], TIS_OF_VERL | K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"})
+    diagnosis = diagnosed(VERLS, config, (override,))
+    found = [(each.name, each.problems[0].overrides) for each in diagnosis.rows if each.verdict == "WRONG"]
+    assert found == ([] if row is None else [(row, (mended,))])
+    # The last of two counts, as with Hydra.
+    if row is not None:
+        assert diagnosed(VERLS, config, (override, mended)).status == 0
+
+
+def test_a_pair_in_a_bound_of_ours(bases: dict[str, DictConfig]) -> None:
+    diagnosis = diagnosed(OURS, bases[OURS], ("correction.masks.gsm.lower=0.5_2",))
+    (problem,) = diagnosis.problems
+    assert str(problem).startswith("correction.masks.gsm.lower=0.5_2: ")
+    assert problem.overrides == ("correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2")
+
+
+def test_another_trainer_and_another_release_are_not_known(
+    bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(bases[VERLS], TIS_OF_VERL)
+    diagnosis = diagnosed("verl.experimental.one_step_off_policy.main_ppo", config)
+    assert diagnosis.status == 2
+    assert "which keys it reads was not looked at" in str(diagnosis.problems[0])
+    monkeypatch.setattr("recipe.offpolicy.live_path.installed_release", lambda name: "0.10.0")
+    diagnosis = diagnosed(VERLS, config)
+    assert "verl=0.10.0: which keys this release reads" in str(diagnosis.problems[0])
+
+
+def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("verl_patches.contract", "recipe.offpolicy.doctor.seams"):
+        monkeypatch.setattr(f"{module}.installed_release", lambda name: "0.10.0")
+    diagnosis = diagnosed(OURS, bases[OURS])
+    assert diagnosis.status == 2
+    assert "found 0.10.0" in str(diagnosis.problems[0])
+    assert {row.verdict for row in diagnosis.rows} == {"WRONG"}
+
+
+def test_a_value_that_no_check_can_read_hides_nothing(bases: dict[str, DictConfig]) -> None:
+    changes = {"data.train_batch_size": "many", f"{ROLLOUT}.top_p": 0.9}
+    diagnosis = diagnosed(OURS, changed(bases[OURS], changes))
+    said = "\n".join(map(str, diagnosis.problems))
+    assert diagnosis.status == 2
+    assert "cannot read the configuration" in said
+    assert f"{ROLLOUT}.top_p=0.9: " in said
+
+
+def test_two_verdicts_on_one_part(bases: dict[str, DictConfig]) -> None:
+    """The worst counts and stands first."""
+    changes = {f"{ROLLOUT}.calculate_log_probs": False, f"{ROLLOUT}.top_p": 0.9, "correction.weight": TIS}
+    row = diagnosed(OURS, changed(bases[OURS], changes)).rows[0]
+    assert row.verdict == "WRONG"
+    assert [problem.verdict for problem in row.problems] == ["WRONG", "INERT"]

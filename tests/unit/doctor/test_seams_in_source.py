@@ -1,0 +1,73 @@
+"""Contracts read in verl's source agree with contracts held by importing it, and have no last word of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("verl")
+
+from recipe.offpolicy.doctor.seams import hold, holds_in_source
+from recipe.offpolicy.doctor.source import HydraMain, hydra_main, source_of
+from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches.contract import Contract, PatchError, installed_release
+
+SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *trainer_v1.SEAMS]
+HERE = [seam for seam in SEAMS if seam.covers(installed_release("verl") or "0")]
+
+
+@pytest.mark.parametrize("seam", HERE, ids=lambda seam: seam.name)
+def test_every_seam_of_this_release_is_seen_in_the_source(seam: Contract) -> None:
+    assert holds_in_source(seam)
+    seam.check()
+
+
+@pytest.mark.parametrize("seam", [seam for seam in HERE if seam.signature], ids=lambda seam: seam.name)
+def test_another_signature_is_seen_and_left_to_the_import(seam: Contract) -> None:
+    assert seam.signature is not None
+    moved = replace(seam, signature=f"{seam.signature[:-1]}, more)")
+    assert not holds_in_source(moved)
+    with pytest.raises(PatchError, match="has moved"):
+        hold([seam, moved])
+
+
+def test_a_key_that_is_gone_is_seen() -> None:
+    loss = next(seam for seam in HERE if seam.keys)
+    gone = replace(loss, keys=(*loss.keys, "no_such_key"))
+    assert holds_in_source(loss)
+    assert not holds_in_source(gone)
+    with pytest.raises(PatchError, match="no_such_key"):
+        hold([gone])
+
+
+def test_a_target_that_is_gone_is_seen() -> None:
+    gone = replace(HERE[0], target=f"{HERE[0].target}_not")
+    assert not holds_in_source(gone)
+    with pytest.raises(PatchError, match="nothing of that name"):
+        hold([gone])
+
+
+def test_another_release_is_left_to_the_import() -> None:
+    other = replace(HERE[0], releases="==0.1.0")
+    assert not holds_in_source(other)
+    with pytest.raises(PatchError, match=r"was tested with verl==0\.1\.0"):
+        hold([other])
+
+
+def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
+    """A name that the source binds nowhere is no proof that it is not there."""
+    made = Contract("made", "verl.workers.utils.losses:get_policy_loss_fn", None, "verl", HERE[0].releases)
+    assert not holds_in_source(made), "imported there from elsewhere"
+    hold([made])
+
+
+def test_programs_are_found_without_importing_them() -> None:
+    path = source_of("verl.trainer.main_ppo")
+    assert path is not None
+    assert hydra_main(path) == HydraMain("config", "ppo_trainer")
+    assert source_of("verl.trainer.no_such") is None
+    assert source_of("no_such_package.x") is None
+    folder = source_of("recipe.offpolicy.doctor")
+    assert folder is not None
+    assert folder.name == "__main__.py"
