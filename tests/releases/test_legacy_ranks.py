@@ -14,6 +14,8 @@ import pytest
 import torch
 from specs import BATCH_WIDE, STACK
 
+from recipe.offpolicy.recording import Recording
+
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow, pytest.mark.timeout(400)]
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -23,8 +25,8 @@ TWO_STEPS = (0, 1, 4, 5, 2, 3, 6, 7)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results of ``legacy_ranks.py``."""
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of ``legacy_ranks.py``, and what both ranks recorded."""
     out = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join(map(str, (SUPPORT.parents[1], SUPPORT)))
     done = subprocess.run(
@@ -36,6 +38,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def ranks(out: Path) -> Any:
     return torch.load(out / "ranks.pt", weights_only=False)
 
 
@@ -120,3 +127,16 @@ def live(mapping: dict[str, Any], packets: Any, steps: str = "one") -> dict[str,
     verdict = verify(flat, CorrectionSpec.from_mapping(mapping), sampled_rows=sampled)
     assert verdict["proved"] == 1.0
     return verdict
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
+def test_each_rank_records_its_own_rows(out: Path, sharding: str) -> None:
+    parts = Recording(out / sharding).parts(1)
+    assert [part.rows.uid.tolist() for part in parts] == [[f"row{i}" for i in range(n, n + 4)] for n in (0, 4)]
+    assert [part.rows.mini_batch.tolist() for part in parts] == [[0, 0, 1, 1]] * 2
+
+
+def test_ranks_that_share_sequences_record_once(out: Path) -> None:
+    recording = Recording(out / "ulysses")
+    assert [path.name for path in recording.files[1]] == ["step_00000001.rank_00000.parquet"]
+    assert recording.step(1).rows.uid.tolist() == [f"row{i}" for i in range(8)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -140,11 +141,12 @@ def handed(
     mode: str = "token-mean",
     ranks: int = 1,
     shadows: Mapping[str, Any] | None = None,
+    record: str | None = None,
 ) -> Any:
-    """The batch as the trainer sends it with the correction ``mapping``."""
+    """The batch as the trainer sends it with the correction ``mapping``, to be recorded in the directory ``record``."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch_plan import Dealing, SharedPlan, constants_of, row_columns
+    from recipe.offpolicy.batch_plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.handover import Handover
 
@@ -156,7 +158,15 @@ def handed(
         batch = {**batch, **row_columns(spec, rows, Dealing(ranks, mini_rows, mode))}
     plan = SharedPlan(1, constants_of(spec, rows)) if spec.needs_constants else SharedPlan(1)
     others = {name: CorrectionSpec.from_mapping(shadow) for name, shadow in (shadows or {}).items()}
-    return proto(batch, Handover(spec, plan, prove, others))
+    if record is None:
+        return proto(batch, Handover(spec, plan, prove, others))
+    from recipe.offpolicy.recording.settings import RecordSettings
+
+    count = len(rows)
+    uids = torch.tensor([list(f"row{i}".encode()) for i in range(count)], dtype=torch.uint8)
+    batch = {**batch, UID: uids, REWARD: torch.arange(count) / 2}
+    plan = dataclasses.replace(plan, update=UpdateRows(ranks, count // ranks, mini_rows // ranks))
+    return proto(batch, Handover(spec, plan, prove, others, RecordSettings(record)))
 
 
 def moved(actor_: Any, data: Any, *, patched: bool = True) -> tuple[Parameters, dict[str, Any]]:

@@ -32,6 +32,7 @@ def main(rank: int, out: str, port: int) -> None:
     from specs import BATCH_WIDE, STACK
 
     import verl_patches
+    from recipe.offpolicy.recording.recorder import flush_all
 
     verl_patches.install("legacy")
     # Ranks that run into different collectives wait for one another: an error, well before the caller's limit.
@@ -46,12 +47,15 @@ def main(rank: int, out: str, port: int) -> None:
                 dtype = torch.float32 if sharding is fsdp1 else torch.float64
                 module = sharding(la.model(dtype))
                 batch = rollout(steps, dtype)
-                data = la.handed(batch, mapping, mini_rows=2 * config["ppo_mini_batch_size"], ranks=2)
+                record = f"{out}/{sharding.__name__}" if (name, steps) == ("stack", "two") else None
+                mini_rows = 2 * config["ppo_mini_batch_size"]
+                data = la.handed(batch, mapping, mini_rows=mini_rows, ranks=2, record=record)
                 results[f"{sharding.__name__} {name} {steps}"] = update(module, data.chunk(2)[rank], config)
         results[f"{sharding.__name__} log_probs"] = log_probs(
             sharding(la.model(dtype)), rollout("dynamic", dtype), rank
         )
-    results["ulysses"] = ulysses(rank)
+    results["ulysses"] = ulysses(rank, f"{out}/ulysses")
+    flush_all()
     if rank == 0:
         torch.save(results, Path(out) / "ranks.pt")
     torch.distributed.barrier()
@@ -119,7 +123,7 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().full_tensor().clone() for name, value in module.named_parameters()}
 
 
-def ulysses(rank: int) -> tuple[Any, Any]:
+def ulysses(rank: int, record: str) -> tuple[Any, Any]:
     """Both ranks take all rows; what is missing on a CPU is flash-attn's kernel, which ``packed`` stands in for."""
     import legacy_actor as la
     import verl.models.transformers.monkey_patch as verls
@@ -135,7 +139,7 @@ def ulysses(rank: int) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
     set_ulysses_sequence_parallel_group(mesh["sp"].get_group())
     config = dict(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, use_remove_padding=True)
-    return update(module, la.handed(la.rollout(), STACK), config | {"ulysses_sequence_parallel_size": 2})
+    return update(module, la.handed(la.rollout(), STACK, record=record), config | {"ulysses_sequence_parallel_size": 2})
 
 
 def packed(

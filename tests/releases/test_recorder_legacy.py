@@ -1,0 +1,144 @@
+"""The recorder under verl 0.7.1's legacy FSDP actor: what lies in the files is what the loss saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import legacy_actor as la
+import numpy as np
+import pytest
+import torch
+from specs import STACK
+
+from recipe.offpolicy import micro_batch as mb
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording, Step
+from recipe.offpolicy.recording.recorder import flush_all
+
+pytestmark = pytest.mark.verl("==0.7.1")
+
+ROWS, STEP = len(la.LENGTHS), 1
+NONE: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    import verl.workers.actor.dp_actor  # noqa: F401
+
+    import verl_patches
+
+    assert verl_patches.install("legacy")["fsdp_actor"] == "in force"
+    with la.process_group():
+        yield
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[mb.MicroBatch]:
+    """Every micro-batch that a loss reads, the proof's trials among them."""
+    read: list[mb.MicroBatch] = []
+    original = mb.read
+
+    def watched(*args: Any) -> mb.MicroBatch:
+        read.append(original(*args))
+        return read[-1]
+
+    monkeypatch.setattr(mb, "read", watched)
+    return read
+
+
+def recorded(directory: Path, mapping: dict[str, Any], *, prove: bool = False, epochs: int = 1) -> Step:
+    """Two mini-batches of two micro-batches each."""
+    actor = la.actor(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs)
+    la.moved(actor, la.handed(la.rollout(), mapping, prove=prove, mini_rows=4, record=str(directory)))
+    flush_all()
+    return Recording(directory).step(STEP)
+
+
+def assert_recorded(step: Step, micro_batches: list[mb.MicroBatch]) -> None:
+    """Each column against what the loss read, in the order in which it did."""
+    rows, i = step.rows, 0
+    batch = la.rollout()
+    for micro in micro_batches:
+        for j in range(len(micro.responses)):
+            mask = micro.response_mask[j]
+            width = int(mask.nonzero().max()) + 1
+            tokens = slice(rows.offsets[i], rows.offsets[i + 1])
+            for name, tensor in {
+                "response_ids": micro.responses,
+                "response_mask": micro.response_mask,
+                "rollout_log_prob": micro.rollout_log_prob,
+                "old_log_prob": micro.old_log_prob,
+                "log_prob": micro.log_prob.detach(),
+                "advantages": micro.advantages,
+            }.items():
+                expected = tensor[j, :width].numpy()
+                found = getattr(rows, name)[tokens]
+                np.testing.assert_array_equal(found, expected.astype(found.dtype), err_msg=name)
+            # The batch came in this order.
+            assert rows.uid[i] == f"row{i}"
+            assert rows.reward[i] == i / 2
+            attended = batch["attention_mask"][i, : la.PROMPT].bool()
+            prompt = batch["input_ids"][i, : la.PROMPT][attended]
+            found = rows.prompt_ids[rows.prompt_offsets[i] : rows.prompt_offsets[i + 1]]
+            np.testing.assert_array_equal(found, prompt.numpy())
+            i += 1
+    assert i == len(rows) == ROWS
+    assert rows.mini_batch.tolist() == [0] * 4 + [1] * 4
+
+
+def test_two_gradient_steps_are_recorded_as_the_loss_saw_them(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
+    step = recorded(tmp_path, STACK)
+    assert_recorded(step, seen)
+    spec = CorrectionSpec.from_mapping(STACK)
+    assert step.spec == spec.to_mapping()
+    rows = step.rows
+    i = 0
+    for micro in seen:
+        decided = mb.decide(spec, micro)
+        for j in range(len(micro.responses)):
+            tokens = slice(rows.offsets[i], rows.offsets[i + 1])
+            width = tokens.stop - tokens.start
+            mask = micro.response_mask[j, :width].numpy()
+            np.testing.assert_array_equal(rows.weight[tokens], decided.weight[j, :width].numpy().astype(np.float32))
+            np.testing.assert_array_equal((rows.rejected_by[tokens] == 0)[mask], decided.keep[j, :width].numpy()[mask])
+            i += 1
+    assert (rows.rejected_by != 0).any()
+    assert rows.weight.max() > 1.0
+    # The second mini-batch was seen by a policy that the first had moved.
+    model = la.model()
+    with torch.no_grad():
+        first = la.forward(model, la.rollout())[0]
+    at = rows.mini_batch[rows.row_of_token]
+    moved = np.abs(rows.log_prob - np.concatenate([first[n, :k].numpy() for n, k in enumerate(np.diff(rows.offsets))]))
+    assert moved[at == 0].max() < 1e-6 < moved[at == 1].max()
+
+
+def test_a_second_epoch_is_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
+    step = recorded(tmp_path, STACK, epochs=2)
+    assert len(seen) == 8
+    assert_recorded(step, seen[:4])
+
+
+def test_the_proofs_trials_are_not_recorded(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
+    step = recorded(tmp_path, STACK, prove=True)
+    assert len(seen) > 8
+    assert len(step.rows) == ROWS
+    assert np.abs(step.rows.log_prob - step.rows.old_log_prob).max() < 1.0
+
+
+def test_without_a_correction(tmp_path: Path, seen: list[mb.MicroBatch]) -> None:
+    step = recorded(tmp_path, NONE)
+    assert_recorded(step, seen)
+    assert (step.rows.weight == step.rows.response_mask).all()
+    assert not step.rows.rejected_by.any()
+
+
+def test_the_update_is_the_same(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
+    plain, _ = la.moved(la.actor(**settings), la.handed(la.rollout(), STACK, mini_rows=4))
+    watched, metrics = la.moved(la.actor(**settings), la.handed(la.rollout(), STACK, mini_rows=4, record=str(tmp_path)))
+    flush_all()
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert "offpolicy" in metrics
