@@ -82,6 +82,10 @@ def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
     from matplotlib.ticker import NullLocator
 
     axes.set_title(f"By {name}" + (" under mu" if name == "probability" else ""))
+    if name == "turn" and len(buckets) == 1:
+        axes.text(0.5, 0.5, "rows have one turn", ha="center", va="center", color=figures.MUTED, fontsize=11)
+        axes.set_axis_off()
+        return
     places = range(len(buckets))
     positive = [bucket.k3 for bucket in buckets if bucket.k3 > 0]
     axes.bar(places, [bucket.share for bucket in buckets], width=0.7, color=figures.PALETTE[5], label="share of KL")

@@ -30,7 +30,7 @@ class Thresholds:
     missing: float = 0.002
     one_sided: float = 0.7
     exhausted: float = 0.01
-    noise: float = 0.02
+    noise: float = 0.03
     tail: float = 1.5
 
 

@@ -52,8 +52,8 @@ def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
             NAME,
             "present",
             evidence,
-            f"in turn {', '.join(str(number + 1) for number in sorted(worse))} the KL a token is up to "
-            f"{worse[worst].value:.0f} times that of turn {cleanest + 1} at equal probability "
+            f"in turn {' and '.join(str(number + 1) for number in sorted(worse))} the KL a token is up to "
+            f"{worse[worst].value:,.0f} times that of turn {cleanest + 1} at equal probability "
             f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)",
             "train on the token ids that the engine returned and saw: an agent loop has to keep them, and never "
             "encode a conversation's text again",
