@@ -561,7 +561,7 @@ def test_the_catalogue_holds_every_key_and_no_other() -> None:
 
 
 def test_the_table_says_every_key_and_no_other() -> None:
-    """The README's table, read back: {a,b} groups, expanded."""
+    """The table of docs/metrics.md, read back: {a,b} groups, expanded."""
     said = [key for line in markdown().splitlines()[2:] for key in expanded(line.split("`")[1])]
     known = [key for entry in (*ENTRIES, *SHADOW_ENTRIES) for key, _ in entry.expanded()]
     assert sorted(said) == sorted(known)
@@ -576,10 +576,10 @@ def expanded(pattern: str) -> list[str]:
     return [before + one + end for one in inside.split(",") for end in expanded(after)]
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_documentation_has_the_table() -> None:
     """To write it anew: python -c 'from recipe.offpolicy.correction import catalogue; print(catalogue.markdown())'."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert [line for line in markdown().splitlines() if line not in readme] == []
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert [line for line in markdown().splitlines() if line not in page] == []
 
 
 # How they are taken -----------------------------------------------------------------------------------------

@@ -142,6 +142,6 @@ SHADOW_ENTRIES: Final = (
 
 
 def markdown() -> str:
-    """The table of all statistics for the README."""
+    """The table of all statistics for docs/metrics.md."""
     rows = (entry.row() for entry in (*ENTRIES, *SHADOW_ENTRIES))
     return "\n".join(("| key | meaning | reduction |", "|---|---|---|", *rows)) + "\n"
