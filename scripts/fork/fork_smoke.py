@@ -18,6 +18,13 @@ _WHERE = (
     "print(json.dumps([verl.__file__, recipe.__file__, verl_patches.__file__, verl.__version__]))"
 )
 
+_LAUNCH = (
+    "correction=[tis_token,gsm]",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+)
+"""A correction, and what verl demands of every launch."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -56,6 +63,7 @@ def _steps(checkout: Checkout, place: Place) -> tuple[_Step, ...]:
         _Step("imports", ("-c", _WHERE), lambda said: _judge_origins(said, checkout, place)),
         _Step("--cfg job", ("-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"), _judge_configuration),
         _Step("contracts", ("-m", "verl_patches"), lambda said: ""),
+        _Step("doctor", ("-m", "recipe.offpolicy.doctor", *_LAUNCH), lambda said: _judge_doctor(said, checkout)),
         _Step("one CPU update", ("-m", "recipe.offpolicy.smoke"), lambda said: _judge_update(said, checkout)),
     )
 
@@ -115,6 +123,14 @@ def _judge_configuration(said: str) -> str:
     keys = {line.partition(":")[0] for line in said.splitlines() if line[:1].isalpha()}
     missing = {"actor_rollout_ref", "algorithm", "trainer", "correction", "offpolicy"} - keys
     return f"the composed configuration lacks {', '.join(sorted(missing))}" if missing else ""
+
+
+def _judge_doctor(said: str, checkout: Checkout) -> str:
+    """Every check that a launch makes at its start, on the fork's own configuration and release."""
+    path, *_, conclusion = said.strip().splitlines()
+    if not path.startswith(f"verl {checkout.release}, "):
+        return f"it looked at {path}"
+    return "" if conclusion.startswith("LIVE: ") else conclusion
 
 
 def _judge_update(said: str, checkout: Checkout) -> str:

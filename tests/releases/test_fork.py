@@ -21,7 +21,7 @@ pytest.importorskip("verl")
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ".offpolicy-manifest.json"
 RELEASE = importlib.metadata.version("verl").partition("+")[0]
-STEPS = ("imports", "--cfg job", "contracts", "one CPU update")
+STEPS = ("imports", "--cfg job", "contracts", "doctor", "one CPU update")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -52,6 +52,7 @@ SAME_AS_BASH = {
     "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X"',
     "a here-document as it is": "X=$(cat <<'END'\nan $X 'it\nEND\n)\nlaunch \"$X\"",
     "a here-document": 'Y=$(cat <<END\na ${GIVEN}\nEND\n)\nlaunch "$Y"',
+    "files": 'echo "a  b" > /dev/null; X=$(< /dev/null); launch "$X" "$(cat < /dev/null)" c',
     "pipes": "X=$(echo a:b | cut -d: -f2); launch $X",
     "braces": 'launch "{a: 1}" [a,b] \'["x","y"]\' a.b=[1,2]',
     "after exit": "launch a; exit 0; launch b",

@@ -11,7 +11,7 @@ from .values import ScriptError
 
 @dataclass
 class Simple:
-    """Assignments, words, and what is written to its input by a here-document or a here-string."""
+    """Assignments, words, and its input: a here-document, a here-string, or the name of a file."""
 
     line: int
     assignments: list[Token] = field(default_factory=list)
@@ -215,8 +215,8 @@ class _Parser:
             command.input = operator
         else:
             target = self._take()
-            if operator.text == "<<<":
-                command.input = Token("operator", "<<<", operator.line, [target])
+            if operator.text in ("<<<", "<"):
+                command.input = Token("operator", operator.text, operator.line, [target])
 
     def _if(self) -> If:
         line = self._take().line

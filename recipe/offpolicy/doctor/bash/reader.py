@@ -242,7 +242,8 @@ class Reader:
         if not command.words:
             for token in command.assignments:
                 self._assign(token)
-            return True
+            # $(< FILE) prints the file.
+            return self.call(["cat"], command.line, self._input(command.input)) if command.input else True
         if command.input is not None:
             given = self._input(command.input)
         declares = command.words[0].text in DECLARING
@@ -253,10 +254,20 @@ class Reader:
 
     def _input(self, token: Token) -> Field:
         text = token.words[0]
+        if token.text == "<":
+            return self._content(self._words.text(text.text, text.line), text.line)
         if token.text == "<<<":
             value = self._words.text(text.text, text.line)
             return value if isinstance(value, Unknown) else f"{value}\n"
         return text.text if token.words[1].text else self._words.document(text.text, text.line)
+
+    def _content(self, name: Field, line: int) -> Field:
+        if isinstance(name, Unknown):
+            return name
+        try:
+            return (self.state.directory / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return Unknown(f"{name} is not read", line)
 
     def _element(self, token: Token, declares: bool) -> list[Field]:
         if token.kind == "array" or (declares and assigns(token.text)):
