@@ -66,7 +66,7 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         made.observe(seen(*[0.1] * 10, kept=3.0))
     assert "correction.masks.gsm: lower=0.977" in caplog.text
-    assert "kept 0.3000 of 60 rows that it looks at, over 6 updates; offpolicy.calibrate.target_kept=0.9" in caplog.text
+    assert "kept 0.3000 of 60 rows that it looks at, in 6 update(s); offpolicy.calibrate.target_kept=0.9" in caplog.text
 
 
 def test_the_window_forgets() -> None:

@@ -93,7 +93,7 @@ class Calibration:
             kept, units = seen[f"{name}/{KEPT}"], UNITS[masks[name].level]
             logger.info(
                 "correction.masks.%s: %s -> %s from the next update on. Its bounds kept %.4f of %.0f %s that it looks "
-                "at, over %d updates; offpolicy.calibrate.target_kept=%g.",
+                "at, in %d update(s); offpolicy.calibrate.target_kept=%g.",
                 name,
                 _spelt(before[name]),
                 _spelt(bounds),
