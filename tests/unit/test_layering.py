@@ -47,8 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("packet",),
     ("worker_loss",),
     ("legacy_loss",),
-    ("checks", "liveness", "sample_watch", "steering"),
-    ("smoke", "supervised_run", "supervision"),
+    ("checks", "liveness", "preparation", "sample_watch", "steering"),
+    ("doctor", "smoke", "supervised_run", "supervision"),
     ("trainer_v0", "trainer_v1"),
     ("task_runner_v0", "task_runner_v1"),
     ("attribute", "calibrate", "main_offpolicy", "report"),
@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 MAY_IMPORT_PATCHES = {
     "checks",
+    "doctor",
     "live_path",
     "main_offpolicy",
     "task_runner_v0",
