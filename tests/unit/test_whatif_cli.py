@@ -149,13 +149,17 @@ def test_lines_of_the_picture(directory: Path) -> None:
         ("[tis_token,gsm] weight.upper=2", ("1.02", "1.1", "1.5")),
         ("[tis_token,gsm] weight.upper=3", ("1.02", "1.1", "1.5")),
     ]
+    # A spec has the keys that it has.
+    chosen = (*chosen, *candidates([["correction=tis_token"]], grid[1:], {}))
+    lines = draw.lines(study(read, read.steps, chosen))
+    assert [(line.label, line.ticks) for line in lines][2:] == [("weight.upper", ("2", "3"))]
     plain = (chosen[0], *candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
     result = study(read, read.steps, plain)
     assert [(line.ordered, line.ticks) for line in draw.lines(result)] == [(False, ("uncorrected", "gsm", "tis_token"))]
     panels = draw.draw(result).axes
     assert len(panels) == 4
     (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")
-    drawn = np.asarray(kept.get_ydata(), dtype=float).tolist()
+    drawn = np.asarray(kept.get_xdata(), dtype=float).tolist()
     assert drawn == pytest.approx([outcome.overall.kept_tokens for outcome in result.outcomes])
     assert not any(math.isnan(value) for value in drawn)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,8 @@ from recipe.offpolicy.recording import Recording, Rows
 from recipe.offpolicy.whatif import measures as module
 from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate
 from recipe.offpolicy.whatif.measures import Measures
-from recipe.offpolicy.whatif.study import Outcome, Study, study
+from recipe.offpolicy.whatif.results import Outcome, Study
+from recipe.offpolicy.whatif.study import study
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2; row 1 (A = -2): 2, 2. All powers of two.
@@ -142,6 +144,19 @@ def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
     # A weight on pi / mu stands beside a loss without a ratio: f = 8, 1, 1/2 | 2, 2, the reference itself.
     assert gpg.overall.lr_scale == pytest.approx(math.sqrt((64 + 1 + 0.25 + 32) / 14))
     assert gpg.overall.bias_token == pytest.approx(0, abs=1e-6)
+
+
+def test_a_token_that_ppo_clips_has_no_gradient(tmp_path: Path) -> None:
+    """The card says vanilla with a clip of 0.2: r = 2 at A > 0 has none, whatever weight it would get."""
+    log_prob = np.concatenate([np.asarray(row, dtype=np.float32) for row in OLD])
+    log_prob[0] += LOG2
+    rows = by_hand(OLD, MU, advantages=A, log_prob=log_prob)
+    actor = {"clip_ratio": 0.2, "policy_loss": {"loss_mode": "vanilla"}}
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"actor_rollout_ref": {"actor": actor}}}))
+    result = replayed(tmp_path, rows, TOKEN_TIS)
+    # Uncorrected 0 + 1 + 1 + 4 + 4 = 10; corrected 0 + 1 + 1/4 + 16 + 16.
+    assert result.outcomes[1].overall.lr_scale == pytest.approx(math.sqrt(33.25 / 10))
+    assert not any("base loss" in note.lower() for note in result.notes)
 
 
 def test_bypass_is_the_ratio_to_mu(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.whatif import blocks as module
 from recipe.offpolicy.whatif.blocks import block, blocks
 from recipe.offpolicy.whatif.candidates import RECORDED, UNCORRECTED, Candidate
-from recipe.offpolicy.whatif.study import Study, share_of, study
+from recipe.offpolicy.whatif.results import Study
+from recipe.offpolicy.whatif.study import share_of, study
 
 WIDE = band(0.97, 1.03)
 SPECS = {

@@ -8,6 +8,7 @@ unbiased on these very steps; it cannot say what the policy would have become.
 """
 
 from .candidates import Candidate, candidates
-from .study import Study, study
+from .results import Study
+from .study import study
 
 __all__ = ["Candidate", "Study", "candidates", "study"]

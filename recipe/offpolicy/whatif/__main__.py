@@ -19,7 +19,8 @@ from ..recording import Recording, RecordingError
 from . import show
 from .candidates import RECORDED, UNCORRECTED, Candidate, candidates
 from .document import document
-from .study import Study, study
+from .results import Study
+from .study import study
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""

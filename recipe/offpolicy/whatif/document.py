@@ -25,7 +25,7 @@ from typing import Any
 
 from .agreement import Agreement, Matrix
 from .fidelity import TOLERANCE
-from .study import Outcome, Study
+from .results import Outcome, Study
 
 SCHEMA = 1
 

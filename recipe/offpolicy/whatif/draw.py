@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..pages import figures
 from .candidates import RECORDED, UNCORRECTED
+from .results import Outcome, Study
 from .show import heading, kept_by_group, short
-from .study import Outcome, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,34 +51,39 @@ class Line:
 
 
 def lines(study: Study) -> list[Line]:
-    """A line for each spec and each value of the grid's other keys, along the key with most values; then the rest."""
-    gridded = [outcome for outcome in study.outcomes if outcome.candidate.point]
-    found = []
-    if gridded:
-        values: dict[str, set[str]] = {}
-        for outcome in gridded:
-            for key, value in outcome.candidate.point.items():
-                values.setdefault(key, set()).add(value)
-        axis = max(values, key=lambda key: len(values[key]))
-        along: dict[str, list[Outcome]] = {}
-        for outcome in gridded:
-            others = [f"{key}={value}" for key, value in outcome.candidate.point.items() if key != axis]
-            along.setdefault(" ".join([outcome.candidate.base, *others]), []).append(outcome)
-        found = [_along(title, axis, outcomes) for title, outcomes in along.items()]
+    """A line for each spec and each value of the grid's other keys, along its key with most values; then the rest."""
+    bases: dict[str, list[Outcome]] = {}
+    for outcome in study.outcomes:
+        if outcome.candidate.point:
+            bases.setdefault(outcome.candidate.base, []).append(outcome)
+    found = [line for outcomes in bases.values() for line in _of_base(outcomes)]
     rest = [outcome for outcome in study.outcomes if not outcome.candidate.point]
-    plain = {UNCORRECTED, RECORDED}
-    if not gridded or any(outcome.candidate.label not in plain for outcome in rest):
+    if not found or any(outcome.candidate.label not in (UNCORRECTED, RECORDED) for outcome in rest):
         ticks = tuple(short(outcome.candidate.label) for outcome in rest)
         found.append(Line("", "", ticks, tuple(rest), ordered=False))
     return found
+
+
+def _of_base(outcomes: Sequence[Outcome]) -> list[Line]:
+    """The lines of one spec, whose points all have the same keys."""
+    keys = list(outcomes[0].candidate.point)
+    axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
+    along: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        others = [f"{key}={value}" for key, value in outcome.candidate.point.items() if key != axis]
+        along.setdefault(" ".join([outcome.candidate.base, *others]), []).append(outcome)
+    return [_along(title, axis, several) for title, several in along.items()]
 
 
 def draw(study: Study) -> Figure:
     """Four panels a line; what has no place in the grid is drawn as horizontal lines."""
     drawn = lines(study)[:MOST_LINES]
     level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
+    heights = [4.3 if line.ordered else 2.4 + 0.3 * len(line.ticks) for line in drawn]
     with figures.style():
-        figure, axes = figures.panels(len(drawn), 4, width=17, height=4.3 * len(drawn))
+        figure, axes = figures.panels(
+            len(drawn), 4, width=17, height=sum(heights), gridspec_kw={"height_ratios": heights}
+        )
         for place, line in enumerate(drawn):
             _line(line, level if line.ordered else [], axes[4 * place : 4 * place + 4])
         figure.suptitle(_title(study, len(drawn)), x=0.01, ha="left", fontsize=11, color=figures.MUTED)
@@ -94,26 +99,33 @@ def _line(line: Line, level: Sequence[Outcome], axes: Sequence[Axes]) -> None:
     _by_group(kept, line)
     _fields(overall, line, _KEPT)
     _fields(scale, line, _SCALE)
-    scale.axhline(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
+    one = scale.axhline if line.ordered else scale.axvline
+    one(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
     _fields(bias, line, _BIAS)
     for outcome in level:
-        for place, name in enumerate(("bias_token", "bias_sequence")):
-            if (value := getattr(outcome.overall, name)) is not None:
-                colour = figures.PALETTE[2 * place]
-                bias.axhline(value, color=colour, linewidth=1, linestyle=":")
-                bias.annotate(
-                    "uncorrected", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8,
-                    color=colour,
-                )  # fmt: skip
+        _mark(bias, outcome)
     overall.set_title("Kept and effective sample")
     scale.set_title("Effective learning rate")
     bias.set_title("Distance from unbiased weights")
-    _shares(kept)
-    _shares(overall)
-    for one in (scale, bias):
-        one.set_ylim(bottom=min(0.0, one.get_ylim()[0]))
-        one.margins(y=0.15)
-        one.legend(loc="best")
+    for place, panel in enumerate(axes):
+        if line.ordered:
+            panel.legend(loc="best")
+        else:
+            # Single points are hard to see behind a legend.
+            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3 if place == 0 else 2)
+            panel.tick_params(labelleft=place == 0)
+        _limits(panel, line, share=place < 2)
+
+
+def _mark(axes: Axes, uncorrected: Outcome) -> None:
+    """Level lines, in the colours of the two references."""
+    for name, colour in (("bias_token", figures.PALETTE[0]), ("bias_sequence", figures.PALETTE[2])):
+        if (value := getattr(uncorrected.overall, name)) is not None:
+            axes.axhline(value, color=colour, linewidth=1, linestyle=":")
+            axes.annotate(
+                "uncorrected", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8,
+                color=colour,
+            )  # fmt: skip
 
 
 def _by_group(axes: Axes, line: Line) -> None:
@@ -123,8 +135,8 @@ def _by_group(axes: Axes, line: Line) -> None:
         names = list(shares[0])
     for place, name in enumerate(names):
         _plot(axes, line, [share.get(name) for share in shares], heading(name), place)
-    title = "length T" if len(names) > 1 and names[-1].startswith("length/") else "group"
-    axes.set_title(f"Tokens kept by {title}{f', {line.title}' if line.title else ''}")
+    axes.set_title(f"Tokens kept by {'length T' if names[-1].startswith('length/') else 'group'}")
+    axes.set_ylabel(line.title, color=figures.INK)
 
 
 def _fields(axes: Axes, line: Line, names: dict[str, str]) -> None:
@@ -139,24 +151,29 @@ def _plot(
 ) -> None:
     numbers = [math.nan if value is None else value for value in values]
     look: dict[str, Any] = figures.look(place)
-    if dashed:
-        look["linestyle"] = "--"
-    if not line.ordered:
-        look["linestyle"] = "none"
-    axes.plot(range(len(numbers)), numbers, label=label, clip_on=False, **look)
-    rotation = 0 if line.ordered and max(map(len, line.ticks)) * len(line.ticks) < 40 else 25
-    axes.set_xticks(range(len(line.ticks)), line.ticks, rotation=rotation, ha="right" if rotation else "center")
-    axes.set_xlim(-0.4, len(line.ticks) - 0.6)
-    axes.set_xlabel(line.label)
+    positions = range(len(numbers))
+    if line.ordered:
+        axes.plot(positions, numbers, label=label, clip_on=False, **look | ({"linestyle": "--"} if dashed else {}))
+        axes.set_xticks(positions, line.ticks)
+        axes.set_xlim(-0.4, len(numbers) - 0.6)
+        axes.set_xlabel(line.label)
+    else:
+        axes.plot(numbers, positions, label=label, clip_on=False, **look | {"linestyle": "none"})
+        axes.set_yticks(positions, line.ticks)
+        axes.set_ylim(len(numbers) - 0.5, -0.5)
 
 
-def _shares(axes: Axes) -> None:
-    """Room for what differs: from the least share to 1."""
-    values = [float(value) for line in axes.get_lines() for value in _numbers(line.get_ydata())]
-    least = min((value for value in values if not math.isnan(value)), default=0.0)
-    floor = max(0.0, math.floor((least - 0.03) * 20) / 20)
-    axes.set_ylim(floor, 1 + 0.03 * (1 - floor))
-    axes.legend(loc="best")
+def _limits(axes: Axes, line: Line, *, share: bool) -> None:
+    """Shares from a little below the least one to 1, other values from 0."""
+    data = [one.get_ydata() if line.ordered else one.get_xdata() for one in axes.get_lines()]
+    values = [value for one in data for value in _numbers(one) if not math.isnan(value)]
+    least, greatest = min(values, default=0.0), max(values, default=1.0)
+    if share:
+        low = max(0.0, math.floor((least - 0.03) * 20) / 20)
+        high = 1 + 0.03 * (1 - low)
+    else:
+        low, high = min(0.0, least), greatest * 1.08 if greatest > 0 else 1.0
+    (axes.set_ylim if line.ordered else axes.set_xlim)(low, high)
 
 
 def _numbers(data: Any) -> list[float]:

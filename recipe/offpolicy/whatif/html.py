@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import pages
 from . import show
-from .study import Study
+from .results import Study
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,8 +18,9 @@ MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
-        "norm of the corrected gradient weights f A = weight x keep x pi/pi_old x advantage against the uncorrected "
-        "ones: what the correction does to the learning rate, were token gradients of one size and unrelated."
+        "norm of the corrected gradient weights f A = weight x keep x r x advantage against the uncorrected r A, where "
+        "r is PPO's pi/pi_old, 0 where PPO clips: what the correction does to the learning rate, were token gradients "
+        "of one size and unrelated."
     ),
     "projection": "what is left of the uncorrected gradient weights in their own direction, signed.",
     "bias by token": (

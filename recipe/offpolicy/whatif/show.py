@@ -9,7 +9,7 @@ from ..correction.catalogue import BUCKETS
 from ..pages import Column, Table
 from .agreement import Matrix
 from .fidelity import TOLERANCE, Fidelity
-from .study import Outcome, Study
+from .results import Outcome, Study
 
 OVERALL = {
     "kept_tokens": "tokens kept",

@@ -11,85 +11,15 @@ import torch
 
 from ..correction import CorrectionSpec, SpecError
 from ..recording import Recording, RecordingError, Step
-from .agreement import Agreement, Tally
+from .agreement import Tally
+from .base_loss import BaseLoss
 from .blocks import SIZE, blocks
 from .candidates import Candidate
 from .fidelity import Fidelity, compared
-from .measures import FEW, Measures, Share, Sums, measures, turn_shares
+from .measures import FEW
 from .replay import check_replayable, constants_of, decide
+from .results import Outcome, Running, Study
 from .sums import COLUMNS, Judged, gradient_weight, grouping, judged, row_sums
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one correction did to the recorded steps.
-
-    Attributes:
-        candidate: which one.
-        overall: over everything.
-        groups: by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, those with a row.
-        turns: by ``turn/<number>``, those with a token.
-        steps: step -> over that step.
-    """
-
-    candidate: Candidate
-    overall: Measures
-    groups: Mapping[str, Measures]
-    turns: Mapping[str, Share]
-    steps: Mapping[int, Measures]
-
-
-@dataclass(frozen=True)
-class Study:
-    """The result of a replay.
-
-    Attributes:
-        directory: of the recording.
-        steps: that were replayed.
-        rows, tokens: response tokens of these steps, and rows with one.
-        outcomes: of each correction that could be replayed.
-        failures: label -> why it could not.
-        agreement: between ``outcomes``, in their order.
-        fidelity: of the recorded correction's replay.
-        notes: what limits the figures, a sentence each.
-    """
-
-    directory: str
-    steps: tuple[int, ...]
-    rows: int
-    tokens: int
-    outcomes: tuple[Outcome, ...]
-    failures: Mapping[str, str]
-    agreement: Agreement
-    fidelity: Fidelity
-    notes: tuple[str, ...]
-
-
-@dataclass
-class _Running:
-    """One correction while steps go by."""
-
-    candidate: Candidate
-    steps: dict[int, Sums] = field(default_factory=dict)
-    total: Sums | None = None
-    names: tuple[str, ...] = ()
-
-    def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
-        self.names, self.steps[step] = names, sums[0]
-        self.total = sums if self.total is None else self.total + sums
-
-    def outcome(self) -> Outcome:
-        assert self.total is not None, "a step was added"
-        groups = {name: measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
-        overall = groups.pop("")
-        turns = turn_shares(self.total[0])
-        return Outcome(
-            self.candidate,
-            overall,
-            {name: group for name, group in groups.items() if group.rows},
-            {name: share for name, share in turns.items() if share.tokens},
-            {step: measures(sums) for step, sums in self.steps.items()},
-        )
 
 
 @dataclass
@@ -145,14 +75,15 @@ def study(
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
     failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
-    running = [_Running(candidate) for candidate in candidates if candidate.error is None]
+    running = [Running(candidate) for candidate in candidates if candidate.error is None]
     tally, seen = Tally(len(running)), _Seen()
+    base_loss = BaseLoss.of_card(recording.card)
     sampled, needs_batch = share_of(recording.card) < 1, False
     for number in steps:
         step = recording.step(number)
         specs = _specs(recording, number, step, running, failures)
         needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
-        _replay(step, number, specs, running, tally, seen, size=size, sampled=sampled)
+        _replay(step, number, specs, running, tally, seen, base_loss=base_loss, size=size, sampled=sampled)
         progress(number)
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].outcome() for place in done)
@@ -165,7 +96,11 @@ def study(
         failures=failures,
         agreement=tally.agreement(done),
         fidelity=seen.fidelity,
-        notes=(*seen.notes(sampled=sampled, needs_batch=needs_batch), *_few_rows(outcomes)),
+        notes=(
+            *([base_loss.note] if base_loss.note else []),
+            *seen.notes(sampled=sampled, needs_batch=needs_batch),
+            *_few_rows(outcomes),
+        ),
     )
 
 
@@ -188,7 +123,7 @@ class _Specs:
 
 
 def _specs(
-    recording: Recording, number: int, step: Step, running: Sequence[_Running], failures: dict[str, str]
+    recording: Recording, number: int, step: Step, running: Sequence[Running], failures: dict[str, str]
 ) -> _Specs:
     try:
         recorded = CorrectionSpec.from_mapping(step.spec)
@@ -213,10 +148,11 @@ def _replay(
     step: Step,
     number: int,
     specs: _Specs,
-    running: Sequence[_Running],
+    running: Sequence[Running],
     tally: Tally,
     seen: _Seen,
     *,
+    base_loss: BaseLoss,
     size: int,
     sampled: bool,
 ) -> None:
@@ -225,7 +161,7 @@ def _replay(
     constants = {spec: constants_of(spec, specs.recorded, rows) for spec in specs.all}
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
     for block in blocks(rows, size):
-        of = judged(block)
+        of = judged(block, base_loss)
         decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
         weighed = {}
         for spec, table in tables.items():

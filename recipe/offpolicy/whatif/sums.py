@@ -1,8 +1,8 @@
 """Sums over the rows of a step, of what one correction decides. Everything in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
-f_t = w_t k_t r_t with weight w, keep k and the base loss's own ratio r = pi / pi_old (1 beside a weight on pi / mu,
-whose loss has no ratio), before PPO's clip. Uncorrected it is the recorded pi / pi_old.
+f_t = w_t k_t r_t with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
+pi / mu, whose loss has no ratio). Uncorrected it is r alone, of the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..correction import CorrectionSpec
 from ..correction.catalogue import BUCKETS, SIGNS, STALENESS
 from ..correction.ratios import exp_clamped, log_ratio, valid_tokens
 from ..recording import Rows
+from .base_loss import BaseLoss
 from .blocks import Block
 from .replay import Decided
 
@@ -62,14 +63,16 @@ class Judged:
         counted: (B, W) float64 of 0 and 1, tokens that gradient weights are compared on: all of mu, pi_old, pi and A
             finite.
         advantages: (B, W) float64, 0 off ``counted``.
-        base_ratio: (B, W) float64, pi / pi_old as recorded.
+        base_loss: of the run.
+        base_factor: (B, W) float64, its factor with the recorded pi_old.
         references: log of rho, pi / mu of the token, (B, W), and of the row's tokens, (B, 1); exponentiated.
     """
 
     block: Block
     counted: Tensor
     advantages: Tensor
-    base_ratio: Tensor
+    base_loss: BaseLoss
+    base_factor: Tensor
     references: dict[str, Tensor]
 
     @cached_property
@@ -80,7 +83,7 @@ class Judged:
     @cached_property
     def uncorrected(self) -> Tensor:
         """(B, W), r A."""
-        return self.base_ratio * self.advantages
+        return self.base_factor * self.advantages
 
     @cached_property
     def signs(self) -> tuple[Tensor, Tensor]:
@@ -114,16 +117,18 @@ class Judged:
         return columns | {f"turn/{name}/tokens": turn.sum(-1).double() for name, turn in by_turn}
 
 
-def judged(block: Block) -> Judged:
+def judged(block: Block, base_loss: BaseLoss) -> Judged:
     """What the corrections of a block are measured against."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = valid_tokens(block.mask, *log_probs, block.advantages)
     full = log_ratio(block.log_prob, block.rollout_log_prob, counted)
+    advantages = torch.where(counted, block.advantages, 0.0).double()
     return Judged(
         block=block,
         counted=counted.double(),
-        advantages=torch.where(counted, block.advantages, 0.0).double(),
-        base_ratio=exp_clamped(log_ratio(block.log_prob, block.old_log_prob, counted)),
+        advantages=advantages,
+        base_loss=base_loss,
+        base_factor=base_loss.factor(log_ratio(block.log_prob, block.old_log_prob, counted), advantages),
         references={"token": exp_clamped(full), "sequence": exp_clamped(full.sum(-1, keepdim=True))},
     )
 
@@ -134,8 +139,9 @@ def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged) -> Tensor:
     if spec.weight is not None and spec.weight.ratio == "full":
         return applied
     if by.old_log_prob is of.block.old_log_prob:
-        return applied * of.base_ratio
-    return applied * exp_clamped(log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool()))
+        return applied * of.base_factor
+    log_r = log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
+    return applied * of.base_loss.factor(log_r, of.advantages)
 
 
 def row_sums(by: Decided, of: Judged, weighed: Tensor) -> NDArray[np.float64]:

@@ -1,0 +1,83 @@
+"""What a replay finds, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .agreement import Agreement
+from .candidates import Candidate
+from .fidelity import Fidelity
+from .measures import Measures, Share, Sums, measures, turn_shares
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one correction did to the recorded steps.
+
+    Attributes:
+        candidate: which one.
+        overall: over everything.
+        groups: by ``length/<bucket>``, ``advantage/<sign>``, ``staleness/<group>``, those with a row.
+        turns: by ``turn/<number>``, those with a token.
+        steps: step -> over that step.
+    """
+
+    candidate: Candidate
+    overall: Measures
+    groups: Mapping[str, Measures]
+    turns: Mapping[str, Share]
+    steps: Mapping[int, Measures]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The result of a replay.
+
+    Attributes:
+        directory: of the recording.
+        steps: that were replayed.
+        rows, tokens: response tokens of these steps, and rows with one.
+        outcomes: of each correction that could be replayed.
+        failures: label -> why it could not.
+        agreement: between ``outcomes``, in their order.
+        fidelity: of the recorded correction's replay.
+        notes: what limits the figures, a sentence each.
+    """
+
+    directory: str
+    steps: tuple[int, ...]
+    rows: int
+    tokens: int
+    outcomes: tuple[Outcome, ...]
+    failures: Mapping[str, str]
+    agreement: Agreement
+    fidelity: Fidelity
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Running:
+    """One correction while steps go by."""
+
+    candidate: Candidate
+    steps: dict[int, Sums] = field(default_factory=dict)
+    total: Sums | None = None
+    names: tuple[str, ...] = ()
+
+    def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
+        self.names, self.steps[step] = names, sums[0]
+        self.total = sums if self.total is None else self.total + sums
+
+    def outcome(self) -> Outcome:
+        assert self.total is not None, "a step was added"
+        groups = {name: measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
+        overall = groups.pop("")
+        turns = turn_shares(self.total[0])
+        return Outcome(
+            self.candidate,
+            overall,
+            {name: group for name, group in groups.items() if group.rows},
+            {name: share for name, share in turns.items() if share.tokens},
+            {step: measures(sums) for step, sums in self.steps.items()},
+        )
