@@ -126,3 +126,20 @@ def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         reader, reason = reader_of(card)
         assert not reader.decodes
         assert why in reason
+
+
+def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
+    """Special tokens are shown, and bytes that are no text are escaped."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.save_pretrained(tmp_path)
+    reader, why = reader_of({"model": str(tmp_path)})
+    assert (reader.decodes, why) == (True, "")
+    assert reader.text(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
+    assert reader.text([]) == ""

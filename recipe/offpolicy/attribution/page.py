@@ -12,8 +12,8 @@ HOW = (
     "that they sum to 1; a negative one works against the others. Shares of KL are what k3 of the sum grows by with "
     "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
     "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
-    "identified. Staleness goes by the versions that verl notes: weights that an engine kept in secret count as backend, "
-    "and only the causes above tell."
+    "identified. Staleness goes by the versions that verl notes: weights that an engine kept in secret count as "
+    "backend, and only the causes above tell."
 )
 
 
