@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .calibration.floor import QUANTILE, ROUNDING
 from .calibration.joint import Joint, joint
 from .calibration.parts import placeholders
@@ -48,6 +50,8 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    torch.set_num_threads(1)
     request = Request(
         target_kept=options.target_kept,
         target_ess=options.target_ess,

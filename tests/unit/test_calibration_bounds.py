@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import NONE, drawn_rows
 
+from recipe.offpolicy.calibration.curves import kept_curve, places
+from recipe.offpolicy.calibration.joint import joint
 from recipe.offpolicy.calibration.parts import Part, parts_of, placeholders, with_values
 from recipe.offpolicy.calibration.propose import Request, calibrated
 from recipe.offpolicy.calibration.scores import Scores, scores_of
-from recipe.offpolicy.calibration.thresholds import for_kept_share, kept_share
+from recipe.offpolicy.calibration.thresholds import for_kept_share, kept_share, needed
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
+from recipe.offpolicy.correction.statistics import merge_all, to_host
 from recipe.offpolicy.recording import Rows, Step
 
 GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
@@ -271,3 +274,48 @@ def test_open_deltas_are_filled_in_and_named() -> None:
     by_key = {part.key: part for part in parts_of(CorrectionSpec.from_mapping(plain), unset)}
     assert by_key["masks.opsm"].now == {"delta": None}
     assert by_key["masks.gsm"].now == {"lower": 0.99, "upper": 1.01}
+
+
+def test_curve_by_hand() -> None:
+    """Rows of one token with |log rho| 0.01, 0.02, 0.03 and 0.04: bounds at 0.02 keep two of four, at 0.05 all."""
+    old = np.array([-1.01, -0.98, -1.03, -0.96], dtype=np.float32)
+    rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old, group=1)
+    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    curve = kept_curve(part, scores, np.array([0.005, 0.0205, 0.05]), 0.95)
+    assert curve.share.tolist() == [0.0, 0.5, 1.0]
+    assert (curve.low <= curve.share).all()
+    assert (curve.high >= curve.share).all()
+    assert 0 < curve.low[1] < 0.5 < curve.high[1] < 1
+
+
+def test_places_of_a_curve_reach_from_the_body_to_the_last_unit() -> None:
+    part, scores = part_and_scores(spec_of(BAND), steps_of(drawn(11)))
+    radius = places(part, scores)
+    assert (np.diff(radius) > 0).all()
+    assert radius[-1] == needed(part, scores).max()
+    assert not len(places(part, scores.chosen(np.zeros(len(scores), dtype=bool))))
+
+
+def test_whole_corrections_are_replayed_by_the_stages() -> None:
+    """Shares and ESS of everything together are those that training logs of the same rows."""
+    spec = CorrectionSpec.from_mapping({"weight": TIS | {"upper": 1.02}, "masks": {"gsm": BAND, "opsm": OPSM}})
+    steps = steps_of(drawn(12), drawn(13, step=2))
+    logged = []
+    for step in steps:
+        tensors = step.rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+        rollout = {name: tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")}
+        stage = rollout_stage(spec, **rollout)
+        after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
+        logged.append(to_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
+    merged = merge_all(logged)
+    whole = joint(steps, spec)
+    assert 0 < whole.rows < 1
+    assert whole.tokens == pytest.approx(merged["token"].value())
+    assert whole.rows == pytest.approx(merged["sequence"].value())
+    assert whole.ess <= whole.tokens
+
+
+def test_nothing_recorded_has_no_share() -> None:
+    whole = joint([], spec_of(BAND))
+    assert math.isnan(whole.tokens)
+    assert math.isnan(whole.ess)

@@ -14,13 +14,15 @@ from recordings import drawn_rows, record
 
 from recipe.offpolicy.attribution import attribution
 from recipe.offpolicy.attribution.text import Reader
+from recipe.offpolicy.calibration.propose import Calibrated
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.pages.page import LARGEST
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.report.__main__ import main
 from recipe.offpolicy.report.sample import sample_of, spread
+from recipe.offpolicy.report.studies import studies_of
 from recipe.offpolicy.report.timeline import timeline_of
-from recipe.offpolicy.report.verdict import live
+from recipe.offpolicy.report.verdict import live, trend
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 GSM = {
@@ -276,3 +278,50 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
     assert damaged.name in capsys.readouterr().err
+
+
+TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "calibrated", "new"),
+    [
+        ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
+        ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
+        (GSM, {"weight", "masks.gsm"}, {"weight"}),
+        (GSM | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
+    ],
+)
+def test_what_was_not_on_is_calibrated_by_default(
+    tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]
+) -> None:
+    recording = Recording(made(tmp_path, steps=1))
+    found = studies_of(recording, sample_of(recording), CorrectionSpec.from_mapping(recorded))
+    assert isinstance(found.calibrated, Calibrated)
+    assert {proposal.part.key for proposal in found.calibrated.proposals} == calibrated
+    assert found.new == new
+
+
+def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
+    """With pi_old := mu a weight on pi_old / mu is 1: the reason stands in place of the curves."""
+    bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
+    recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
+    found = studies_of(recording, sample_of(recording), bypass)
+    assert isinstance(found.calibrated, str)
+    assert "bypass" in found.calibrated
+    assert not isinstance(found.study, str)
+    assert "correction=tis_token" in found.study.failures
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1e-4] * 9, "steady"),
+        ([1e-4] * 3 + [2e-4] * 3 + [9e-4] * 3, "grew from 0.0001 to 0.0009"),
+        ([9e-4] * 3 + [2e-4] * 3 + [1e-4] * 3, "fell from 0.0009 to 0.0001"),
+        ([1e-4, 1.0, 1e-4] * 3, "swings between 0.0001 and 1"),
+        ([1e-4, 2e-4], "too few steps"),
+    ],
+)
+def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
+    assert said in trend(np.array(values), "nats")

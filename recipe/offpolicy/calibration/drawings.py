@@ -83,7 +83,10 @@ def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
         axis.set_xscale("log")
         _marks(axis, proposal)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="lower left" if proposal.target == "ess" else "upper left")
+        place = (
+            {"loc": "lower left"} if proposal.target == "ess" else {"loc": "upper left", "bbox_to_anchor": (0, 0.95)}
+        )
+        axis.legend(**place)
 
 
 def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, label: str) -> None:
@@ -102,7 +105,11 @@ def _widen(axis: Axes, proposal: Proposal, first: float, last: float) -> None:
 
 
 def _marks(axis: Axes, proposal: Proposal) -> None:
-    """The present bound and the proposed one, by name."""
+    """The backend's noise, the proposed bound and the present one, by name."""
+    if proposal.floor is not None and proposal.floor.delta > 0:
+        axis.axvspan(
+            axis.get_xlim()[0], proposal.floor.delta, color=MUTED, alpha=0.15, linewidth=0, label="backend noise"
+        )
     if proposal.found and proposal.threshold.radius > 0:
         axis.axvline(proposal.threshold.radius, color=INK, linewidth=1.4)
         text = f"proposed: {bounds(proposal.threshold.values)}"

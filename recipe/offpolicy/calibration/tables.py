@@ -111,9 +111,10 @@ def length_sentence(proposal: Proposal, confidence: float) -> str:
     if not test.depends:
         return f"{name}: no dependence on length shown ({criterion}), so one bound for all lengths."
     direction = "short" if test.correlation < 0 else "long"
+    advice = " The correction takes one bound: see the bounds by length before setting it." if proposal.lengths else ""
     return (
         f"{name}: depends on length ({criterion}; it goes as T^{test.exponent:.2f}), so one bound rejects {direction} "
-        f"rows first. The correction takes one bound: see the bounds by length before setting it."
+        f"rows first.{advice}"
     )
 
 

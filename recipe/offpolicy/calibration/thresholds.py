@@ -14,6 +14,8 @@ from .scores import Scores
 
 _COARSE = 0.02
 """A bound may be rounded outward by this share of itself, where no unit lies in between."""
+_SLACK = 1e-4
+"""Share of the units that may be kept beyond the target for fewer digits: none of fewer than 10,000."""
 _DIGITS = 17  # of a float64
 
 
@@ -86,8 +88,10 @@ def for_kept_share(
     if radius == -math.inf:
         return not_found(scores, "the part does not look at that many units: whatever the bound, it keeps more", 1.0)
     kept = radii <= radius
-    beyond = radii[~kept]
-    following = float(beyond.min()) if len(beyond) else math.inf
+    # The first unit that rounding must not keep; of very many, a few may slip in for fewer digits.
+    slack = int(_SLACK * len(ordered))
+    further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
+    following = float(further) if further > radius else math.inf
     values = _rounded(part, radius, following)
     found = clustered(kept, scores.group)
     interval = quantile_interval(ordered, target, found.effective, confidence)
@@ -113,7 +117,7 @@ def _least(part: Part) -> float:
 
 
 def _rounded(part: Part, radius: float, following: float) -> dict[str, float]:
-    """Values at ``radius`` or just beyond, in the fewest digits that keep no unit more."""
+    """Values at ``radius`` or just beyond, before ``following``, in the fewest digits."""
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
         values = {name: _outward(name, value, digits) for name, value in part.values_at(radius).items()}

@@ -15,6 +15,8 @@ from pathlib import Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    import torch
+
     from ..correction import CorrectionSpec, SpecError
     from ..pages import PageError
     from ..recording import Recording, RecordingError
@@ -23,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .studies import studies_of
     from .timeline import timeline_of
 
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    torch.set_num_threads(1)
     try:
         recording = Recording(options.directory)
         sample = sample_of(recording)

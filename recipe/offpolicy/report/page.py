@@ -18,7 +18,6 @@ from ..correction import CorrectionSpec, MaskSpec, WeightSpec
 from ..pages import Column, Page, Table, code, details, figure, keys, paragraph, table
 from ..whatif import show
 from ..whatif.html import MEANINGS
-from ..whatif.study import Study
 from . import drawings
 from .sample import Sample
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
@@ -27,6 +26,8 @@ from .verdict import answers, table_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+    from ..whatif.results import Study
 
 CONFIDENCE = 0.95
 _LONGEST_CONFIG = 400_000
@@ -201,11 +202,11 @@ def _calibration(studies: Studies) -> list[Markup]:
     result = studies.calibrated
     if isinstance(result, str):
         return [paragraph(f"Not calibrated: {result}")]
-    about = "what was recorded" if not studies.asked else " ".join(studies.asked)
+    new = f" Not on during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
     blocks = [
         paragraph(
-            f"Of {about}: bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
-            f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent."
+            f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
+            f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}"
         ),
         figure(
             calibration_drawings.curves(result.proposals, CONFIDENCE), calibration_drawings.caption(result.proposals)

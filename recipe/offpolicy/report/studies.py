@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..attribution.attribution import Attribution, explain
 from ..calibration.parts import placeholders
@@ -13,13 +13,16 @@ from ..correction import CorrectionSpec, SpecError
 from ..recording import Recording, RecordingError, Step, concatenated
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
 from ..whatif.composed import composed_mapping, composer
-from ..whatif.study import Study, study
+from ..whatif.study import study
 from .sample import Sample
+
+if TYPE_CHECKING:
+    from ..whatif.results import Study
 
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
 DEFAULT = "correction=[tis_token,gsm,opsm]"
-"""What is calibrated where nothing was on."""
+"""Its weight is calibrated where none was on, and its masks likewise."""
 COMPARED = (
     "correction=tis_token",
     "correction=tis_sequence",
@@ -28,7 +31,7 @@ COMPARED = (
     "correction=icepop",
     "correction=[tis_token,gsm]",
 )
-PROPOSED = "with the proposed bounds"
+PROPOSED = "bounds as calibrated above"
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class Studies:
     """Results, or the reason why there is none.
 
     Attributes:
-        asked: overrides of the correction that was calibrated; empty for what was recorded.
+        new: calibrated parts that were not on, such as ``masks.gsm``.
     """
 
-    asked: tuple[str, ...]
+    new: frozenset[str]
     attribution: Attribution | str
     calibrated: Calibrated | str
     study: Study | str
@@ -50,26 +53,59 @@ def studies_of(recording: Recording, sample: Sample, recorded: CorrectionSpec, *
 
     Args:
         recorded: what acted at the last step.
-        spec: overrides of the correction that is calibrated; empty: what was recorded, or ``DEFAULT``.
+        spec: overrides of the correction that is calibrated; empty: what was recorded, with what of ``DEFAULT`` it
+            has no part of.
 
     Raises:
         RecordingError: a step is damaged.
         SpecError: ``spec`` is malformed.
     """
-    nothing = recorded.weight is None and not recorded.masks
-    overrides = tuple(spec) or ((DEFAULT,) if nothing else ())
     with composer():
-        values, unset = placeholders(composed_mapping(overrides)) if overrides else (recorded.to_mapping(), frozenset())
         compared = [(override, composed_mapping([override])) for override in COMPARED]
-    # What was asked for says where its pi_old comes from; a default takes what was recorded.
-    asked = CorrectionSpec.from_mapping(values if spec else _beside(values, recorded))
-    bounds = _calibrated(recording, sample, asked, unset)
+        asked = _asked(recorded, spec)
+    bounds = asked if isinstance(asked, str) else _calibrated(recording, sample, asked)
     return Studies(
-        asked=overrides,
+        new=frozenset() if isinstance(asked, str) else asked.new,
         attribution=_attributed(recording, sample),
         calibrated=bounds,
         study=_replayed(recording, sample, recorded, compared, bounds),
     )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is calibrated, its keys without a value, and its parts that were not on."""
+
+    spec: CorrectionSpec
+    unset: frozenset[str]
+    new: frozenset[str]
+
+
+def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
+    """What ``spec`` composes; without one what was recorded, with the default's weight or masks where it has none.
+
+    Returns:
+        A reason where nothing can be calibrated beside the recorded pi_old.
+
+    Raises:
+        SpecError: ``spec`` is malformed.
+    """
+    values, unset = placeholders(composed_mapping(spec or [DEFAULT]))
+    if spec:
+        correction = CorrectionSpec.from_mapping(values)
+        return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))
+    own = recorded.to_mapping()
+    filled = own | {name: own[name] or values[name] for name in ("weight", "masks")}
+    try:
+        correction = CorrectionSpec.from_mapping(filled)
+    except SpecError as error:
+        return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
+    new = _parts(correction) - _parts(recorded)
+    return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))
+
+
+def _parts(spec: CorrectionSpec) -> set[str]:
+    return {f"masks.{name}" for name, _ in spec.masks} | ({"weight"} if spec.weight is not None else set())
 
 
 def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
@@ -85,10 +121,10 @@ def _attributed(recording: Recording, sample: Sample) -> Attribution | str:
         return str(error)
 
 
-def _calibrated(recording: Recording, sample: Sample, asked: CorrectionSpec, unset: frozenset[str]) -> Calibrated | str:
+def _calibrated(recording: Recording, sample: Sample, asked: _Asked) -> Calibrated | str:
     request = Request(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
-        return calibrated(_steps(recording, sample), asked, request, unset)
+        return calibrated(_steps(recording, sample), asked.spec, request, asked.unset)
     except SpecError as error:
         return str(error)
 

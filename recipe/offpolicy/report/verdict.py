@@ -22,6 +22,7 @@ from .timeline import Floats, Timeline
 _LEAST_STEPS = 3
 """Steps from which a beginning and an end can be compared."""
 _GREW = 2.0
+_SWINGS = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _mismatch(timeline: Timeline) -> Answer:
         return Answer(question, "unknown", "No token has a finite mu and pi_old.")
     mean = float(np.average(kl[known], weights=tokens[known]))
     lost = sum(step.nonfinite for step in timeline.steps)
-    because = f"Mean over {int(tokens.sum()):,} response tokens; {_trend(kl, 'nats')}."
+    because = f"Mean over {int(tokens.sum()):,} response tokens; {trend(kl, 'nats')}."
     if lost:
         because += f" {lost:,} tokens have a log-prob that is not finite."
     return Answer(question, f"KL(mu, pi_old) {mean:.2g} nats a token", because)
@@ -102,7 +103,12 @@ def _origin(attribution: Attribution | str) -> list[Answer]:
             shares = f"drift {split.drift:.0%} of KL(mu, pi); backend and staleness cannot be told apart"
     if not present:
         return [Answer(question, "no fault found", f"{shares[0].upper()}{shares[1:]}; no known fault shows its mark.")]
-    found = ". ".join(f"{cause.name}: {cause.sentence}" + (f" ({cause.fix})" if cause.fix else "") for cause in present)
+    found = ". ".join(
+        (f"{cause.name}: " if len(present) > 1 else "")
+        + f"{cause.sentence[0].upper()}{cause.sentence[1:]}"
+        + (f" ({cause.fix})" if cause.fix else "")
+        for cause in present
+    )
     return [Answer(question, ", ".join(cause.name for cause in present), f"{found}. {shares[0].upper()}{shares[1:]}.")]
 
 
@@ -131,24 +137,26 @@ def _fit(studies: Studies) -> list[Answer]:
 
 def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     name, threshold = part_name(proposal.part), proposal.threshold
-    question = f"Which bound for {name}?" if studies.asked else f"Does the bound of {name} fit?"
+    new = proposal.part.key in studies.new
+    question = f"Which bound for {name}?" if new else f"Does the bound of {name} fit?"
 
     def reaches(values: Mapping[str, float | None], share: float) -> str:
         if proposal.target == "ess":
             return f"{bounds(values)} has an ESS of {share:.4f}"
         return f"{bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
 
-    given = "As given" if studies.asked else "Now"
+    given = "By default" if new else "Now"
     said = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
     if proposal.found:
         answer = bounds(threshold.values)
         said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
     else:
-        answer = "no cap needed" if threshold.note.startswith("not needed") else "not identified"
+        known = {"not needed": "no cap needed", "not reachable": "not reachable"}
+        answer = next((text for start, text in known.items() if threshold.note.startswith(start)), "not identified")
     if threshold.note:
         note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
         said.append(f"{note[0].upper()}{note[1:]}")
-    if proposal.length.depends:
+    if proposal.lengths:
         said.append("It treats lengths unlike, see below")
     return Answer(question, answer, ". ".join(said) + ".")
 
@@ -169,11 +177,15 @@ def _reward(timeline: Timeline) -> Answer:
     return Answer(question, word, f"{because}; standard error of the difference {error:.3f}.")
 
 
-def _trend(values: Floats, unit: str) -> str:
+def trend(values: Floats, unit: str) -> str:
+    """How a number moved over the steps, in words."""
     thirds = _thirds(values)
     if thirds is None:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
+    least, most = float(np.nanmin(values)), float(np.nanmax(values))
+    if _GREW * max(first, last) < most and _SWINGS * least < most:
+        return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
         return f"{'grew' if last > first else 'fell'} from {first:.2g} to {last:.2g} {unit} (first and last third)"
     return f"steady over the run ({first:.2g} and {last:.2g} {unit} in the first and last third)"
