@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 from tensordict import TensorDict
 
+from .attribution.recent import RecentFloor
 from .correction import CorrectionSpec
 from .correction.statistics import Statistic, merge_all
 from .liveness import LivenessError, verify, verify_update
@@ -44,6 +45,7 @@ class Supervision:
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
+        self._floor = RecentFloor()
         self._samples = SampleWatch(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
@@ -114,6 +116,7 @@ class Supervision:
         switched = self.steering.after_update(measured, merge_all(packet.histograms for packet in packets))
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
+        self._floor.take(merged)
         return proved or switched
 
     def begin_step(self) -> None:
@@ -127,7 +130,7 @@ class Supervision:
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
         live = {f"live/{name}": value for name, value in self._live.items()}
-        return values | live | self._samples.metrics() | self.steering.metrics()
+        return values | self._floor.shares(merged) | live | self._samples.metrics() | self.steering.metrics()
 
     def begin(self) -> None:
         """Forget the last update, so that one which goes past the correction is noticed."""

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.attribution.shares import LEAST_TOKENS, floor_of, shares
+from recipe.offpolicy.attribution.recent import RecentFloor
+from recipe.offpolicy.attribution.shares import LEAST_TOKENS, RECENT, floor_of, shares
 from recipe.offpolicy.attribution.statistics import share_statistics
 from recipe.offpolicy.attribution.sums import AGES, BINS, COLUMNS, SHAPE, sums_by_row
 from recipe.offpolicy.correction.statistics import merge_all
@@ -193,3 +194,25 @@ def test_a_statistic_of_what_is_not_identified_is_no_number() -> None:
     values = {name: statistic.value() for name, statistic in share_statistics(table.ravel().tolist()).items()}
     assert math.isnan(values["attribution/kl_share/backend"])
     assert math.isfinite(values["attribution/kl_share/rollout"])
+
+
+def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
+    """Fresh G = +-0.1, later stale G = +-0.3 alone: the backend's share is 0.01 / 0.09."""
+    half = LEAST_TOKENS // 2
+    fresh, stale = (
+        share_statistics(sums_of([[g, -g] * half], [[0.0] * 2 * half], [age]).ravel().tolist())
+        for g, age in ((0.1, 0), (0.3, 1))
+    )
+    floor = RecentFloor()
+    assert math.isnan(floor.shares(stale)["attribution/variance_share/backend"])
+    floor.take(fresh)
+    values = floor.shares(stale)
+    assert values["attribution/variance_share/backend"] == pytest.approx(1 / 9)
+    assert values["attribution/variance_share/staleness"] == pytest.approx(8 / 9)
+    assert set(values) == set(stale)
+    # What came too long ago is forgotten.
+    for _ in range(RECENT):
+        floor.take(stale)
+    assert math.isnan(floor.shares(stale)["attribution/variance_share/backend"])
+    assert floor.shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
+    assert floor.shares({}) == {}

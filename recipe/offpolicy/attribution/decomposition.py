@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..recording import Rows
-from .shares import Floor, Shares, floor_of, shares
-from .sums import AGES, COLUMNS, sums_by_row
+from .shares import RECENT, Floor, Shares, choose_floor, floor_of, shares
+from .sums import COLUMNS, sums_by_row
 
-RECENT: Final = 5
-"""Steps before one without fresh rows whose fresh rows stand in."""
 REPLICATES: Final = 400
 CHUNK: Final = 1 << 20
 """Padded tokens that are worked on at a time."""
@@ -84,7 +82,7 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
     together = sums.sum(0)
-    floor, source = _floor(together, earlier)
+    floor, source = choose_floor(together, earlier)
     of_variance, of_kl = shares(together, floor)
     return Decomposition(
         tokens=int(together[..., _N].sum()),
@@ -141,17 +139,6 @@ def _of_version(age: int, sums: Array, floor: Floor | None) -> OfVersion:
         k3=k3,
         backend=backend,
     )
-
-
-def _floor(sums: Array, earlier: Array | None) -> tuple[Floor | None, str]:
-    own = floor_of(sums)
-    stale = sums[AGES.index("stale"), :, _N]
-    if not stale.any() or (own is not None and own.covered(stale)):
-        return own, "own rows"
-    before = floor_of(earlier) if earlier is not None else None
-    if before is not None and before.covered(stale):
-        return before, "earlier steps"
-    return None, ""
 
 
 def _intervals(sums: Array, floor: Floor | None, seed: int) -> dict[str, Interval]:

@@ -29,6 +29,9 @@ LEAST_TOKENS: Final = 20
 LEAST_COVERED: Final = 0.95
 """Share of stale tokens whose bin has to be known; the others are taken to be like the nearest bin that is."""
 
+RECENT: Final = 5
+"""Steps, or updates, before one without fresh tokens whose fresh tokens stand in."""
+
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
 Array = NDArray[np.float64]
@@ -85,6 +88,25 @@ def floor_of(sums: Array) -> Floor | None:
     nearest = places[np.abs(np.arange(len(tokens))[:, None] - places[None, :]).argmin(-1)]
     mean, square, k3 = (fresh[nearest, column] / tokens[nearest] for column in (_G, _GG, _GK))
     return Floor(tokens, mean, np.maximum(square - mean**2, 0.0), k3, known)
+
+
+def choose_floor(sums: Array, earlier: Array | None) -> tuple[Floor | None, str]:
+    """The floor for the stale tokens of ``sums``: from its fresh ones, or from those of what came before.
+
+    Args:
+        sums, earlier: SHAPE.
+
+    Returns:
+        The floor, and where it is from: "own rows", "earlier steps", or "" where it is not known.
+    """
+    own = floor_of(sums)
+    stale = sums[_STALE, :, _N]
+    if not stale.any() or (own is not None and own.covered(stale)):
+        return own, "own rows"
+    before = floor_of(earlier) if earlier is not None else None
+    if before is not None and before.covered(stale):
+        return before, "earlier steps"
+    return None, ""
 
 
 def shares(sums: Array | Sequence[float], floor: Floor | None = None) -> tuple[Shares, Shares]:
