@@ -143,3 +143,5 @@ def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     assert (reader.decodes, why) == (True, "")
     assert reader.text(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
     assert reader.text([]) == ""
+    # Of another model, or made up.
+    assert reader.text([-1]) == "-1"

@@ -41,11 +41,14 @@ class Reader:
         return self._tokenizer is not None
 
     def text(self, ids: Sequence[int]) -> str:
-        """One line."""
+        """One line; ids where the tokenizer does not know them."""
         ids = [int(token) for token in ids]
-        if self._tokenizer is None or not ids:
-            return " ".join(map(str, ids))
-        return escaped(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if self._tokenizer is not None and ids:
+            try:
+                return escaped(self._tokenizer.decode(ids, skip_special_tokens=False))
+            except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+                pass
+        return " ".join(map(str, ids))
 
 
 def reader_of(card: Mapping[str, Any]) -> tuple[Reader, str]:
