@@ -109,9 +109,10 @@ def _table(rows: tuple[Row, ...]) -> Table:
 
 def _line(console: Console, *texts: str, style: str | None = None) -> None:
     first, *rest = texts
-    text = Text(first, style=_STYLES[style] if style else "")
+    text = Text()
+    text.append(first, style=_STYLES[style] if style else "")
     for each in rest:
-        text.append(f" {each}", style="")
+        text.append(f" {each}")
     # A line that is broken by us could not be pasted.
     console.print(text, soft_wrap=True)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +96,22 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     (problem,) = row["problems"]
     assert (problem["key"], problem["value"]) == (f"{ROLLOUT}.top_p", 0.9)
     assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Whatever verl and its imports print, the standard output is the answer; nothing is started or left behind."""
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe.offpolicy.doctor", "--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", *GIVEN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(RUN.parents[1]), "RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert json.loads(done.stdout)["verdict"] == "WRONG"
+    assert list(tmp_path.iterdir()) == []
 
 
 # What cannot be composed or is malformed: status 2, and a part of the message.
