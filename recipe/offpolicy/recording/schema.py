@@ -26,7 +26,7 @@ UNKNOWN_VERSION = -1
 ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "step": (pa.int64(), "the trainer's step, from 1; the weights that it began with are of version step - 1"),
     "rank": (pa.int32(), "data-parallel rank"),
-    "mini_batch": (pa.int32(), "gradient steps of this batch before the one that the row was recorded at"),
+    "mini_batch": (pa.int32(), "gradient steps of this step before the one that used the row first"),
     "uid": (pa.string(), "the prompt's group, as verl names it; empty where it is not known"),
     "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN where it is not known"),
     "oldest_version": (pa.int64(), "of the weights that sampled the first token; -1 where it is not known"),
@@ -39,12 +39,19 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "rollout_log_prob": (pa.float32(), "log mu"),
     "old_log_prob": (pa.float32(), "log pi_old, as the correction takes it"),
     "log_prob": (pa.float32(), "log pi at the first gradient step that used the row"),
-    "advantages": (pa.float32(), ""),
-    "weight": (pa.float32(), "what the correction multiplies the policy term by, before masks"),
-    "rejected_by": (pa.uint32(), "bits of what rejected the token; 0: kept, or not valid"),
+    "advantages": (pa.float32(), "as verl's loss takes them"),
+    "weight": (
+        pa.float32(),
+        "what the correction multiplies the policy term by, before masks; 0 where it is not valid",
+    ),
+    "rejected_by": (
+        pa.uint32(),
+        "bits of what rejected the token; 0: kept, or not valid: off response_mask, or mu or pi_old not finite",
+    ),
     "turn": (pa.int16(), "number of the model's turn in its row, from 0; -1 off response_mask"),
 }
 PROMPT_COLUMN = "prompt_ids"
+_PROMPT = "token ids of the prompt; empty where prompts were not recorded"
 
 SCHEMA = pa.schema(
     [
@@ -56,3 +63,13 @@ SCHEMA = pa.schema(
         ),
     ]
 )
+
+
+def markdown() -> str:
+    """The table of all columns, for the documentation."""
+    described = ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), _PROMPT)}
+    rows = []
+    for field in SCHEMA:
+        kind, meaning = described[field.name]
+        rows.append(f"| `{field.name}` | {f'list of {kind}' if pa.types.is_list(field.type) else kind} | {meaning} |")
+    return "\n".join(("| column | type | meaning |", "|---|---|---|", *rows)) + "\n"

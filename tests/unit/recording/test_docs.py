@@ -1,0 +1,51 @@
+"""docs/recording.md says what the code does: columns, keys with their defaults, and its examples run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from recordings import drawn_rows, record
+
+from recipe.offpolicy.recording.files import LARGEST
+from recipe.offpolicy.recording.recorder import GRACE, MOST_TIME, Counters
+from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, markdown
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "recording.md").read_text()
+
+
+def test_the_table_of_columns_is_the_schemas() -> None:
+    assert markdown() in PAGE
+    assert markdown().count("\n") == 2 + 18
+
+
+def test_every_key_is_there_with_its_default() -> None:
+    keys = OmegaConf.load(ROOT / "configs" / "offpolicy_base.yaml").offpolicy.record
+    rows = dict(re.findall(r"^\| `offpolicy\.record\.(\w+)` \| (\S+) \|", PAGE, flags=re.MULTILINE))
+    assert {name: json.loads(default) for name, default in rows.items()} == OmegaConf.to_container(keys)
+
+
+def test_metrics_and_metadata_are_named() -> None:
+    for name in (*vars(Counters()), "stopped"):
+        assert name in PAGE
+    for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY, DIGEST_KEY):
+        assert f"`{key.decode()}`" in PAGE
+
+
+def test_limits_are_the_codes() -> None:
+    assert (MOST_TIME, GRACE, LARGEST) == (0.05, 1.0, 8 * 2**30)
+    for said in ("5 % of the time since the first row, and a second", "more than 8 GiB"):
+        assert said in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "recording", drawn_rows([2, 3]), drawn_rows([4], step=2))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 2
+    exec(blocks[number], {})

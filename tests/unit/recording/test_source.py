@@ -1,0 +1,96 @@
+"""What of verl's micro-batch is recorded, in the layouts of its trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from recipe.offpolicy.batch_plan import REWARD, UID
+from recipe.offpolicy.recording import source
+
+ROWS, PROMPT, WIDTH = 3, 4, 2
+PROMPTS = [[7], [5, 6, 8], []]
+PADDED = torch.tensor([[0] * (PROMPT - len(ids)) + ids for ids in PROMPTS])
+ATTENTION = torch.tensor([[0] * (PROMPT - len(ids)) + [1] * len(ids) + [1, 0] for ids in PROMPTS])
+
+
+def batch(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=ROWS)
+
+
+def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+LAYOUTS = {
+    "V1": batch(prompts=nested(PROMPTS)),
+    "V0": batch(prompts=PADDED, attention_mask=ATTENTION),
+    "legacy": batch(input_ids=torch.cat([PADDED, torch.full((ROWS, WIDTH), 9)], -1), attention_mask=ATTENTION),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_of_every_layout(layout: str) -> None:
+    found = source._prompts(LAYOUTS[layout], WIDTH)
+    assert found is not None
+    ids, lengths = found
+    assert ids.tolist() == [7, 5, 6, 8]
+    assert lengths.tolist() == [1, 3, 0]
+
+
+def test_prompts_that_verl_does_not_send() -> None:
+    assert source._prompts(batch(prompts=PADDED), WIDTH) is None
+
+
+def test_uids_as_verl_sends_them_and_as_we_do() -> None:
+    assert source._uids(batch(uid=NonTensorStack("a", "b", "c"))) == ["a", "b", "c"]
+    ours = torch.zeros(ROWS, 2, dtype=torch.uint8)
+    assert source._uids(batch(uid=NonTensorStack("a", "b", "c"), **{UID: ours})) is not None
+    assert torch.equal(torch.as_tensor(source._uids(batch(**{UID: ours}))), ours)
+    assert source._uids(batch()) is None
+
+
+@pytest.mark.parametrize("name", ["token_level_scores", "rm_scores"])
+def test_rewards_are_summed_over_the_row(name: str) -> None:
+    for scores in (
+        torch.tensor([[0.0, 1.0], [0.5, 0.25], [0.0, 0.0]]),
+        nested([[0.0, 1.0], [0.75], [0.0]], torch.float),
+    ):
+        reward = source._reward(batch(**{name: scores}))
+        assert reward is not None
+        assert reward.tolist() == [1.0, 0.75, 0.0]
+
+
+def test_our_own_column_of_rewards_comes_first() -> None:
+    reward = source._reward(batch(rm_scores=torch.ones(ROWS, 2), **{REWARD: torch.zeros(ROWS)}))
+    assert reward is not None
+    assert reward.tolist() == [0.0] * ROWS
+    assert source._reward(batch()) is None
+
+
+def test_prompts_are_chosen_by_their_uid_alone() -> None:
+    """A share of 0.3 of 2000 uids is 600 +- 20 (one standard deviation is sqrt(2000 0.3 0.7) = 20.5)."""
+    uids = [f"prompt-{i}" for i in range(2000)]
+    some = [uid for uid in uids if source.chosen(uid, 0.3)]
+    assert 500 < len(some) < 700
+    # A larger share has the smaller one in it.
+    assert set(some) < {uid for uid in uids if source.chosen(uid, 0.6)}
+    assert all(source.chosen(uid, 1.0) for uid in uids)
+
+
+def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
+    uids = [f"prompt-{i}" for i in range(100)]
+    encoded = torch.tensor([list(uid.encode().ljust(12, b"\0")) for uid in uids], dtype=torch.uint8)
+    one, other = source._chosen(0.5, uids), source._chosen(0.5, encoded)
+    assert one is not None
+    assert other is not None
+    assert torch.equal(one, other)
+    assert source._chosen(1.0, None) is None
+
+
+def test_a_share_of_unknown_prompts_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"uid is not in the micro-batch.*offpolicy\.record\.share=1"):
+        source._chosen(0.5, None)
