@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -10,7 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from recipe.offpolicy.recording import Recording, Step
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
@@ -22,8 +26,9 @@ def environment() -> dict[str, str]:
     return {"VENV": os.environ.get("VENV") or sys.prefix}
 
 
-def test_default_run_improves_the_model(run_program: Callable[..., Any]) -> None:
-    finished = run_program(QUICKSTART, limit=600.0, cwd=ROOT, **environment())
+def test_default_run_improves_the_model_and_is_recorded(run_program: Callable[..., Any], tmp_path: Path) -> None:
+    command = [*QUICKSTART, f"offpolicy.record.dir={tmp_path / 'recording'}"]
+    finished = run_program(command, limit=600.0, cwd=ROOT, **environment())
     assert finished.returncode == 0, finished.output[-3000:]
     before, after = (
         float(score)
@@ -39,6 +44,44 @@ def test_default_run_improves_the_model(run_program: Callable[..., Any]) -> None
     assert steps == list(range(1, len(steps) + 1))
     stamps = [int(stamp) for stamp in re.findall(r"^\[ *(\d+) s\]", finished.output, flags=re.MULTILINE)]
     assert max(later - earlier for earlier, later in pairwise(stamps)) < 60  # never silent
+
+    metrics = metrics_by_step(finished.output)
+    assert list(metrics) == steps
+    recording = Recording(tmp_path / "recording")
+    assert recording.steps == steps
+    assert "LIVE in the gradient" in recording.proof["sentence"]
+    assert recording.card["fingerprint"] == recording.proof["live"]["fingerprint"]
+    assert sum(of["offpolicy/record/seconds"] for of in metrics.values()) < 0.05 * sum(
+        of["timing_s/step"] for of in metrics.values()
+    )
+    for step, of in metrics.items():
+        assert_recorded(recording.step(step), of)
+
+
+def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:
+    """What the logger got of each step in which the model was updated."""
+    folder = re.search(r"everything goes to (\S+)", output)
+    assert folder
+    records = map(json.loads, (ROOT / folder[1] / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["data"] for record in records if "actor/grad_norm" in record["data"]}
+
+
+def assert_recorded(step: Step, metrics: dict[str, Any]) -> None:
+    """Every row of the step, with which the statistics of the correction are those that the logger got."""
+    rows = step.rows
+    assert len(rows) == metrics["offpolicy/record/rows"] == metrics["offpolicy/live/rows"]
+    assert metrics["offpolicy/record/dropped_rows"] == metrics["offpolicy/record/stopped"] == 0
+    assert rows.reward.mean() == pytest.approx(metrics["critic/score/mean"], abs=1e-5)
+    assert set(rows.staleness.tolist()) == {0}
+    assert (np.diff(rows.prompt_offsets) > 0).all()
+    # Groups of GRPO, whole.
+    _, sizes = np.unique(rows.uid.astype(str), return_counts=True)
+    assert set(sizes.tolist()) == {8}
+    mask = rows.response_mask
+    log_ratio = (rows.old_log_prob - rows.rollout_log_prob).astype(np.float64)[mask]
+    assert np.mean(np.expm1(log_ratio) - log_ratio) == pytest.approx(metrics["offpolicy/kl/k3"], rel=1e-4)
+    assert np.mean(rows.rejected_by[mask] == 0) == pytest.approx(metrics["offpolicy/keep/token_share"], abs=1e-6)
+    assert np.mean(rows.weight[mask], dtype=np.float64) == pytest.approx(metrics["offpolicy/weight/mean"], rel=1e-5)
 
 
 def test_an_interrupt_while_engines_start_leaves_nothing(run_program: Callable[..., Any]) -> None:
