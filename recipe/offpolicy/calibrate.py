@@ -1,6 +1,8 @@
 """Bounds for a target kept share or effective sample size, from a recording:
 
 python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
+
+Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from .calibration.parts import placeholders
 from .calibration.propose import Calibrated, Request, calibrated
 from .calibration.tables import by_length, overrides, overview, plain, remarks, together
 from .correction import CorrectionSpec, SpecError
+from .pages import PageError
 from .recording import Recording, RecordingError
 from .whatif.composed import composed_mapping, composer
 
 USAGE, UNREACHED = 2, 1
 """Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         now = None if unset else joint(recording, spec)
         then = joint(recording, result.spec)
         _show(options, result, now, then)
-    except (RecordingError, SpecError, OSError) as error:
+    except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
     missing = [p for p in result.proposals if not p.found and not p.threshold.note.startswith("not needed")]
@@ -119,6 +123,13 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     return page
 
 
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in {', '.join(_PICTURES)}")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -131,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
     add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
     add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
-    add("--png", type=Path, metavar="FILE", help="calibration curves")
+    add("--png", type=_picture, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")
     return parser

@@ -161,3 +161,10 @@ def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     status, _, err = run(capsys, tmp_path, "--target-kept", "0.9")
     assert status == 2
     assert "no recorded step" in err
+
+
+def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(recording), "--target-kept", "0.9", "--png", "curves.txt"])
+    assert stopped.value.code == 2
+    assert "expected a name that ends in .png" in capsys.readouterr().err

@@ -192,11 +192,13 @@ def test_ties_are_kept_together() -> None:
     assert for_kept_share(part, scores, 0.6, 0.95).reached == 0.8
 
 
-def test_equal_policies_need_no_room() -> None:
+def test_equal_policies_identify_no_bound() -> None:
     rows = drawn(7)
     rows = replace(rows, old_log_prob=rows.rollout_log_prob)
     part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    assert for_kept_share(part, scores, 0.98, 0.95).values == {"lower": 1.0, "upper": 1.0}
+    found = for_kept_share(part, scores, 0.98, 0.95)
+    assert not found.values
+    assert "no mismatch at all" in found.note
 
 
 def test_unreachable_beside_the_other_bound() -> None:

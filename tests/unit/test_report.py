@@ -14,10 +14,13 @@ from recordings import drawn_rows, record
 
 from recipe.offpolicy.attribution import attribution
 from recipe.offpolicy.attribution.text import Reader
+from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.calibration.propose import Calibrated
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.pages.page import LARGEST
 from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report.__main__ import main
 from recipe.offpolicy.report.sample import sample_of, spread
 from recipe.offpolicy.report.studies import studies_of
@@ -325,3 +328,34 @@ def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
 )
 def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
     assert said in trend(np.array(values), "nats")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("equal", "mu and pi agree exactly"),
+        ("not finite", "No response token with a finite mu and pi_old was recorded."),
+    ],
+)
+def test_recordings_with_nothing_to_explain(tmp_path: Path, change: str, said: str) -> None:
+    mu = np.full(40, -1.0 if change == "equal" else np.nan, dtype=np.float32)
+    same = {"old_log_prob": mu, "log_prob": mu} if change == "equal" else {}
+    _, page = report(record(tmp_path / "run", drawn_rows([5] * 8, rollout_log_prob=mu, **same)), tmp_path)
+    assert said in page.text
+    assert "Not calibrated" in page.text or "no mismatch at all" in page.text
+
+
+def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    write(directory / file_name(1, 0), drawn_rows([]), SPEC.to_mapping(), ["masks.gsm"])
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert "no response is recorded" in capsys.readouterr().err
+    assert calibrate([str(directory), "--target-kept", "0.9"]) == 2
+    assert "no response is recorded" in capsys.readouterr().err
+
+
+def test_what_acted_must_be_a_correction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = record(tmp_path / "run", drawn_rows([5] * 4), spec={"weight": 3})
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert "step 1: the correction in the metadata of its file is none" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from ..correction import CorrectionSpec
 from ..recording import Step
 from ..whatif.blocks import blocks
 from ..whatif.replay import constants_of, decide
+from .scores import recorded_spec
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def joint(steps: Iterable[Step], spec: CorrectionSpec) -> Joint:
     tokens = kept = rows = kept_rows = valid = 0
     total = square = 0.0
     for step in steps:
-        recorded = CorrectionSpec.from_mapping(step.spec)
+        recorded = recorded_spec(step)
         constants = constants_of(spec, recorded, step.rows)
         for block in blocks(step.rows):
             decided = decide(spec, recorded, block, constants)

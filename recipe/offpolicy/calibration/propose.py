@@ -133,6 +133,7 @@ def calibrated(
 
     Raises:
         SpecError: nothing can be calibrated, or a target that no part takes.
+        RecordingError: there is nothing to calibrate by.
     """
     request.check()
     parts, skipped = _targeted(parts_of(spec, unset, request.of), request)

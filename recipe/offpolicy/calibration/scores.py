@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..correction import CorrectionSpec, MaskSpec
+from ..correction import CorrectionSpec, MaskSpec, SpecError
 from ..correction.masks import applies
 from ..correction.ratios import divergence, log_ratio, valid_tokens
 from ..correction.units import Units, units_of
 from ..correction.weights import log_weight
-from ..recording import Rows, Step
+from ..recording import RecordingError, Rows, Step
 from ..whatif.blocks import Block, blocks
 from ..whatif.replay import check_replayable, proximal
 from .parts import Part
@@ -80,11 +80,12 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
     """The units of each part of ``spec``, over all ``steps``, one step in memory at a time.
 
     Returns:
-        Key of the part -> its units; tokens that are not finite in mu or pi_old, and rows without any other, have
-        none. And the state of all rows, by their number.
+        Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, and rows without any
+        other, have none. And the state of all rows, by their number.
 
     Raises:
         SpecError: what was recorded is not enough for ``spec``.
+        RecordingError: no response or no finite token is recorded, or what acted at a step is no correction.
     """
     found: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states: list[RowState] = []
@@ -92,7 +93,9 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
     before = 0
     for step in steps:
         rows = step.rows
-        recorded = CorrectionSpec.from_mapping(step.spec)
+        if not len(rows):
+            continue
+        recorded = recorded_spec(step)
         check_replayable(spec, recorded, rows)
         states.append(_state(rows))
         group = _groups(rows, groups)
@@ -105,7 +108,25 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
             joined = _joined(Scores, pieces[part.key])
             found[part.key].append(_by_budget(joined) if part.by_batch else joined)
         before += len(rows)
-    return {key: _joined(Scores, of_steps) for key, of_steps in found.items()}, _joined(RowState, states)
+    if not states:
+        raise RecordingError("no response is recorded in any of these steps. Record others.")
+    scores = {key: _joined(Scores, of_steps) for key, of_steps in found.items()}
+    if not all(len(units) for units in scores.values()):
+        raise RecordingError("no token with a finite mu and pi_old is recorded in any of these steps. Record others.")
+    return scores, _joined(RowState, states)
+
+
+def recorded_spec(step: Step) -> CorrectionSpec:
+    """The correction that acted at ``step``.
+
+    Raises:
+        RecordingError: what its file says is none.
+    """
+    try:
+        return CorrectionSpec.from_mapping(step.spec)
+    except SpecError as error:
+        number = int(step.rows.step[0]) if len(step.rows) else "?"
+        raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
 
 
 def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:

@@ -103,7 +103,7 @@ def length_sentence(proposal: Proposal, confidence: float) -> str:
     """Whether the statistic depends on the length of a row, and by what criterion."""
     name, test = part_name(proposal.part), proposal.length
     if math.isnan(test.correlation):
-        return f"{name}: whether it depends on length is not identified: {test.rows} comparable rows of one length."
+        return f"{name}: whether it depends on length is not identified by {test.rows} comparable rows."
     criterion = (
         f"rank correlation of its {test.measure} with T {test.correlation:+.2f}, {confidence:.0%} interval "
         f"[{test.interval[0]:+.2f}, {test.interval[1]:+.2f}]"

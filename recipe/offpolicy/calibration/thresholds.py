@@ -78,6 +78,8 @@ def for_kept_share(
     if radius == math.inf:
         other = float(np.isfinite(radii).mean() + np.isneginf(radii).mean())
         return not_found(scores, f"not reachable: the other bound alone keeps {other:.4f}", other)
+    if radius == 0 and floor <= 0:
+        return not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""
     least = max(_least(part), floor)
     if radius < least:

@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     import torch
 
-    from ..correction import CorrectionSpec, SpecError
+    from ..calibration.scores import recorded_spec
+    from ..correction import SpecError
     from ..pages import PageError
     from ..recording import Recording, RecordingError
     from .page import Found, page_of
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(options.directory)
         sample = sample_of(recording)
         timeline = timeline_of(recording.step(step) for step in sample.timeline)
-        spec = CorrectionSpec.from_mapping(timeline.correction)
+        if not timeline.steps:
+            raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
+        spec = recorded_spec(recording.step(timeline.steps[-1].step))
         studies = studies_of(recording, sample, spec, spec=options.spec)
         found = Found(str(options.directory), recording.card, recording.proof, sample, timeline, studies)
         size = page_of(found).write(options.out)

@@ -49,7 +49,8 @@ def over_time(timeline: Timeline) -> Figure:
         for axis in axes:
             _step_axis(axis, timeline)
         for axis in (axes[1], axes[2]):
-            axis.legend(loc="best")
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(loc="best")
     return figure
 
 

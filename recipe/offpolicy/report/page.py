@@ -181,6 +181,8 @@ def _by_length(timeline: Timeline) -> list[Markup]:
 def _attribution(attribution: Attribution | str) -> list[Markup]:
     if isinstance(attribution, str):
         return [paragraph(f"Not attributed: {attribution}")]
+    if not attribution.whole.kl.whole > 0:
+        return [paragraph("mu and pi agree exactly on every token: there is no mismatch to attribute.")]
     profiles = (
         table(attribution_tables.profile_table(name, buckets)) for name, buckets in attribution.profiles.items()
     )

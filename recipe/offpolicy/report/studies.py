@@ -125,7 +125,7 @@ def _calibrated(recording: Recording, sample: Sample, asked: _Asked) -> Calibrat
     request = Request(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
         return calibrated(_steps(recording, sample), asked.spec, request, asked.unset)
-    except SpecError as error:
+    except (RecordingError, SpecError) as error:
         return str(error)
 
 

@@ -98,13 +98,15 @@ class Timeline:
 
 
 def timeline_of(steps: Iterable[Step]) -> Timeline:
-    """Numbers of each step, one step in memory at a time."""
+    """Numbers of each step, one step in memory at a time; a step of which no row was recorded is left out."""
     numbers: list[StepNumbers] = []
     buckets = np.zeros((len(BUCKETS), 6))
     rejected: dict[str, int] = {}
     correction: Mapping[str, Any] = {}
     changed = []
     for step in steps:
+        if not len(step.rows):
+            continue
         if numbers and step.spec != correction:
             changed.append(int(step.rows.step[0]))
         correction = step.spec
@@ -134,7 +136,7 @@ def _of_step(rows: Rows) -> StepNumbers:
     square = float(applied @ applied)
     known = rows.staleness[rows.staleness >= 0]
     return StepNumbers(
-        step=int(rows.step[0]) if len(rows) else 0,
+        step=int(rows.step[0]),
         rows=len(rows),
         tokens=int(mask.sum()),
         reward=_mean(rows.reward[np.isfinite(rows.reward)]),

@@ -117,8 +117,8 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     tokens = timeline.column("tokens")
     kept = timeline.column("kept_tokens")
     known = np.isfinite(kept)
-    if not known.any():
-        return Answer(question, "unknown", "No response token was recorded.")
+    if not known.any() or not timeline.lengths:
+        return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
     share = float(np.average(kept[known], weights=tokens[known]))
     if not spec.masks and not (spec.weight is not None and spec.weight.kind == "reject") and share == 1.0:
         return Answer(question, "everything", "Nothing in it rejects.")
