@@ -14,6 +14,7 @@ VLLM = "vllm>=0.18"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
 EVIDENCE = ["matplotlib", "rich"]
+TOOLS = ["jinja2", "matplotlib", "numpy", "pyarrow>=19", "rich"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]
 
 setup(
@@ -40,7 +41,9 @@ setup(
         "megatron": MEGATRON,
         "evidence": EVIDENCE,
         "quickstart": QUICKSTART,
+        # doctor, whatif, calibrate, attribute and report; transformers shows tokens as text.
+        "tools": [*TOOLS, "transformers"],
         "test": TEST,
-        "dev": [VERL, RAY, *QUICKSTART, *EVIDENCE, *TEST],
+        "dev": [VERL, RAY, *QUICKSTART, *EVIDENCE, *TOOLS, *TEST],
     },
 )

@@ -55,7 +55,7 @@ def helper(name: str) -> Helper:
     if name == "verl":
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-        return compute_rollout_correction_and_rejection_mask  # type: ignore[no-any-return]
+        return compute_rollout_correction_and_rejection_mask
     from recipe.offpolicy.translate import verl_rollout_correction
 
     return verl_rollout_correction
