@@ -9,35 +9,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ..batch_plan import UpdateRows
 from ..voice import logger
-from .capture import Packed, unpack
-from .files import PARTIAL, SUFFIX, OverLimit, write
-from .recording import file_name, step_of
-from .rows import Rows, concatenated
+from .capture import Packed
 from .settings import SECTION, RecordSettings
+from .writer import Item, Outcome, StepWriter
 
 MOST_TIME = 0.05
 """Share of the time since the first row that recording may take from the training; beyond it, updates are left out."""
 GRACE = 1.0
 """Seconds that it may take besides: what is done once, such as the first import, is no part of a step."""
 _NICE = 10
-
-
-@dataclass(frozen=True)
-class _Item:
-    """Rows for the writer, with what the whole file of their step says; ``last``: the file is complete with them."""
-
-    step: int
-    mini_batch: int
-    packed: Packed | None
-    spec: Mapping[str, Any]
-    reasons: tuple[str, ...]
-    last: bool
 
 
 @dataclass
@@ -57,17 +42,6 @@ class Counters:
     seconds: float = 0.0
 
 
-@dataclass
-class _Open:
-    """The step whose rows are being collected."""
-
-    step: int
-    spec: Mapping[str, Any]
-    reasons: tuple[str, ...]
-    rows: list[Rows] = field(default_factory=list)
-    held: int = 0
-
-
 class Recorder:
     """Records one rank's rows; ``admit`` and ``put`` are called by the training thread and return at once.
 
@@ -76,18 +50,19 @@ class Recorder:
         rank: data-parallel rank.
         ranks: how many share the directory.
         clock: gives seconds.
+
+    Attributes:
+        settings: as given.
+        stopped: why nothing is recorded any more, with the fix; None while it is.
     """
 
     def __init__(
         self, settings: RecordSettings, *, rank: int, ranks: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.settings = settings
-        self.rank = rank
-        self.limit = settings.max_bytes / ranks
         self.stopped: str | None = None
-        self._ranks = ranks
         self._clock = clock
-        self._directory = Path(settings.dir)
+        self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # of its thread alone
         # Of the training thread alone.
         self._update: tuple[int, int] | None = None
         self._seen = 0
@@ -97,14 +72,11 @@ class Recorder:
         self._warned = False
         # Shared.
         self._condition = threading.Condition()
-        self._items: deque[_Item] = deque()
+        self._items: deque[Item | None] = deque()  # None: write what is open
         self._waiting = 0
         self._counters = Counters()
         self._busy = False
         self._thread: threading.Thread | None = None
-        # Of the writer alone.
-        self._open: _Open | None = None
-        self._written: dict[int, int] | None = None
 
     def admit(self, step: int, update: UpdateRows, rows: int) -> int | None:
         """Announce a micro-batch of ``rows`` rows; each of an update's is announced, in the order of use.
@@ -159,7 +131,7 @@ class Recorder:
                 self._counters.rows += packed.rows
             else:
                 self._counters.dropped_rows += packed.rows
-            self._items.append(_Item(step, mini_batch, packed if fits else None, spec, tuple(reasons), last))
+            self._items.append(Item(step, mini_batch, packed if fits else None, spec, tuple(reasons), last))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offpolicy-record", daemon=True)
                 self._thread.start()
@@ -180,7 +152,7 @@ class Recorder:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all that was put is written, complete steps or not; whether it was in time."""
         with self._condition:
-            self._items.append(_FLUSH)
+            self._items.append(None)
             self._condition.notify()
             if self._thread is None:
                 self._items.clear()
@@ -191,9 +163,8 @@ class Recorder:
         with self._condition:
             self._counters.dropped_rows += rows
 
-    # The writer ------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
+        """The writer's thread."""
         with contextlib.suppress(OSError, AttributeError):
             # On Linux a thread has a niceness of its own: the training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -207,86 +178,26 @@ class Recorder:
             try:
                 self._handle(item)
             except Exception as error:  # whatever it is: training goes on
-                self._stop(error)
+                self.stopped = self._writer.why(error)
+                logger.warning("%s Recording stops, training goes on.", self.stopped)
+            self._settle()
 
-    def _handle(self, item: _Item) -> None:
-        opened = self._open
-        if opened is not None and (item is _FLUSH or opened.step != item.step):
-            self._close()
-        if item is _FLUSH:
-            return
-        if self._open is None:
-            self._open = _Open(item.step, item.spec, item.reasons)
-        if item.packed is not None:
-            # A file says one correction: where a step's updates are made under several, the first's rows are kept.
-            if self.stopped is not None or (item.spec, item.reasons) != (self._open.spec, self._open.reasons):
-                self._release(item.packed.nbytes, item.packed.rows)
-            else:
-                self._open.held += item.packed.nbytes
-                self._open.rows.append(unpack(item.packed, step=item.step, rank=self.rank, mini_batch=item.mini_batch))
-        if item.last:
-            self._close()
+    def _handle(self, item: Item | None) -> None:
+        if item is None:
+            self._writer.close()
+        elif self.stopped is None:
+            self._writer.add(item)
+        else:
+            self._writer.drop(item)
 
-    def _close(self) -> None:
-        """Write the step that is open."""
-        opened, self._open = self._open, None
-        assert opened is not None
-        rows = sum(len(part) for part in opened.rows)
-        try:
-            if rows and self.stopped is None:
-                self._write(opened)
-                rows = 0
-        finally:
-            self._release(opened.held, rows)
-
-    def _write(self, opened: _Open) -> None:
-        if self._written is None:
-            self._written = self._prepare()
-        used = sum(size for step, size in self._written.items() if step != opened.step)
-        path = self._directory / file_name(opened.step, self.rank)
-        size = write(path, concatenated(opened.rows), opened.spec, opened.reasons, limit=self.limit - used)
-        self._written[opened.step] = size
+    def _settle(self) -> None:
+        outcome, self._writer.outcome = self._writer.outcome, Outcome()
         with self._condition:
-            self._counters.bytes += size
-
-    def _prepare(self) -> dict[int, int]:
-        """Step -> bytes of this rank's files that are there, from before the run was resumed."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        sizes = {}
-        for path in self._directory.iterdir():
-            found = step_of(path.with_suffix(SUFFIX).name)
-            if found is None or found[1] != self.rank:
-                continue
-            if path.suffix == PARTIAL:
-                path.unlink()  # of a process that was killed while it wrote
-            elif path.suffix == SUFFIX:
-                sizes[found[0]] = path.stat().st_size
-        return sizes
-
-    def _release(self, held: int, dropped: int) -> None:
-        with self._condition:
-            self._waiting -= held
-            self._counters.dropped_rows += dropped
-
-    def _stop(self, error: Exception) -> None:
-        self.stopped = self._why(error)
-        logger.warning("%s Recording stops, training goes on.", self.stopped)
-
-    def _why(self, error: Exception) -> str:
-        settings = self.settings
-        if isinstance(error, OverLimit):
-            return (
-                f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self.rank} has filled its part of {self.limit:g}. "
-                f"Fix: raise it, or record less by {SECTION}.every={10 * settings.every} or "
-                f"{SECTION}.share={settings.share / 10:g}."
-            )
-        if isinstance(error, OSError):
-            what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
-            return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
-        return f"{SECTION}.dir={settings.dir}: rank {self.rank} cannot record ({type(error).__name__}: {error})."
+            self._waiting -= outcome.released
+            self._counters.dropped_rows += outcome.dropped_rows
+            self._counters.bytes += outcome.written
 
 
-_FLUSH = _Item(-1, 0, None, {}, (), False)
 _RECORDERS: dict[tuple[str, int], Recorder] = {}
 
 

@@ -18,6 +18,7 @@ import torch
 from recipe.offpolicy.batch_plan import UpdateRows
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording import recorder as recorder_module
+from recipe.offpolicy.recording import writer as writer_module
 from recipe.offpolicy.recording.capture import Packed, Seen, pack
 from recipe.offpolicy.recording.recorder import Recorder
 from recipe.offpolicy.recording.settings import RecordSettings
@@ -224,13 +225,13 @@ def test_statistics_are_since_the_last_question(recorder: Recorder) -> None:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes nothing until the event is set."""
     free = threading.Event()
-    original = recorder_module.write
+    original = writer_module.write
 
     def write(*args: Any, **kwargs: Any) -> int:
         assert free.wait(30)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(recorder_module, "write", write)
+    monkeypatch.setattr(writer_module, "write", write)
     yield free
     free.set()
 
@@ -344,7 +345,7 @@ def test_a_disk_that_takes_nothing_stops_the_recording(
     def write(*_: Any, **__: Any) -> int:
         raise OSError(number, "the reason")
 
-    monkeypatch.setattr(recorder_module, "write", write)
+    monkeypatch.setattr(writer_module, "write", write)
     for step in range(1, 4):
         micro_batch(recorder, step=step, count=4)
         settled(recorder)
@@ -368,7 +369,7 @@ def test_whatever_else_fails_stops_the_recording(recorder: Recorder, monkeypatch
     def write(*_: Any, **__: Any) -> int:
         raise ValueError("33 parts of the correction can reject")
 
-    monkeypatch.setattr(recorder_module, "write", write)
+    monkeypatch.setattr(writer_module, "write", write)
     micro_batch(recorder, count=4)
     settled(recorder)
     assert recorder.stopped is not None

@@ -1,0 +1,158 @@
+"""The recorder's other half: one rank's rows put together by step and written, within the size budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .capture import Packed, unpack
+from .files import PARTIAL, SUFFIX, OverLimit, write
+from .recording import file_name, step_of
+from .rows import Rows, concatenated
+from .settings import SECTION, RecordSettings
+
+
+@dataclass(frozen=True)
+class Item:
+    """Rows of one micro-batch, with what the file of their step says.
+
+    Attributes:
+        packed: None where they were left out.
+        last: the file is complete with them.
+    """
+
+    step: int
+    mini_batch: int
+    packed: Packed | None
+    spec: Mapping[str, Any]
+    reasons: tuple[str, ...]
+    last: bool
+
+
+@dataclass
+class Outcome:
+    """What became of items.
+
+    Attributes:
+        released: bytes of rows that wait no more.
+        dropped_rows: that will not be written.
+        written: bytes of files.
+    """
+
+    released: int = 0
+    dropped_rows: int = 0
+    written: int = 0
+
+
+@dataclass
+class _Open:
+    """The step whose rows are being collected, and the bytes that they take."""
+
+    step: int
+    spec: Mapping[str, Any]
+    reasons: tuple[str, ...]
+    rows: list[Rows] = field(default_factory=list)
+    held: int = 0
+
+
+class StepWriter:
+    """Writes a step when it is complete, or when the next begins.
+
+    Args:
+        settings: where to and how much.
+        rank: data-parallel rank.
+        ranks: how many share the directory.
+
+    Attributes:
+        outcome: of what happened; whoever reads it puts an empty one in its place.
+    """
+
+    def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
+        self.outcome = Outcome()
+        self._settings = settings
+        self._rank = rank
+        self._limit = settings.max_bytes / ranks
+        self._directory = Path(settings.dir)
+        self._open: _Open | None = None
+        self._sizes: dict[int, int] | None = None
+
+    def add(self, item: Item) -> None:
+        """Take rows up; may write.
+
+        Raises:
+            OSError: see ``files.write``.
+            OverLimit: the budget is used up.
+        """
+        if self._open is not None and self._open.step != item.step:
+            self.close()
+        if self._open is None:
+            self._open = _Open(item.step, item.spec, item.reasons)
+        if item.packed is not None:
+            # A file says one correction: where a step's updates are made under several, the first's rows are kept.
+            if (item.spec, item.reasons) == (self._open.spec, self._open.reasons):
+                self._open.held += item.packed.nbytes
+                self._open.rows.append(unpack(item.packed, step=item.step, rank=self._rank, mini_batch=item.mini_batch))
+            else:
+                self.drop(item)
+        if item.last:
+            self.close()
+
+    def drop(self, item: Item) -> None:
+        """Leave rows out."""
+        if item.packed is not None:
+            self.outcome.released += item.packed.nbytes
+            self.outcome.dropped_rows += item.packed.rows
+
+    def close(self) -> None:
+        """Write the step that is open, if any, complete or not; see ``add``."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        lost = sum(map(len, opened.rows))
+        try:
+            if lost:
+                self._write(opened)
+                lost = 0
+        finally:
+            self.outcome.released += opened.held
+            self.outcome.dropped_rows += lost
+
+    def why(self, error: Exception) -> str:
+        """What is wrong and what to do, in sentences that name key and value."""
+        settings = self._settings
+        if isinstance(error, OverLimit):
+            return (
+                f"{SECTION}.max_bytes={settings.max_bytes:g}: rank {self._rank} has filled its part of "
+                f"{self._limit:g}. Fix: raise it, or record less by {SECTION}.every={10 * settings.every} or "
+                f"{SECTION}.share={settings.share / 10:g}."
+            )
+        if isinstance(error, OSError):
+            what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
+            return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
+        return f"{SECTION}.dir={settings.dir}: rank {self._rank} cannot record ({type(error).__name__}: {error})."
+
+    def _write(self, opened: _Open) -> None:
+        if self._sizes is None:
+            self._sizes = self._prepare()
+        used = sum(size for step, size in self._sizes.items() if step != opened.step)
+        path = self._directory / file_name(opened.step, self._rank)
+        size = write(path, concatenated(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
+        self._sizes[opened.step] = size
+        self.outcome.written += size
+
+    def _prepare(self) -> dict[int, int]:
+        """Step -> bytes of this rank's files that are there, from before the run was resumed."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        sizes = {}
+        for path in self._directory.iterdir():
+            found = step_of(path.with_suffix(SUFFIX).name)
+            if found is None or found[1] != self._rank:
+                continue
+            if path.suffix == PARTIAL:
+                path.unlink()  # of a process that was killed while it wrote
+            elif path.suffix == SUFFIX:
+                sizes[found[0]] = path.stat().st_size
+        return sizes
