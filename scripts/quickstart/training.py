@@ -56,7 +56,7 @@ class TrainingView:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]
             values = ", ".join(f"{name} {number(pick(data, keys))}" for name, keys in parts)
             self._progress.line(f"  step {step}{self._of}: {values}, {number(pick(data, SECONDS), 1)} s")
-            if self._corrected and step == self._history.steps[0] and data.get(PROVED) == 1.0:
+            if self._corrected and self._history.steps[:1] == [step] and data.get(PROVED) == 1.0:
                 self._progress.line("  the correction is proved live: it reached the gradient of the first update")
             if score is not None:
                 self._progress.line(f"  held-out score after step {step}: {score:.3f}")
