@@ -5,8 +5,8 @@ all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its m
 for any other cause that leaves every token possible.
 
 The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
-sampled every one of them, and then their mu sum to 1 while their pi_old do not. A padded vocabulary leaves all real
-tokens. A top-k beyond the rows of a group is not seen that way: then the run's card decides.
+sampled every one of them, and then their mu sum to 1 while their pi_old do not, which nothing else does. A padded
+vocabulary leaves all real tokens. A top-k beyond the rows of a group is not seen that way: then the run's card decides.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class Offset:
         missing: mass under pi_old that mu has not kept.
         one_sided: share of the squared gap where mu is the larger.
         exhausted: share of contexts in which pi_old misses ``SHORT`` or more whose sampled tokens are all of mu.
+        contexts: how many those are.
     """
 
     missing: Estimate
     one_sided: Estimate
     exhausted: Estimate
+    contexts: int
 
 
 def measure(sampled: Sampled) -> Offset | None:
@@ -58,7 +60,7 @@ def measure(sampled: Sampled) -> Offset | None:
     exhausted = estimate(counted, support.cluster, lambda sums: float(sums[1] / sums[0]))
     if missing is None or one_sided is None or exhausted is None:
         return None
-    return Offset(missing, one_sided, exhausted)
+    return Offset(missing, one_sided, exhausted, int(whole.sum()))
 
 
 def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
@@ -83,6 +85,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
         "one_sided_low": one_sided.low,
         "exhausted": exhausted.value,
         "exhausted_low": exhausted.low,
+        "exhausted_contexts": offset.contexts,
     }
     if missing.low <= THRESHOLDS.missing or one_sided.low <= THRESHOLDS.one_sided:
         why = (
@@ -94,10 +97,10 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
         f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
         f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
     )
-    exhausts = exhausted.low > THRESHOLDS.exhausted
+    exhausts = offset.contexts >= THRESHOLDS.exhausted
     if exhausts or _restricted(sampling):
         by_what = (
-            f"in {exhausted.value:.0%} of the contexts the sampled tokens are all that mu allows"
+            f"in {offset.contexts} contexts the sampled tokens are all that mu allows, and not all that pi_old does"
             if exhausts
             else f"the run's card says {_restricted(sampling)}"
         )
@@ -112,9 +115,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
             absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
         )
     return (
-        absent(
-            TRUNCATED, f"in {exhausted.value:.0%} of the contexts only are the sampled tokens all of mu", **evidence
-        ),
+        absent(TRUNCATED, f"in {offset.contexts} contexts only are the sampled tokens all of mu", **evidence),
         Cause(
             EXTRA,
             "present",

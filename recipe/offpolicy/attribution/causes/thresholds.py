@@ -17,7 +17,7 @@ class Thresholds:
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
         missing: probability under pi_old that mu has not kept.
         one_sided: share of the sum of (log mu - log pi_old)^2 where mu is the larger one.
-        exhausted: share of contexts whose sampled tokens are all that mu allows.
+        exhausted: contexts whose sampled tokens are all that mu allows, a count.
         noise: standard deviation of log pi_old - log mu, in nats, of tokens with a probability of 0.1 to 0.9.
         tail: this deviation below a probability of 0.1 over that above 0.5.
     """
@@ -29,7 +29,7 @@ class Thresholds:
     slope_explains: float = 0.5
     missing: float = 0.002
     one_sided: float = 0.7
-    exhausted: float = 0.01
+    exhausted: int = 3
     noise: float = 0.03
     tail: float = 1.5
 
