@@ -44,6 +44,7 @@ class RunRecord:
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._step: int | None = None
         self._updates = self._gradient_steps = self._ranks = 0
+        self._ended = False
         if self.settings is None:
             return
         if trouble := foreign(self.settings.dir, resumed_from(config)):
@@ -62,10 +63,11 @@ class RunRecord:
             dealing: how verl will deal it; called only if there is something to record.
             updates: that each step makes.
         """
-        if self.settings is None:
+        if self.settings is None or self._ended:
             return plan
-        if self._step is None:
-            self._forget(plan.step)
+        if self._step is None and not self._forget(plan.step):
+            self._ended = True
+            return plan
         if plan.step != self._step:
             self._step, self._updates, self._gradient_steps = plan.step, 0, 0
         dealt = dealing()
@@ -90,8 +92,16 @@ class RunRecord:
         if self.settings is None or self._step is None or not self.settings.records(self._step):
             return
         until = time.monotonic() + patience
-        while time.monotonic() < until and len(self._files(self._step, self._step)) < self._ranks:
-            time.sleep(0.05)
+        try:
+            while time.monotonic() < until and len(self._files(self._step, self._step)) < self._ranks:
+                time.sleep(0.05)
+        except OSError as error:
+            logger.warning(
+                "%s.dir=%s: what was recorded cannot be seen (%s). Fix: mend it, or give another directory.",
+                SECTION,
+                self.settings.dir,
+                error.strerror,
+            )
 
     @property
     def _directory(self) -> Path:
@@ -103,10 +113,24 @@ class RunRecord:
         steps = ((path, step_of(path.name)) for path in self._directory.iterdir())
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
-    def _forget(self, first: int) -> None:
-        """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from."""
-        gone = self._files(first, sys.maxsize)
-        for path in gone:
-            path.unlink(missing_ok=True)
+    def _forget(self, first: int) -> bool:
+        """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from; whether it is gone."""
+        assert self.settings is not None
+        try:
+            gone = self._files(first, sys.maxsize)
+            for path in gone:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            # Rows that are made anew beside those of before would count twice.
+            logger.warning(
+                "%s.dir=%s: what was recorded of step %d and later cannot be removed (%s). Fix: remove it, or give "
+                "another directory. Nothing is recorded, training goes on.",
+                SECTION,
+                self.settings.dir,
+                first,
+                error.strerror,
+            )
+            return False
         if gone:
             logger.warning("%s: %d files of step %d and later are made anew.", self._directory, len(gone), first)
+        return True

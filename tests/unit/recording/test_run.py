@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,14 @@ def announced(of: RunRecord, step: int, rows: int = 24, updates: int = 1) -> Upd
     plan = of.announced(SharedPlan(step), rows=rows, dealing=lambda: Dealing(2, 8, "token-mean"), updates=updates)
     assert plan.step == step
     return plan.update
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        yield caplog
 
 
 def test_the_card_says_what_was_run(tmp_path: Path) -> None:
@@ -100,7 +110,7 @@ def test_the_proof_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_proof_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     of = run(tmp_path)
 
@@ -108,10 +118,8 @@ def test_a_full_disk_costs_the_proof_and_not_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("recipe.offpolicy.recording.run.write_json", full)
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     of.proved(1, "LIVE", {})
-    assert "the proof is not recorded (No space left on device)" in caplog.text
+    assert "the proof is not recorded (No space left on device)" in warnings.text
 
 
 def test_how_an_update_is_dealt(tmp_path: Path) -> None:
@@ -176,3 +184,34 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
     started = time.monotonic()
     of.finish(patience=60)
     assert time.monotonic() - started < 30
+
+
+def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    of = run(tmp_path)
+    announced(of, step=1)
+    shutil.rmtree(tmp_path / "rec")
+    of.finish(patience=0.2)
+    assert [entry.getMessage() for entry in warnings.records] == [
+        f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded cannot be seen (No such file or directory). Fix: "
+        f"mend it, or give another directory."
+    ]
+
+
+def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    """A directory under a file's name: unlink raises, whoever runs it."""
+    of = run(tmp_path)
+    (tmp_path / "rec" / "step_00000004.rank_00000.parquet").mkdir()
+    assert announced(of, step=4) is None
+    assert announced(of, step=5) is None
+    of.finish(patience=0.2)
+    (entry,) = warnings.records
+    assert entry.getMessage().startswith(
+        f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded of step 4 and later cannot be removed ("
+    )
+    assert entry.getMessage().endswith(
+        "). Fix: remove it, or give another directory. Nothing is recorded, training goes on."
+    )
