@@ -15,6 +15,7 @@ from typing import Any
 from ..batch_plan import UpdateRows
 from ..voice import logger
 from .capture import Packed
+from .files import OverLimit
 from .settings import SECTION, RecordSettings
 from .writer import Item, Outcome, StepWriter
 
@@ -137,6 +138,20 @@ class Recorder:
                 self._thread.start()
             self._condition.notify()
 
+    def stop(self, error: Exception, rows: int = 0) -> None:
+        """Record nothing any more, with one warning that gives the cause.
+
+        Args:
+            rows: that were let in and are lost by it.
+        """
+        with self._condition:
+            first, self.stopped = self.stopped is None, self.stopped or self._writer.why(error)
+            self._counters.dropped_rows += rows
+        if first:
+            # What a disk does needs no traceback.
+            trace = None if isinstance(error, OSError | OverLimit) else error
+            logger.warning("%s Recording stops, training goes on.", self.stopped, exc_info=trace)
+
     def spent(self, seconds: float) -> None:
         """Time that the training thread has lost to recording."""
         self._spent += seconds
@@ -178,8 +193,7 @@ class Recorder:
             try:
                 self._handle(item)
             except Exception as error:  # whatever it is: training goes on
-                self.stopped = self._writer.why(error)
-                logger.warning("%s Recording stops, training goes on.", self.stopped)
+                self.stop(error)
             self._settle()
 
     def _handle(self, item: Item | None) -> None:

@@ -35,6 +35,8 @@ def recorded(
         step: what was decided on it.
         data: verl's micro-batch.
 
+    A failure stops the recorder, see ``Recorder.stop``.
+
     Returns:
         ``record/...``, see ``statistics``; nothing where nothing is announced.
     """
@@ -45,11 +47,15 @@ def recorded(
     recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
         started = time.perf_counter()
-        mini_batch = recorder.admit(plan.step, plan.update, len(batch.response_mask))
+        rows = len(batch.response_mask)
+        mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
-            seen = _seen(settings, spec, batch, step, data)
-            packed = pack(seen, _chosen(settings.share, seen.uids))
-            recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
+            try:
+                seen = _seen(settings, spec, batch, step, data)
+                packed = pack(seen, _chosen(settings.share, seen.uids))
+                recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
+            except Exception as error:  # whatever it is: training goes on
+                recorder.stop(error, rows)
         recorder.spent(time.perf_counter() - started)
     return statistics(recorder, here)
 

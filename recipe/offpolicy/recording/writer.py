@@ -132,7 +132,10 @@ class StepWriter:
         if isinstance(error, OSError):
             what = os.strerror(error.errno) if error.errno else str(error).split("\n", 1)[0]
             return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
-        return f"{SECTION}.dir={settings.dir}: rank {self._rank} cannot record ({type(error).__name__}: {error})."
+        return (
+            f"{SECTION}.dir={settings.dir}: rank {self._rank} cannot record ({type(error).__name__}: {error}). "
+            f"Fix: set {SECTION}.dir=null to go without."
+        )
 
     def _write(self, opened: _Open) -> None:
         if self._sizes is None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch_plan import REWARD, UID
+from recipe.offpolicy.batch_plan import REWARD, UID, SharedPlan, UpdateRows
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import source
+from recipe.offpolicy.recording.settings import RecordSettings
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
 PROMPTS = [[7], [5, 6, 8], []]
@@ -94,3 +100,41 @@ def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
 def test_a_share_of_unknown_prompts_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"uid is not in the micro-batch.*offpolicy\.record\.share=1"):
         source._chosen(0.5, None)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+
+
+@pytest.mark.parametrize("part", ["_seen", "pack", "_chosen"])
+def test_what_fails_in_the_training_thread_stops_the_recording_alone(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    """Two updates of 3 rows: the first fails, the second is not tried; all 6 rows are counted as left out."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of pinned memory")
+
+    for name in ("_seen", "pack", "_chosen"):
+        monkeypatch.setattr(source, name, fails if name == part else lambda *_: SimpleNamespace(uids=None))
+    settings = RecordSettings(str(tmp_path / "rec"))
+    found = []
+    for step in (1, 2):
+        plan = SharedPlan(step, update=UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=ROWS))
+        batch_of: Any = SimpleNamespace(plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool))
+        decided: Any = SimpleNamespace(rejected={})
+        found.append(source.recorded(settings, CorrectionSpec(), batch_of, decided, batch()))
+    values = [{name: statistic.value() for name, statistic in each.items()} for each in found]
+    assert [each["record/dropped_rows"] for each in values] == [ROWS, ROWS]
+    assert [each["record/stopped"] for each in values] == [1.0, 1.0]
+    (entry,) = warnings.records
+    assert entry.getMessage() == (
+        f"offpolicy.record.dir={tmp_path / 'rec'}: rank 0 cannot record (RuntimeError: CUDA error: out of pinned "
+        f"memory). Fix: set offpolicy.record.dir=null to go without. Recording stops, training goes on."
+    )
+    assert entry.exc_info is not None
+    assert entry.exc_info[2] is not None
