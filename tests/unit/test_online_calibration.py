@@ -107,6 +107,40 @@ def test_an_update_that_reported_nothing_moves_nothing() -> None:
     assert math.isnan(made.metrics()["calibrate/gsm/kept"])
 
 
+def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    """Fresh rows at 0.04 nats under a delta of 0.02; then at 0.01, and at 0.04 again."""
+    made = calibration(spec(opsm=opsm(0.02)), window=1, rate=0.2)
+
+    def update(noise: float) -> None:
+        made.observe(seen(*[0.02] * 10, name="opsm") | {"opsm/noise": seen(*[noise] * 100)["gsm/distance"]})
+
+    def warned() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+    update(0.04)
+    (message,) = warned()
+    assert message.startswith("correction.masks.opsm: backend noise alone reaches 0.04")
+    assert "the lower bound lies at 0.02: it goes there by a factor of at most 1.2 a time" in message
+    assert dict(made.spec.masks)["opsm"].delta == pytest.approx(0.024)
+    update(0.04)
+    assert len(warned()) == 1
+    update(0.01)
+    update(0.04)
+    assert len(warned()) == 2
+    # A hundred times further than the ceiling of ten times 0.02.
+    update(20.0)
+    assert "gets no further than 0.2" in warned()[2]
+
+
+def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    made = calibration(SYMMETRIC, side="upper")
+    for _ in range(3):
+        made.observe(seen(*[0.005] * 8, *[math.inf] * 2))
+    assert made.spec == SYMMETRIC
+    (record,) = caplog.records
+    assert "correction.masks.gsm: 2 of 10 that it looks at lie beyond a bound that does not move" in record.getMessage()
+
+
 def test_each_named_mask_goes_its_own_way() -> None:
     made = calibration(spec(gsm=GSM, icepop=band(0.5, 2.0, level="token"), p=GSM), of=["gsm", "icepop"])
     made.observe(seen(*[1.0] * 10) | seen(*[0.1] * 10, name="icepop"))

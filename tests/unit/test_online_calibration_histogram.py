@@ -75,7 +75,8 @@ def bin_of(distance: float) -> int:
 
 
 def test_edges() -> None:
-    assert (EDGES[0], EDGES[-1], len(EDGES)) == (pytest.approx(1e-7), pytest.approx(1e3), 641)
+    assert (EDGES[0], EDGES[-1]) == pytest.approx((1e-7, 1e3))
+    assert len(EDGES) == 641
     assert EDGES[1] / EDGES[0] == pytest.approx(10 ** (1 / 64))
 
 
@@ -148,6 +149,17 @@ def test_noise_is_of_rows_whose_weights_are_equal_and_of_pi_old() -> None:
     assert bins(seen["opsm/noise"]) == {bin_of(0.12): 1.0}
     assert bins(seen["opsm/distance"]) == {bin_of(0.5): 2.0}
     assert "m/noise" not in shown(spec(m=opsm(0.1, ratio="ppo")), {"m": "both"}, **given)
+
+
+def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
+    # Fresh rows at 0.12, -0.005 and -0.2 nats; the lower bound 0.99, -0.01 nats, rejects the third whatever upper is.
+    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.005], [-1.2]])
+    correction = spec(m=band(0.99, 1.02, ratio="full"))
+    one_side = shown(correction, {"m": "upper"}, **given)
+    assert bins(one_side["m/noise"]) == {bin_of(0.12): 1.0, 0: 1.0}
+    assert bins(one_side["m/distance"]) == {bin_of(0.12): 1.0, 0: 1.0, len(EDGES): 1.0}
+    both = shown(correction, {"m": "both"}, **given)
+    assert bins(both["m/noise"]) == {bin_of(0.12): 1.0, bin_of(0.005): 1.0, bin_of(0.2): 1.0}
 
 
 def test_tokens_that_are_not_finite_and_rows_without_any_are_left_out() -> None:

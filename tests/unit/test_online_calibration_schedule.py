@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.calibration.online_histogram import EDGES, histogram, quantile
-from recipe.offpolicy.calibration.online_schedule import Evidence, Schedule, distances_of, next_bounds, written
+from recipe.offpolicy.calibration.online_schedule import (
+    Evidence,
+    Schedule,
+    distances_of,
+    next_bounds,
+    obstacles,
+    written,
+)
 from recipe.offpolicy.correction import MaskSpec
 
 SCHEDULE = Schedule(target_kept=0.9, side="both", rate=0.5, floor=0.1, ceiling=10.0, noise_kept=0.9)
@@ -65,7 +72,25 @@ def test_it_narrows_as_it_widens() -> None:
 
 def test_range_around_what_was_configured() -> None:
     assert after(SYMMETRIC, [1e-6] * 10, times=20) == pytest.approx({"lower": 0.01, "upper": 0.01})
-    assert after(SYMMETRIC, [math.inf] * 10, times=20) == pytest.approx({"lower": 1.0, "upper": 1.0})
+    assert after(SYMMETRIC, [50.0] * 10, times=20) == pytest.approx({"lower": 1.0, "upper": 1.0})
+
+
+def hindered(values: dict[str, Any], distances: list[float], noise: list[float] | None = None, **changes: Any) -> str:
+    """Kinds of what is in the way of bounds that are as configured."""
+    mask, schedule = mask_of(values), Schedule(**(vars(SCHEDULE) | changes))
+    evidence = Evidence(counts(*distances), None if noise is None else counts(*noise))
+    return " ".join(sorted(obstacles(schedule, mask, mask, evidence)))
+
+
+def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
+    """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
+    rows = [0.3] * 8 + [math.inf] * 2
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(0.1)
+    assert hindered(SYMMETRIC, rows, side="upper") == "share"
+    # One of ten may be lost to it: then the bound has to keep all the others.
+    rows = [0.3] * 9 + [math.inf]
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(quantile(counts(0.3), 0.9))
+    assert hindered(SYMMETRIC, rows, side="upper") == ""
 
 
 def test_both_sides_become_symmetric() -> None:
@@ -99,15 +124,37 @@ def test_too_few_units_say_nothing() -> None:
     assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)
 
 
-def test_never_below_the_backend_noise() -> None:
-    """OPSM's delta is to tell stale rows from fresh ones, which noise alone must not drop."""
+def test_not_below_the_backend_noise() -> None:
+    """OPSM's delta is to tell stale rows from fresh ones, which noise alone is not to drop."""
     # The target would let 0.1 shrink to 0.0667, and nine of ten fresh rows lie within 0.08.
     noise = [0.08] * 9 + [3.0]
     edge = quantile(counts(*noise), 0.9)
     assert after(opsm(0.1), [0.01] * 10, noise, times=9)["lower"] == pytest.approx(edge)
-    # Where the configured delta is below the noise it is lifted at once, whatever the rate, even past the range.
-    assert after(opsm(0.01), [0.01] * 10, noise)["lower"] == pytest.approx(edge)
-    assert after(opsm(0.001), [0.001] * 10, noise)["lower"] == pytest.approx(edge)
+    # A delta below the noise goes up to it, by 1.5 a time: 0.02, 0.03, 0.045, 0.0675, the edge.
+    course = [after(opsm(0.02), [0.001] * 10, noise, times=n)["lower"] for n in range(6)]
+    assert course == pytest.approx([0.02, 0.03, 0.045, 0.0675, edge, edge])
+
+
+@pytest.mark.parametrize("distances", [[], [math.inf] * 10])
+def test_noise_lifts_a_bound_whatever_is_known_of_the_share(distances: list[float]) -> None:
+    assert after(opsm(0.02), distances, [0.08] * 10)["lower"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("noise", [3.0, 500.0, math.inf])
+def test_noise_lifts_no_bound_past_the_ceiling(noise: float) -> None:
+    # Ten times 0.1 is the ceiling, six steps of 1.5 away.
+    assert after(opsm(0.1), [0.05] * 10, [noise] * 10)["lower"] == pytest.approx(0.15)
+    assert after(opsm(0.1), [0.05] * 10, [noise] * 10, times=9)["lower"] == pytest.approx(1.0)
+    assert hindered(opsm(0.1), [0.05] * 10, [noise] * 10) == "ceiling"
+
+
+def test_noise_that_decides_in_place_of_the_target_is_an_obstacle() -> None:
+    assert hindered(opsm(0.1), [0.01] * 10, [0.01] * 10) == ""
+    # Beyond the bound in force, and beyond the one that the target would go to: 0.0667.
+    assert hindered(opsm(0.1), [0.3] * 10, [0.2] * 10) == "noise"
+    assert hindered(opsm(0.1), [0.01] * 10, [0.08] * 10) == "noise"
+    assert hindered(opsm(0.1), [0.01] * 10, []) == ""
+    assert hindered(SYMMETRIC, [0.01] * 10) == ""
 
 
 def test_without_rows_of_equal_weights_a_bound_does_not_narrow() -> None:
@@ -132,21 +179,20 @@ MASKS = draw.sampled_from(
         band(1e-4, 100.0, aggregate="any"),
     ]
 )
-LOG_DISTANCES = draw.lists(draw.floats(-8.0, 4.0), min_size=0, max_size=40)
+LOG_DISTANCES = draw.lists(draw.floats(-8.0, 4.0) | draw.just(math.inf), min_size=0, max_size=40)
 
 
 @examples
-@given(MASKS, draw.lists(LOG_DISTANCES, min_size=1, max_size=12), draw.floats(0.05, 1.0), LOG_DISTANCES)
+@given(MASKS, draw.lists(draw.tuples(LOG_DISTANCES, LOG_DISTANCES), min_size=1, max_size=12), draw.floats(0.05, 1.0))
 def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
-    values: dict[str, Any], updates: list[list[float]], rate: float, noise: list[float]
+    values: dict[str, Any], updates: list[tuple[list[float], list[float]]], rate: float
 ) -> None:
     schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate}))
     configured = current = mask_of(values)
     start = distances_of(configured)
-    least = counts(*(10**d for d in noise)) if configured.ratio == "full" else None
-    floor = quantile(least, 0.9) if least is not None and sum(least) >= 10 else 0.0
-    for update in updates:
-        bounds = next_bounds(schedule, configured, current, Evidence(counts(*(10**d for d in update)), least))
+    for update, fresh in updates:
+        noise = counts(*(10**d for d in fresh)) if configured.ratio == "full" else None
+        bounds = next_bounds(schedule, configured, current, Evidence(counts(*(10**d for d in update)), noise))
         following = moved(current, bounds)
         before, now = distances_of(current), distances_of(following)
         for side, distance in now.items():
@@ -157,12 +203,12 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
             assert distance > 0
             if distance == before[side]:
                 continue
-            if distance != pytest.approx(floor):
-                assert distance <= before[side] * (1 + rate) * (1 + 1e-9)
-                assert distance <= start[side] * schedule.ceiling * (1 + 1e-9)
-            assert distance >= before[side] / (1 + rate) * (1 - 1e-9)
-            assert distance >= start[side] * schedule.floor * (1 - 1e-9)
-            assert distance >= min(floor, 20.0) * (1 - 1e-9)
+            assert before[side] / (1 + rate) <= distance * (1 + 1e-9)
+            assert distance <= before[side] * (1 + rate) * (1 + 1e-9)
+            assert start[side] * schedule.floor <= distance * (1 + 1e-9)
+            assert distance <= start[side] * schedule.ceiling * (1 + 1e-9)
+            if noise is not None and distance < before[side]:
+                assert distance >= quantile(noise, 0.9) * (1 - 1e-9)
         current = following
 
 

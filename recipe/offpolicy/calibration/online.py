@@ -12,7 +12,7 @@ from ..correction.statistics import Reduction, merge_all
 from ..voice import logger
 from .online_bounds import Bounds, bounds_of, with_bounds
 from .online_histogram import DISTANCE, KEPT, NOISE
-from .online_schedule import Evidence, next_bounds
+from .online_schedule import Evidence, next_bounds, obstacles
 from .online_settings import Settings, settings_of
 
 UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
@@ -35,6 +35,7 @@ class Calibration:
         self._configured = dict(spec.masks)
         self._window: list[dict[str, Statistic]] = []
         self._updates = 0
+        self._hindered: dict[str, set[str]] = {}
         self._shown = self._metrics({})
 
     @classmethod
@@ -84,8 +85,14 @@ class Calibration:
 
     def _move(self) -> None:
         seen = merge_all(self._window)
-        masks = dict(self.spec.masks)
-        moved = {name: self._next(name, seen) for name in self.settings.masks if f"{name}/{DISTANCE}" in seen}
+        masks, schedule = dict(self.spec.masks), self.settings.schedule
+        moved = {}
+        for name in self.settings.masks:
+            if f"{name}/{DISTANCE}" not in seen:
+                continue
+            evidence = _evidence(name, seen)
+            moved[name] = next_bounds(schedule, self._configured[name], masks[name], evidence)
+            self._say(name, obstacles(schedule, self._configured[name], masks[name], evidence))
         before, self.spec = self.bounds, with_bounds(self.spec, moved)
         for name, bounds in self.bounds.items():
             if bounds == before[name]:
@@ -101,16 +108,14 @@ class Calibration:
                 float(kept.parts[1]),
                 units,
                 len(self._window),
-                self.settings.schedule.target_kept,
+                schedule.target_kept,
             )
 
-    def _next(self, name: str, seen: Mapping[str, Statistic]) -> dict[str, float | None]:
-        current = dict(self.spec.masks)[name]
-        evidence = Evidence(
-            distances=_counts(seen[f"{name}/{DISTANCE}"]),
-            noise=_counts(seen[f"{name}/{NOISE}"]) if f"{name}/{NOISE}" in seen else None,
-        )
-        return next_bounds(self.settings.schedule, self._configured[name], current, evidence)
+    def _say(self, name: str, found: Mapping[str, str]) -> None:
+        """Warn of what has come into the way of a mask's bounds, once while it lasts."""
+        for kind in sorted(set(found) - self._hindered.get(name, set())):
+            logger.warning("correction.masks.%s: %s", name, found[kind])
+        self._hindered[name] = set(found)
 
     def _metrics(self, merged: Mapping[str, Statistic]) -> dict[str, float]:
         shown: dict[str, float] = {}
@@ -124,6 +129,11 @@ class Calibration:
             shown[f"{name}/kept"] = float("nan") if kept is None else kept.value()
             shown[f"{name}/target"] = self.settings.schedule.target_kept
         return shown
+
+
+def _evidence(name: str, seen: Mapping[str, Statistic]) -> Evidence:
+    noise = seen.get(f"{name}/{NOISE}")
+    return Evidence(_counts(seen[f"{name}/{DISTANCE}"]), None if noise is None else _counts(noise))
 
 
 def _counts(statistic: Statistic) -> Sequence[float]:

@@ -49,7 +49,7 @@ def measured(
     Units are counted where the mask looks: of a mask for negative advantages, those that hold a token with one. A unit
     beyond a bound on the side that does not move counts as infinitely far. Backend noise is the distance of
     pi_old / mu where both have the same weights, staleness 0 or None, for masks on pi / mu; its rows count whatever
-    their advantage is.
+    their advantage is, but for those beyond a bound that does not move, which no other bound can keep.
 
     Returns:
         ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
@@ -74,11 +74,14 @@ def measured(
         inside = (below >= lower) & (above <= upper)
         kept = Statistic(Reduction.MEAN, tuple(float(n) for n in ((inside & looked).sum(), looked.sum())))
         statistics[f"{name}/{KEPT}"] = kept
-        statistics[f"{name}/{DISTANCE}"] = histogram(_distance(mask, sides[name], below, above), looked)
+        fixed = _beyond_fixed(mask, sides[name], below, above)
+        distance = _distance(mask, sides[name], below, above)
+        statistics[f"{name}/{DISTANCE}"] = histogram(distance.masked_fill(fixed, float("inf")), looked)
         if mask.ratio == "full":
             equal = there if staleness is None else there & (staleness == 0)[:, None]
-            noise = _distance(mask, sides[name], *extremes(mask, units, *operands["rollout"]))
-            statistics[f"{name}/{NOISE}"] = histogram(noise, equal)
+            noise = extremes(mask, units, *operands["rollout"])
+            movable = equal & ~_beyond_fixed(mask, sides[name], *noise)
+            statistics[f"{name}/{NOISE}"] = histogram(_distance(mask, sides[name], *noise), movable)
     return statistics
 
 
@@ -145,17 +148,23 @@ def quantile(counts: Sequence[float | Tensor], share: float) -> float:
 
 
 def _distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> Tensor:
-    """How wide the bounds that move have to be, by unit; infinite where the other bound rejects."""
+    """How wide the bounds that move have to be, by unit."""
     moving = moving_sides(mask, side)
-    lower, upper = mask.limits
     distance = torch.zeros_like(above)
     if "upper" in moving:
         distance = torch.maximum(distance, above)
     if "lower" in moving:
         distance = torch.maximum(distance, -below)
-    fixed = torch.zeros_like(above, dtype=torch.bool)
+    return distance
+
+
+def _beyond_fixed(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> Tensor:
+    """Whether a bound that does not move rejects, by unit."""
+    moving = moving_sides(mask, side)
+    lower, upper = mask.limits
+    beyond = torch.zeros_like(above, dtype=torch.bool)
     if "upper" not in moving:
-        fixed = fixed | (above > upper)
+        beyond = beyond | (above > upper)
     if "lower" not in moving:
-        fixed = fixed | (below < lower)
-    return torch.where(fixed, float("inf"), distance)
+        beyond = beyond | (below < lower)
+    return beyond
