@@ -101,7 +101,12 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
         return data[UID]
     if "uid" not in data.keys():
         return None
-    return [str(getattr(uid, "data", uid)) for uid in data["uid"]]
+    found = tu.get(data, "uid")
+    uids = [found] * len(data) if isinstance(found, str) else found
+    if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
+        shown = str(found)[:80]
+        raise TypeError(f"uid in the micro-batch is {shown!r}, expected a string for each of {len(data)} rows.")
+    return uids
 
 
 def _reward(data: TensorDict) -> Tensor | None:

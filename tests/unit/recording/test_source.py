@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch_plan import REWARD, UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
@@ -57,6 +57,18 @@ def test_uids_as_verl_sends_them_and_as_we_do() -> None:
     assert source._uids(batch(uid=NonTensorStack("a", "b", "c"), **{UID: ours})) is not None
     assert torch.equal(torch.as_tensor(source._uids(batch(**{UID: ours}))), ours)
     assert source._uids(batch()) is None
+
+
+def test_one_uid_of_all_rows() -> None:
+    assert source._uids(batch(uid=NonTensorData("group-1", batch_size=ROWS))) == ["group-1"] * ROWS
+
+
+@pytest.mark.parametrize(
+    "uid", [NonTensorStack("a", 1, "c"), NonTensorStack(["a"], ["b"], ["c"]), NonTensorData(None, batch_size=ROWS)]
+)
+def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
+    with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, expected a string for each of 3 rows"):
+        source._uids(batch(uid=uid))
 
 
 @pytest.mark.parametrize("name", ["token_level_scores", "rm_scores"])
