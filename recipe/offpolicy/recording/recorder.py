@@ -76,7 +76,7 @@ class Recorder:
         self._items: deque[Item | None] = deque()  # None: write what is open
         self._waiting = 0
         self._counters = Counters()
-        self._busy = False
+        self._busy = self._ends = False
         self._thread: threading.Thread | None = None
 
     def admit(self, step: int, update: UpdateRows, rows: int) -> int | None:
@@ -174,6 +174,12 @@ class Recorder:
                 return True
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
+    def end(self, timeout: float = 30.0) -> bool:
+        """As ``flush``; the thread ends once all is written, and a later ``put`` begins another."""
+        with self._condition:
+            self._ends = self._thread is not None
+            return self.flush(timeout)
+
     def _drop(self, rows: int) -> None:
         with self._condition:
             self._counters.dropped_rows += rows
@@ -187,7 +193,10 @@ class Recorder:
             with self._condition:
                 self._busy = False
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: bool(self._items))
+                self._condition.wait_for(lambda: bool(self._items) or self._ends)
+                if not self._items:
+                    self._thread, self._ends = None, False
+                    return
                 item = self._items.popleft()
                 self._busy = True
             try:
@@ -221,7 +230,7 @@ def recorder_of(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
     recorder = _RECORDERS.get(key)
     if recorder is None or recorder.settings != settings:
         if recorder is not None:
-            recorder.flush()
+            recorder.end()
         elif not _RECORDERS:
             atexit.register(flush_all)
         recorder = _RECORDERS[key] = Recorder(settings, rank=rank, ranks=ranks)

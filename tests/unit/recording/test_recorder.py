@@ -46,7 +46,7 @@ _MADE: list[Recorder] = []
 def nothing_is_left_running() -> Iterator[None]:
     yield
     while _MADE:
-        assert _MADE.pop().flush()
+        assert _MADE.pop().end()
 
 
 @pytest.fixture
@@ -381,7 +381,22 @@ def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
     one = recorder_module.recorder_of(settings, rank=0, ranks=1)
     assert recorder_module.recorder_of(RecordSettings(str(tmp_path / "rec")), rank=0, ranks=1) is one
     micro_batch(one)
+    thread = one._thread
+    assert thread is not None
     other = recorder_module.recorder_of(replace(settings, every=2), rank=0, ranks=1)
     assert other is not one
     assert written(one) == ["step_00000001.rank_00000.parquet"]  # what was open is closed
-    recorder_module.flush_all()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_recorder_that_has_ended_begins_again(recorder: Recorder) -> None:
+    assert recorder.end()
+    micro_batch(recorder, count=4)
+    first = recorder._thread
+    assert first is not None
+    assert recorder.end()
+    first.join(10)
+    assert not first.is_alive()
+    micro_batch(recorder, step=2, count=4)
+    assert len(settled(recorder)) == 2
