@@ -46,8 +46,9 @@ class OffPolicyRayTrainer(SupervisedRun):
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
         self.shadows = shadows_of(self.config)
-        self.supervision = Supervision(spec_of(self.config), self.config)
-        self.recording = RunRecord(self.config, self.correction, self.shadows)
+        spec = spec_of(self.config)
+        self.supervision = Supervision(spec, self.config)
+        self.recording = RunRecord(self.config, spec, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)

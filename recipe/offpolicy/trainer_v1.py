@@ -45,10 +45,11 @@ class OffPolicyTrainer(SupervisedRun):
 
     def on_init_end(self) -> None:
         self.shadows = shadows_of(self.config)
-        self.supervision = Supervision(spec_of(self.config), self.config)
+        spec = spec_of(self.config)
+        self.supervision = Supervision(spec, self.config)
         if self._resumed is not None:
             self.supervision.steering.restore(self._resumed)
-        self.recording = RunRecord(self.config, self.correction, self.shadows)
+        self.recording = RunRecord(self.config, spec, self.shadows)
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
