@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 
 from .checkpoints import before_loading, saving
 from .checks import spec_of
-from .recording.run import RunRecord
+from .recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .steering import differences
-from .voice import be_heard
+from .voice import be_heard, logger
 from .watchdog import watch
 
 if TYPE_CHECKING:
@@ -39,10 +39,21 @@ class SupervisedRun:
         watch(self, self.config)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().fit(*args, **kwargs)  # type: ignore[misc]
-        if self.recording is not None:
-            self.recording.finish()
-        return result
+        patience = AFTER_FAILURE
+        try:
+            result = super().fit(*args, **kwargs)  # type: ignore[misc]
+            patience = PATIENCE
+            return result
+        finally:
+            # Workers are killed once this returns or raises: the update that decided may not be written yet.
+            self._finish_recording(patience)
+
+    def _finish_recording(self, patience: float) -> None:
+        try:
+            if self.recording is not None:
+                self.recording.finish(patience)
+        except Exception:  # never in the place of what ended the run
+            logger.warning("cannot see whether the last step is recorded.", exc_info=True)
 
     def _save_checkpoint(self) -> None:
         state = self.supervision.steering.state()

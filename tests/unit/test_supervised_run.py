@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.checks import spec_of
+from recipe.offpolicy.liveness import LivenessError
 from recipe.offpolicy.steering import Steering
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
@@ -115,6 +117,63 @@ def test_it_is_watched(tmp_path: Path) -> None:
     trainer = run(True, config(tmp_path))
     for name in ("fit", "_save_checkpoint", "_load_checkpoint"):
         assert name in vars(trainer)
+
+
+class Recorded:
+    """Stands in for RunRecord: notes how long the end waits, and can fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.waits: list[float] = []
+        self.error = error
+
+    def finish(self, patience: float) -> None:
+        self.waits.append(patience)
+        if self.error is not None:
+            raise self.error
+
+
+def recorded_run(recording: Recorded, ends: BaseException | None = None) -> Any:
+    from recipe.offpolicy.supervised_run import SupervisedRun
+
+    class Verls:
+        def fit(self) -> str:
+            if ends is not None:
+                raise ends
+            return "what verl returns"
+
+    made: Any = object.__new__(type("Run", (SupervisedRun, Verls), {}))
+    made.recording = recording
+    return made
+
+
+@pytest.mark.parametrize("ends", [LivenessError("not live"), Killed()])
+def test_a_run_that_fails_waits_for_its_last_step_as_well(ends: BaseException) -> None:
+    recording = Recorded()
+    with pytest.raises(type(ends)) as raised:
+        recorded_run(recording, ends).fit()
+    assert raised.value is ends
+    assert recording.waits == [2.0]
+
+
+def test_a_run_that_is_complete_waits_longer() -> None:
+    recording = Recorded()
+    assert recorded_run(recording).fit() == "what verl returns"
+    assert recording.waits == [5.0]
+
+
+@pytest.mark.parametrize("ends", [None, LivenessError("not live")])
+def test_the_wait_never_hides_how_the_run_ended(
+    ends: BaseException | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    run = recorded_run(Recorded(RuntimeError("no wait")), ends)
+    if ends is None:
+        assert run.fit() == "what verl returns"
+    else:
+        with pytest.raises(LivenessError, match="not live"):
+            run.fit()
+    assert "RuntimeError: no wait" in caplog.text
 
 
 def test_the_seams_are_verls() -> None:

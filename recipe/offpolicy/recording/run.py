@@ -22,6 +22,8 @@ from .settings import SECTION, RecordSettings
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""
+AFTER_FAILURE = 2.0
+"""Likewise of a run that fails: the update that decided may never have been complete."""
 
 
 class RunRecord:
