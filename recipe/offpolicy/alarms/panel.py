@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -73,27 +73,23 @@ class Panel:
         if not values:
             return False
         self._updates += 1
+        fired = []
         for name, alarm in self._alarms.items():
             value = self._value(alarm, spec, values)
+            if value is None:
+                continue
             state, event = self._states[name].after(alarm.rule, value)
             self._states[name] = state
             if event == "fired":
-                self._fire(alarm, state, spec)
+                self._announce(alarm, state, spec)
+                fired.append(name)
             elif event == "recovered":
                 logger.info("alarm %s: %s is back at %.4g.", name, statistic_of(name, spec), value)
-        holder = self._alarms.get(before)
-        if holder is not None and self._over(holder):
-            self.in_force = CONFIGURED
-            logger.warning(
-                "alarm %s: quiet for %d updates, the configured correction is in force again from the next update on, "
-                "which is to prove it.",
-                before,
-                self._states[before].calm,
-            )
+        self.in_force = self._chosen()
+        self._say(before, fired)
         if self.in_force != before:
-            # Another correction has other statistics.
+            # Another correction has other statistics; the mismatch of the engines is the same under all of them.
             self._states = {name: State(firing=state.firing) for name, state in self._states.items()}
-            self._past = []
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
@@ -111,27 +107,83 @@ class Panel:
             "updates": self._updates,
             "past": self._past,
             "alarms": {name: asdict(state) for name, state in self._states.items()},
+            "rules": {name: alarm.plain() for name, alarm in self._alarms.items()},
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up where ``state`` was written; alarms that it does not know begin anew."""
-        for name, values in state["alarms"].items():
-            if name in self._states:
-                self._states[name] = State(**values | {"values": tuple(values["values"])})
+    def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
+        """Take up where ``state`` was written; alarms that it does not know, or knows otherwise, begin anew.
+
+        Args:
+            in_force: as the attribute, where it is not to be that of ``state``.
+        """
         self._past = [float(value) for value in state["past"]]
         self._updates = int(state["updates"])
-        self.in_force = self._ran = state["in_force"]
+        self.in_force = self._ran = state["in_force"] if in_force is None else in_force
+        switched = self.in_force != state["in_force"]
+        for name, alarm in self._alarms.items():
+            known = state["alarms"].get(name)
+            same = known is not None and state.get("rules", {}).get(name) == alarm.plain()
+            # One that fires without what it asked for has to be able to ask again.
+            unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
+            if not same or unheard:
+                self._states[name] = State()
+                if known is not None and known["firing"]:
+                    logger.warning(
+                        "alarm %s: it fired in the checkpoint, and begins anew as it is configured now.", name
+                    )
+            elif switched:
+                self._states[name] = State(firing=known["firing"])
+            else:
+                self._states[name] = State(**known | {"values": tuple(known["values"])})
 
-    def _value(self, alarm: Settings, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    def fallback_of(self, name: str) -> CorrectionSpec | None:
+        """The correction that the alarm ``name`` falls back to; None without such an alarm."""
+        alarm = self._alarms.get(name)
+        return None if alarm is None else alarm.fallback
+
+    def _value(self, alarm: Settings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
         value = value_of(alarm.name, spec, values)
         if alarm.name != GROWTH:
             return value
         grown = growth(self._past, value, history=alarm.window, least=alarm.least)
-        if math.isfinite(value):
+        # A fault that lasts is not to become what it is seen against.
+        healthy = grown is None or (alarm.rule.band.holds(grown) and not self._states[alarm.name].firing)
+        if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]
         return grown
 
-    def _fire(self, alarm: Settings, state: State, spec: CorrectionSpec) -> None:
+    def _chosen(self) -> str:
+        """What the next update is to run: the fallback that holds, or else that of the first alarm that fires."""
+        holder = self._alarms.get(self.in_force)
+        if holder is not None and not self._over(holder):
+            return self.in_force
+        firing = (n for n, alarm in self._alarms.items() if alarm.action == "fallback" and self._states[n].firing)
+        return next(firing, CONFIGURED)
+
+    def _say(self, before: str, fired: Sequence[str]) -> None:
+        """What is in force next, and why, where alarms ``fired`` or it has changed."""
+        if before not in (CONFIGURED, self.in_force):
+            quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
+            if self.in_force == CONFIGURED:
+                back = "the configured correction is in force again from the next update on, which is to prove it."
+                logger.warning("%s, %s", quiet, back)
+            else:
+                logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
+        if self.in_force not in (CONFIGURED, before):
+            alarm = self._alarms[self.in_force]
+            forever = alarm.return_after is None
+            logger.warning(
+                "alarm %s: fallback [%s] is in force from the next update on, which is to prove it, %s.",
+                alarm.name,
+                ",".join(alarm.options),
+                "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",
+            )
+        for name in fired:
+            taken = self.in_force == name != before
+            if self._alarms[name].action == "fallback" and not taken:
+                logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", name, self.in_force)
+
+    def _announce(self, alarm: Settings, state: State, spec: CorrectionSpec) -> None:
         sentence = _sentence(alarm, state, spec, self._updates)
         if alarm.action == "stop":
             raise AlarmError(
@@ -141,19 +193,6 @@ class Panel:
                 f"or with {SECTION}.{alarm.name}.action=fallback. If such values are meant, widen its bounds."
             )
         logger.warning("%s", sentence)
-        if alarm.action != "fallback":
-            return
-        if self.in_force != CONFIGURED:
-            logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", alarm.name, self.in_force)
-            return
-        self.in_force = alarm.name
-        back = "for the rest of the run" if alarm.return_after is None else f"until {alarm.return_after} quiet updates"
-        logger.warning(
-            "alarm %s: fallback [%s] is in force from the next update on, which is to prove it, %s.",
-            alarm.name,
-            ",".join(alarm.options),
-            back,
-        )
 
     def _over(self, alarm: Settings) -> bool:
         state = self._states[alarm.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -59,6 +59,17 @@ class Settings:
     return_after: int | None
     window: int
     least: float
+
+    def plain(self) -> dict[str, Any]:
+        """What decides when it fires and what then happens, in values as JSON has them."""
+        fallback = None if self.fallback is None else self.fallback.to_mapping()
+        return asdict(self.rule) | {
+            "action": self.action,
+            "fallback": fallback,
+            "return_after": self.return_after,
+            "window": self.window,
+            "least": self.least,
+        }
 
 
 def settings_of(config: DictConfig) -> dict[str, Settings]:

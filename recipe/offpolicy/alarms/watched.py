@@ -54,8 +54,8 @@ def value_of(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> fl
     return values.get(statistic_of(name, spec), math.nan)
 
 
-def growth(past: Sequence[float], value: float, *, history: int, least: float) -> float:
-    """``value`` over the median of ``past``; 1 while fewer than ``history`` values are known.
+def growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """``value`` over the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:
         past: mismatch of the updates before, finite.
@@ -64,5 +64,5 @@ def growth(past: Sequence[float], value: float, *, history: int, least: float) -
     if math.isnan(value):
         return math.nan
     if len(past) < history:
-        return 1.0
+        return None
     return max(value, least) / max(median(past), least)

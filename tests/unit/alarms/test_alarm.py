@@ -89,17 +89,19 @@ def test_firing_and_re_arming_take_turns_and_their_time(values: list[float], pat
 @pytest.mark.parametrize(
     ("past", "value", "expected"),
     [
-        ([], 7.0, 1.0),  # nothing to compare with
-        ([1.0, 1.0], 7.0, 1.0),  # two of three
+        ([], 7.0, None),  # nothing to compare with
+        ([1.0, 1.0], 7.0, None),  # two of three
         ([1.0, 3.0, 2.0], 8.0, 4.0),  # the median is 2
         ([0.0, 0.0, 0.0], 0.004, 4.0),  # a median below 0.001 counts as that
         ([0.0, 0.0, 0.0], 1e-9, 1.0),  # and so does the value
         ([1.0, 1.0, 1.0], math.inf, math.inf),
     ],
 )
-def test_growth(past: list[float], value: float, expected: float) -> None:
+def test_growth(past: list[float], value: float, expected: float | None) -> None:
     assert growth(past, value, history=3, least=0.001) == pytest.approx(expected)
 
 
 def test_growth_of_nothing_known_is_not_known() -> None:
-    assert math.isnan(growth([1.0, 1.0, 1.0], math.nan, history=3, least=0.001))
+    grown = growth([1.0, 1.0, 1.0], math.nan, history=3, least=0.001)
+    assert grown is not None
+    assert math.isnan(grown)

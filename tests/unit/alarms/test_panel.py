@@ -166,9 +166,103 @@ def test_growth_is_seen_against_its_own_median() -> None:
     for k3 in (1e-3, 1e-3, 2e-3, 1e-3):
         judged(made, 0.9, **{"kl/k3": k3})
     judged(made, 0.9, **{"kl/k3": 6e-3})  # 6 times the median
-    # Now the latest four are 1, 2, 1 and 6: the median is 1.5, and 9e-3 is 6 times that.
-    with pytest.raises(AlarmError, match="kl/k3 over its median was 6, 6 in 2 consecutive updates"):
+    # That one is beyond the band and does not count: the median is 1 still.
+    with pytest.raises(AlarmError, match="kl/k3 over its median was 6, 9 in 2 consecutive updates"):
         judged(made, 0.9, **{"kl/k3": 9e-3})
+
+
+def test_growth_moves_with_what_is_in_order() -> None:
+    made = panel(mismatch_growth={"action": "stop", "patience": 1, "window": 4})
+    for k3 in (1e-3, 1e-3, 1e-3, 1e-3, 4e-3, 4e-3, 4e-3):  # 4 times the median is inside
+        judged(made, 0.9, **{"kl/k3": k3})
+    # The latest four are 1, 4, 4 and 4; five times the median of 4 is 20.
+    judged(made, 0.9, **{"kl/k3": 19e-3})
+    with pytest.raises(AlarmError, match=r"kl/k3 over its median was 5\.5"):
+        judged(made, 0.9, **{"kl/k3": 22e-3})
+
+
+LASTING = {"action": "fallback", "fallback": FALLBACK, "window": 4, "patience": 2, "recovery_patience": 2}
+
+
+def test_a_mismatch_that_stays_high_keeps_its_fallback() -> None:
+    """Neither a switch nor time makes a fault what it is seen against: that would be a recovery on no evidence."""
+    made = panel(mismatch_growth=LASTING | {"return_after": 3})
+    judged(made, *[0.9] * 8)
+    assert judged(made, *[0.9] * 60, **{"kl/k3": 0.1}) == [False, True] + [False] * 58
+    # Inside the band and not inside the stricter one, 3 times the median: it fires on, and does not learn that either.
+    assert judged(made, *[0.9] * 20, **{"kl/k3": 3e-3}) == [False] * 20
+    assert made.metrics()["alarm/mismatch_growth"] == 1.0
+    assert judged(made, *[0.9] * 3) == [False, False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_without_a_history_growth_says_nothing() -> None:
+    """No calm is counted before there is something to compare with."""
+    made = panel(mismatch_growth=LASTING | {"window": 6})
+    judged(made, *[0.9] * 6)
+    assert (made.state()["alarms"]["mismatch_growth"]["calm"], len(made.state()["past"])) == (0, 6)
+    judged(made, 0.9)
+    assert made.state()["alarms"]["mismatch_growth"]["calm"] == 1
+
+
+# Two alarms -------------------------------------------------------------------------------------------------
+
+PRODUCT = CorrectionSpec.from_mapping({"masks": {"p": GSM | {"aggregate": "product"}}})
+OTHER = {"options": ["product_mask"], "correction": PRODUCT.to_mapping()}
+TWO: dict[str, Any] = {
+    "ess": {"action": "fallback", "fallback": FALLBACK, "patience": 1, "recovery_patience": 1, "return_after": 2},
+    "mean_weight": {
+        "action": "fallback",
+        "fallback": OTHER,
+        "patience": 1,
+        "recovery_patience": 1,
+        "return_after": 2,
+    },
+}
+FAR = {"weight/mean": 9.0, "rollout_ratio/mean": 9.0}
+
+
+def test_when_a_fallback_ends_that_of_an_alarm_that_still_fires_begins(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(**TWO)
+    assert judged(made, 0.2) == [True]
+    assert judged(made, 0.9, **FAR) == [False]
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.9, **FAR) == [True]
+    assert (made.in_force, made.fallback) == ("mean_weight", PRODUCT)
+    assert "alarm ess: quiet for 2 updates, but alarm mean_weight fires." in caplog.text
+    assert "alarm mean_weight: fallback [product_mask] is in force from the next update on" in caplog.text
+    assert judged(made, 0.9, 0.9) == [False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_when_a_fallback_ends_and_the_other_alarm_has_recovered_the_configured_one_is_back() -> None:
+    made = panel(**TWO)
+    judged(made, 0.2)
+    judged(made, 0.35, **FAR)
+    assert judged(made, 0.9, 0.9) == [False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_one_that_fires_as_the_other_ends_is_not_told_to_wait(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(**TWO)
+    judged(made, 0.2, 0.9)
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.9, **FAR) == [True]
+    assert made.in_force == "mean_weight"
+    assert "stays" not in caplog.text
+
+
+def test_an_alarm_that_waits_keeps_its_place_in_a_checkpoint() -> None:
+    before, after = panel(**TWO), panel(**TWO)
+    judged(before, 0.2)
+    judged(before, 0.35, **FAR)
+    after.restore(json.loads(json.dumps(before.state())))
+    for made in (before, after):
+        assert judged(made, 0.9, 0.9, **FAR) == [False, True]
+        assert made.in_force == "mean_weight"
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
 
 
 def test_everything_survives_a_checkpoint() -> None:
@@ -187,3 +281,40 @@ def test_everything_survives_a_checkpoint() -> None:
         assert seen + judged(after, *sequence[place:]) == expected
         assert after.state() == whole.state()
     assert expected == [False, True, False, False, True, True, False]
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "action": {"action": "fallback", "fallback": FALLBACK, "patience": 2},
+    "bound": {"action": "warn", "patience": 2, "lower": 0.35},
+    "patience": {"action": "warn", "patience": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, after = panel(ess={"action": "warn", "patience": 2}), panel(ess=CHANGED[name])
+    judged(before, 0.1, 0.1)
+    assert before.metrics()["alarm/ess"] == 1.0
+    with caplog.at_level(logging.WARNING):
+        after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    assert "alarm ess: it fired in the checkpoint, and begins anew as it is configured now." in caplog.text
+    assert after.metrics()["alarm/ess"] == 0.0
+    switched = judged(after, 0.1, 0.1)
+    assert after.metrics()["alarm/ess"] == 1.0
+    assert switched == [False, name == "action"]
+
+
+def test_a_stop_that_is_configured_at_a_resume_ends_the_run() -> None:
+    before, after = panel(ess={"action": "warn", "patience": 2}), panel(ess={"action": "stop", "patience": 2})
+    judged(before, 0.1, 0.1)
+    after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    with pytest.raises(AlarmError, match=r"alarm ess: weight/ess was 0\.1, 0\.1 in 2 consecutive updates"):
+        judged(after, 0.1, 0.1)
+
+
+def test_an_alarm_whose_fallback_is_not_taken_up_again_can_ask_for_it_again() -> None:
+    alarm = {"action": "fallback", "fallback": FALLBACK, "patience": 2}
+    before, after = panel(ess=alarm), panel(ess=alarm)
+    judged(before, 0.1, 0.1)
+    after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    assert judged(after, 0.1, 0.1) == [False, True]
