@@ -93,20 +93,18 @@ class Steering:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
-        alarms, fallback = state["alarms"], state["fallback"]
-        self._panel.restore(alarms | {"in_force": CONFIGURED})
+        alarms = state["alarms"]
+        name, there = alarms["in_force"], self._panel.fallback_of(alarms["in_force"])
+        goes_on = there is not None and there.to_mapping() == state["fallback"]
+        self._panel.restore(alarms, in_force=name if goes_on else CONFIGURED)
         if self._calibration is not None and state["calibration"] is not None:
-            self._calibration.restore(state["calibration"])
-            for name, bounds in self._calibration.bounds.items():
-                logger.info("resuming with correction.masks.%s at %s, as calibrated.", name, bounds)
-        if alarms["in_force"] == CONFIGURED:
-            return
-        self._panel.restore(alarms)
-        if (there := self._panel.fallback) is not None and there.to_mapping() == fallback:
-            logger.warning("resuming with the fallback of alarm %s in force: %s", alarms["in_force"], fallback)
-        else:
-            self._panel.restore(alarms | {"in_force": CONFIGURED})
-            logger.warning("the fallback of alarm %s was in force: the configured one is now.", alarms["in_force"])
+            self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
+            for mask, bounds in self._calibration.bounds.items():
+                logger.info("resuming with correction.masks.%s at %s, as calibrated.", mask, bounds)
+        if goes_on:
+            logger.warning("resuming with the fallback of alarm %s in force: %s", name, state["fallback"])
+        elif name != CONFIGURED:
+            logger.warning("the fallback of alarm %s was in force: the configured one is now.", name)
 
 
 def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:

@@ -164,7 +164,7 @@ def test_state_survives_a_checkpoint() -> None:
         before, after = calibration(correction, window=3, every=2), calibration(correction, window=3, every=2)
         for update in updates[:place]:
             before.observe(update)
-        after.restore(json.loads(json.dumps(before.state())))
+        after.restore(json.loads(json.dumps(before.state())), same_keys=True)
         assert after.bounds == before.bounds
         for update in updates[place:]:
             after.observe(update)

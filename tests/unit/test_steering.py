@@ -181,6 +181,47 @@ def test_another_schedule_stops_unless_it_is_meant(name: str, tmp_path: Path, ca
     assert again.spec == (CONFIGURED if name == "no calibration" else made.spec)
 
 
+def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
+    """With both sides a row at -0.1 nats lies 0.1 out; with side=upper the lower bound rejects it."""
+    made = steering()
+    made.after_update(GOOD, seen())
+    saved(tmp_path, made)
+    changed: dict[str, Any] = {"offpolicy__calibrate__side": "upper", "offpolicy__resume_changed_correction": True}
+    again = resumed(config(tmp_path, **changed))
+    assert (again.bounds, again.state()["calibration"]["window"]) == (made.bounds, [])
+    # Ten rows in agreement are all the evidence; ten more at 0.1 nats would have made it wider.
+    again.after_update(GOOD, seen(1e-5))
+    assert (again.bounds["gsm"]["upper"] or math.nan) < (made.bounds["gsm"]["upper"] or math.nan)
+    assert len(resumed(config(tmp_path)).state()["calibration"]["window"]) == 1
+
+
+@pytest.mark.parametrize("action", ["fallback", "stop"])
+def test_what_an_alarm_that_fired_is_to_do_from_now_on_is_done(action: str, tmp_path: Path) -> None:
+    made = steering(config(offpolicy__alarms__ess={"action": "warn", "patience": 1}))
+    for _ in range(3):
+        made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    if action == "fallback":
+        again = resumed(config(tmp_path))
+        assert again.after_update(BAD, seen())
+        assert again.spec == SAFER
+    else:
+        again = resumed(config(tmp_path, offpolicy__alarms__ess={"action": "stop", "patience": 1}))
+        with pytest.raises(AlarmError, match="alarm ess"):
+            again.after_update(BAD, seen())
+
+
+def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) -> None:
+    made = steering()
+    made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    changes: dict[str, Any] = {"offpolicy__alarms__ess__fallback__correction": OTHER.to_mapping()}
+    again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
+    assert again.spec == CONFIGURED
+    assert again.after_update(BAD, seen())
+    assert again.spec == OTHER
+
+
 def test_a_schedule_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
     plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
     saved(tmp_path, Steering(CONFIGURED, plain))

@@ -67,11 +67,16 @@ class Calibration:
         window = [{name: list(map(float, s.parts)) for name, s in seen.items()} for seen in self._window]
         return {"bounds": self.bounds, "window": [_sparse(seen) for seen in window], "updates": self._updates}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up where ``state`` was written, by a run that moves the same masks of the same correction."""
+    def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
+        """Take up where ``state`` was written, by a run of the same correction.
+
+        Args:
+            same_keys: it had the keys of this one; else what it measured was measured otherwise, and is forgotten.
+        """
         bounds: Mapping[str, Bounds] = {n: b for n, b in state["bounds"].items() if n in self.settings.masks}
         self.spec = with_bounds(self.spec, bounds)
-        self._window = [_dense(seen) for seen in state["window"]][-self.settings.window :]
+        window = state["window"] if same_keys else []
+        self._window = [_dense(seen) for seen in window][-self.settings.window :]
         self._updates = int(state["updates"])
         self._shown = self._metrics({})
 
