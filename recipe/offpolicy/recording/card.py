@@ -73,11 +73,8 @@ def resumed_from(config: DictConfig) -> str | None:
         return str(folder.path)
 
 
-def foreign(directory: str, resumed: str | None) -> str | None:
+def foreign(directory: str, config: DictConfig) -> str | None:
     """Why a run may not record into ``directory``; None where it may.
-
-    Args:
-        resumed: directory of the checkpoints that the run goes on from; None for a new run.
 
     Raises:
         RecordingError: its card is not readable.
@@ -88,9 +85,26 @@ def foreign(directory: str, resumed: str | None) -> str | None:
     card = read_json(path / CARD)
     if not card and not any(step_of(each.name) for each in path.iterdir()):
         return None
-    if card and resumed is not None and card.get("checkpoints") == resumed:
+    if card and _goes_on(card, config):
         return None
     return "it holds the recording of another run, of which this one resumes no checkpoint."
+
+
+def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
+    """Whether the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
+    there = resumed_from(config)
+    if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
+        there = str(Folder.of(config).path)
+    known = card.get("checkpoints")
+    return there is not None and isinstance(known, str) and os.path.realpath(known) == os.path.realpath(there)
+
+
+def _saves(card: Mapping[str, Any]) -> bool:
+    """Whether the run of the card was to leave a checkpoint: it was cut short where there is none."""
+    found: Any = card
+    for key in ("config", "trainer", "save_freq"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return isinstance(found, int) and found > 0
 
 
 def without_secrets(values: Any) -> Any:

@@ -15,7 +15,7 @@ from ..batch_plan import Dealing, SharedPlan, UpdateRows
 from ..checkpoints import write_json
 from ..correction import CorrectionSpec
 from ..voice import logger
-from .card import FIX, card_of, foreign, resumed_from
+from .card import FIX, card_of, foreign
 from .files import RecordingError
 from .recording import CARD, PROOF, step_of
 from .settings import SECTION, RecordSettings
@@ -49,7 +49,7 @@ class RunRecord:
         self._ended = False
         if self.settings is None:
             return
-        if trouble := foreign(self.settings.dir, resumed_from(config)):
+        if trouble := foreign(self.settings.dir, config):
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FIX}")
         try:
             write_json(self._directory / CARD, card_of(config, spec, shadows))

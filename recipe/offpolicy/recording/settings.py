@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from .card import FIX, foreign, resumed_from
+from .card import FIX, foreign
 from .files import RecordingError
 
 SECTION = "offpolicy.record"
@@ -85,7 +85,7 @@ def problems(config: DictConfig) -> Iterator[tuple[str, object, str, str]]:
         return
     yield from _place(directory)
     try:
-        if trouble := foreign(str(Path.cwd() / directory), resumed_from(config)):
+        if trouble := foreign(str(Path.cwd() / directory), config):
             yield f"{SECTION}.dir", directory, trouble, FIX
     except RecordingError as error:
         yield f"{SECTION}.dir", directory, str(error), ""

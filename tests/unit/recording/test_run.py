@@ -174,6 +174,18 @@ def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
     assert Recording(tmp_path / "rec").steps == [1, 2, 3]
 
 
+def test_a_run_that_begins_again_forgets_all_of_it(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    with open_dict(given):
+        given.trainer.save_freq = 10
+    RunRecord(given, SPEC, {})
+    record(tmp_path / "rec", *(drawn_rows([1], step=step) for step in (1, 2)))
+    again = RunRecord(given, SPEC, {})
+    announced(again, step=1)
+    with pytest.raises(RecordingError, match="no recorded step"):
+        Recording(tmp_path / "rec")
+
+
 def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
     of = run(tmp_path)
     announced(of, step=1)

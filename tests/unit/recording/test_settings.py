@@ -162,6 +162,36 @@ def test_a_run_that_is_resumed_from_elsewhere_does_not(tmp_path: Path) -> None:
     assert problem[2:] == REFUSED
 
 
+def begun(tmp_path: Path, **card: Any) -> DictConfig:
+    """A run that wrote its card and a step, and no checkpoint; the same is launched again."""
+    place = recording(tmp_path)
+    written = {"checkpoints": str(tmp_path / "checkpoints"), "config": {"trainer": {"save_freq": 10}}} | card
+    (Path(place) / "run.json").write_text(json.dumps(written))
+    return config(tmp_path, dir=place)
+
+
+def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (tmp_path, tmp_path / "link", tmp_path / "nowhere" / ".."):
+        assert list(problems(begun(tmp_path, checkpoints=str(folder / "checkpoints")))) == []
+    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec"), resume="disable"))) != []
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"checkpoints": "/of/another"},
+        {"checkpoints": None},
+        {"config": {"trainer": {"save_freq": -1}}},  # it may have ended well: it was to leave no checkpoint
+        {"config": "none"},
+    ],
+    ids=str,
+)
+def test_no_other_run_begins_again(card: dict[str, Any], tmp_path: Path) -> None:
+    (problem,) = problems(begun(tmp_path, **card))
+    assert problem[2:] == REFUSED
+
+
 def test_steps_without_a_card_are_somebodys(tmp_path: Path) -> None:
     checkpointed(tmp_path)
     (problem,) = problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
