@@ -219,6 +219,24 @@ def test_a_share_of_whole_counts_is_not_missed_by_rounding() -> None:
     assert quantile(histogram(distances, torch.ones(50, dtype=torch.bool)).parts, 0.98) == pytest.approx(0.01, rel=0.04)
 
 
+def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = dict(mu=[[-1.0]], old=[[-1.1]], advantages=[-1.0])
+    moved: list[int] = []
+    as_list = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        moved.append(tensor.numel())
+        return as_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    correction = spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))
+    seen = shown(correction, {"gsm": "both", "opsm": "both"}, **given)
+    # The mask that ``shown`` makes, then three histograms and two shares.
+    assert moved == [1, 3 * (len(EDGES) + 1) + 2 * 2]
+    assert set(seen) == {"gsm/distance", "gsm/kept", "opsm/distance", "opsm/kept", "opsm/noise"}
+    assert all(isinstance(part, float) for statistic in seen.values() for part in statistic.parts)
+
+
 def test_nan_lies_beyond_all() -> None:
     counts = histogram(torch.tensor([math.nan, math.inf, 1e9]), torch.ones(3, dtype=torch.bool))
     assert bins(counts) == {len(EDGES): 3.0}

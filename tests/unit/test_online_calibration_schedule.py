@@ -213,6 +213,32 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
 
 
 @examples
+@given(
+    draw.sampled_from(
+        [opsm(0.1), opsm(1e-3), band(0.9, 1.2, ratio="full"), band(0.9, 1.2, ratio="full", level="token")]
+    ),
+    draw.lists(draw.tuples(draw.floats(-8.0, 4.0), draw.floats(-8.0, 4.0) | draw.just(math.inf)), min_size=1),
+    draw.floats(0.05, 1.0),
+    draw.sampled_from(["both", "lower"]),
+)
+def test_no_noise_moves_a_bound_faster_than_the_rate_or_past_the_ceiling(
+    values: dict[str, Any], updates: list[tuple[float, float]], rate: float, side: Any
+) -> None:
+    schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate, "side": side}))
+    configured = current = mask_of(values)
+    start = distances_of(configured)
+    for goal, noise in updates:
+        evidence = Evidence(counts(*[10**goal] * 10), counts(*[10**noise] * 10))
+        following = moved(current, next_bounds(schedule, configured, current, evidence))
+        before, now = distances_of(current), distances_of(following)
+        for name in ("lower", "upper"):
+            if math.isfinite(start[name]):
+                assert abs(math.log(now[name] / before[name])) <= math.log1p(rate) + 1e-9
+                assert now[name] <= start[name] * schedule.ceiling * (1 + 1e-9)
+        current = following
+
+
+@examples
 @given(draw.integers(0, 1000), draw.floats(-4.0, -1.0), draw.sampled_from([0.8, 0.9, 0.98]))
 def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
     seed: int, center: float, target: float

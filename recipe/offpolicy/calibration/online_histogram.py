@@ -8,7 +8,8 @@ the sum of those of its parts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, islice
 from typing import Final, Literal
 
 import torch
@@ -62,7 +63,7 @@ def measured(
         "full": (log_rho + log_r, log_prob, rollout_log_prob),
         "ppo": (log_r, log_prob, old_log_prob),
     }
-    statistics = {}
+    counted: dict[str, Tensor] = {}
     for name, mask in spec.masks:
         if name not in sides:
             continue
@@ -72,17 +73,16 @@ def measured(
         below, above = extremes(mask, units, *operands[mask.ratio])
         lower, upper = mask.limits
         inside = (below >= lower) & (above <= upper)
-        kept = Statistic(Reduction.MEAN, tuple(float(n) for n in ((inside & looked).sum(), looked.sum())))
-        statistics[f"{name}/{KEPT}"] = kept
+        counted[f"{name}/{KEPT}"] = torch.stack([(inside & looked).sum(), looked.sum()]).double()
         fixed = _beyond_fixed(mask, sides[name], below, above)
         distance = _distance(mask, sides[name], below, above)
-        statistics[f"{name}/{DISTANCE}"] = histogram(distance.masked_fill(fixed, float("inf")), looked)
+        counted[f"{name}/{DISTANCE}"] = _counts(distance.masked_fill(fixed, float("inf")), looked)
         if mask.ratio == "full":
             equal = there if staleness is None else there & (staleness == 0)[:, None]
             noise = extremes(mask, units, *operands["rollout"])
             movable = equal & ~_beyond_fixed(mask, sides[name], *noise)
-            statistics[f"{name}/{NOISE}"] = histogram(_distance(mask, sides[name], *noise), movable)
-    return statistics
+            counted[f"{name}/{NOISE}"] = _counts(_distance(mask, sides[name], *noise), movable)
+    return _on_host(counted)
 
 
 def extremes(
@@ -119,16 +119,38 @@ def moving_sides(mask: MaskSpec, side: Side) -> tuple[Literal["lower", "upper"],
 
 
 def histogram(distance: Tensor, counted: Tensor) -> Statistic:
-    """How many of the ``counted`` units lie in each bin; a NaN is beyond them all.
+    """How many of the ``counted`` units lie in each bin, in floats; a NaN is beyond them all.
 
     Args:
         distance: any shape, >= 0.
         counted: bool of that shape.
     """
-    edges = torch.tensor(EDGES, dtype=torch.float64, device=distance.device)
+    return Statistic(Reduction.SUM, tuple(_counts(distance, counted).tolist()))
+
+
+def _counts(distance: Tensor, counted: Tensor) -> Tensor:
+    """As ``histogram``: (len(EDGES) + 1,) float64, where the distances are."""
+    edges = _edges(distance.device)
     where = torch.bucketize(distance.double().nan_to_num(float("inf"), posinf=float("inf")), edges)
-    counts = torch.bincount(where.flatten(), weights=counted.flatten().double(), minlength=len(EDGES) + 1)
-    return Statistic(Reduction.SUM, tuple(counts.tolist()))
+    # bincount would wait for the device, to see the greatest bin.
+    counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=distance.device)
+    return counts.scatter_add_(0, where.flatten(), counted.flatten().double())
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    return torch.tensor(EDGES, dtype=torch.float64, device=device)
+
+
+def _on_host(counted: Mapping[str, Tensor]) -> dict[str, Statistic]:
+    """Vectors of counts as statistics in floats, moved by one packed transfer."""
+    numbers = iter(torch.cat(list(counted.values())).tolist() if counted else [])
+    return {
+        name: Statistic(
+            Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM, tuple(islice(numbers, len(counts)))
+        )
+        for name, counts in counted.items()
+    }
 
 
 def quantile(counts: Sequence[float | Tensor], share: float) -> float:
