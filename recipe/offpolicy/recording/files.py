@@ -59,7 +59,7 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank recorded of one step.
+    """What was recorded of one step, or of those updates of it that one correction acted in.
 
     Attributes:
         rows: its responses.

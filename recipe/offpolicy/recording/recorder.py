@@ -124,7 +124,8 @@ class Recorder:
         reasons: Sequence[str],
     ) -> None:
         """Hand over the rows that ``admit`` has let in."""
-        last = update.update + 1 >= update.updates and self._seen >= update.rows
+        last = self._seen >= update.rows
+        number = update.update if update.updates > 1 else None
         with self._condition:
             fits = self._waiting + packed.nbytes <= self.settings.max_waiting_bytes
             if fits:
@@ -132,7 +133,7 @@ class Recorder:
                 self._counters.rows += packed.rows
             else:
                 self._counters.dropped_rows += packed.rows
-            self._items.append(Item(step, mini_batch, packed if fits else None, spec, tuple(reasons), last))
+            self._items.append(Item(step, number, mini_batch, packed if fits else None, spec, tuple(reasons), last))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offpolicy-record", daemon=True)
                 self._thread.start()

@@ -1,4 +1,4 @@
-"""A recorded run: a directory of steps, one file a step and rank, and a card that says what was run."""
+"""A recorded run: a directory of steps, one file an update and rank, and a card that says what was run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ CARD = "run.json"
 PROOF = "proof.json"
 """The proof of life: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
 _LARGEST_JSON = 64 * 2**20
-_NAME = re.compile(r"step_(\d{8})\.rank_(\d{5})\.parquet")
+_NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
-def file_name(step: int, rank: int) -> str:
-    """Of what ``rank`` recorded of ``step``."""
-    return f"step_{step:08d}.rank_{rank:05d}.parquet"
+def file_name(step: int, rank: int, update: int | None = None) -> str:
+    """Of what ``rank`` recorded of ``step``; of the one ``update``, from 0, where the step makes several."""
+    part = "" if update is None else f".update_{update:04d}"
+    return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
 
 def step_of(name: str) -> tuple[int, int] | None:
     """(step, rank) of a file's name; None for files of other kinds."""
     match = _NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2]))
+    return None if match is None else (int(match[1]), int(match[3]))
+
+
+def update_of(name: str) -> int | None:
+    """The update of a file's name; None where it is of a whole step."""
+    match = _NAME.fullmatch(name)
+    return None if match is None or match[2] is None else int(match[2])
 
 
 class Recording:
@@ -37,7 +44,7 @@ class Recording:
         directory: with at least one recorded step.
 
     Attributes:
-        files: step -> its files, by rank.
+        files: step -> its files, by update and rank.
 
     Raises:
         RecordingError: there is none.
@@ -66,28 +73,56 @@ class Recording:
         return sorted(self.files)
 
     def parts(self, step: int) -> list[Step]:
-        """What each rank recorded of ``step``.
+        """What each rank recorded of each update of ``step``, in the order of ``files``.
 
         Raises:
             RecordingError: a file of it is damaged, or ranks recorded different corrections.
         """
-        parts = [read(path) for path in self.files[step]]
-        for path, part in zip(self.files[step], parts, strict=True):
+        files = self.files[step]
+        if len({update_of(path.name) is None for path in files}) > 1:
+            raise RecordingError(f"{files[0]}: beside files of single updates of its step. Remove those of one kind.")
+        parts = [read(path) for path in files]
+        first: dict[int | None, tuple[Path, Step]] = {}
+        for path, part in zip(files, parts, strict=True):
             named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
             if named - {step_of(path.name)}:
                 raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. Remove the file.")
-            if part.spec != parts[0].spec or part.reasons != parts[0].reasons:
-                raise RecordingError(f"{path}: recorded under another correction than {self.files[step][0].name}.")
+            beside, of = first.setdefault(update_of(path.name), (path, part))
+            if not _alike(part, of):
+                raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
         return parts
 
+    def corrections(self, step: int) -> list[Step]:
+        """``step``, of all ranks together: once for each correction that acted, in the order of the updates.
+
+        Raises:
+            RecordingError: see ``parts``.
+        """
+        groups: list[list[Step]] = []
+        for part in self.parts(step):
+            if groups and _alike(part, groups[-1][0]):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        return [Step(concatenated([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
+
     def step(self, step: int) -> Step:
-        """``step``, of all ranks together."""
-        parts = self.parts(step)
-        return Step(concatenated([part.rows for part in parts]), parts[0].spec, parts[0].reasons)
+        """``step``, of all ranks and updates together.
+
+        Raises:
+            RecordingError: see ``parts``; or several corrections acted, which ``corrections`` tells apart.
+        """
+        found = self.corrections(step)
+        if len(found) > 1:
+            raise RecordingError(
+                f"{self.directory}: {len(found)} corrections acted in step {step}, one after another. Read what each "
+                f"update was made under: Recording.corrections({step})."
+            )
+        return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """All steps in order, one in memory at a time."""
-        return (self.step(step) for step in self.steps)
+        """All steps in order, one in memory at a time; one under several corrections comes once for each."""
+        return (found for step in self.steps for found in self.corrections(step))
 
     def rows(self) -> Rows:
         """The rows of all steps."""
@@ -110,6 +145,10 @@ class Recording:
             RecordingError: it is not readable.
         """
         return read_json(self.directory / PROOF)
+
+
+def _alike(one: Step, other: Step) -> bool:
+    return one.spec == other.spec and one.reasons == other.reasons
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

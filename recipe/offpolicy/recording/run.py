@@ -17,7 +17,7 @@ from ..correction import CorrectionSpec
 from ..voice import logger
 from .card import FIX, card_of, foreign
 from .files import RecordingError
-from .recording import CARD, PROOF, step_of
+from .recording import CARD, PROOF, step_of, update_of
 from .settings import SECTION, RecordSettings
 
 PATIENCE = 5.0
@@ -45,6 +45,7 @@ class RunRecord:
         self.settings = RecordSettings.from_config(config)
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._step: int | None = None
+        self._last: int | None = None  # of the step's updates, where it makes several
         self._updates = self._gradient_steps = self._ranks = 0
         self._ended = False
         if self.settings is None:
@@ -76,6 +77,7 @@ class RunRecord:
         self._ranks = dealt.ranks
         on_rank, mini_batch = rows // dealt.ranks, max(dealt.mini_batch_rows // dealt.ranks, 1)
         update = UpdateRows(dealt.ranks, on_rank, mini_batch, self._updates, updates, self._gradient_steps)
+        self._last = self._updates if updates > 1 else None
         self._updates += 1
         self._gradient_steps += math.ceil(on_rank / mini_batch) * self._epochs
         return replace(plan, update=update)
@@ -95,7 +97,7 @@ class RunRecord:
             return
         until = time.monotonic() + patience
         try:
-            while time.monotonic() < until and len(self._files(self._step, self._step)) < self._ranks:
+            while time.monotonic() < until and self._written() < self._ranks:
                 time.sleep(0.05)
         except OSError as error:
             logger.warning(
@@ -109,6 +111,11 @@ class RunRecord:
     def _directory(self) -> Path:
         assert self.settings is not None
         return Path(self.settings.dir)
+
+    def _written(self) -> int:
+        """Files of the last update."""
+        assert self._step is not None
+        return sum(update_of(path.name) == self._last for path in self._files(self._step, self._step))
 
     def _files(self, first: int, last: int) -> list[Path]:
         """Of these steps."""

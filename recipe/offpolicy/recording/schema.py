@@ -1,7 +1,8 @@
 """The columns of a recorded step, one Parquet row a response: the one place that names them.
 
-A file holds what one rank saw of one step. Columns of tokens are lists over the response, from its first token to its
-last valid one; tool outputs in between are there, with ``response_mask`` False. All lists of a row have one length.
+A file holds what one rank saw of one step, or of one update where a step makes several. Columns of tokens are lists
+over the response, from its first token to its last valid one; tool outputs in between are there, with
+``response_mask`` False. All lists of a row have one length.
 """
 
 from __future__ import annotations

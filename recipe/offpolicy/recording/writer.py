@@ -1,4 +1,4 @@
-"""The recorder's other half: one rank's rows put together by step and written, within the size budget."""
+"""The recorder's other half: one rank's rows put together by update and written, within the size budget."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from .settings import SECTION, RecordSettings
 
 @dataclass(frozen=True)
 class Item:
-    """Rows of one micro-batch, with what the file of their step says.
+    """Rows of one micro-batch, with what their file says.
 
     Attributes:
+        update: of its step; None where the step makes no other.
         packed: None where they were left out.
         last: the file is complete with them.
     """
 
     step: int
+    update: int | None
     mini_batch: int
     packed: Packed | None
     spec: Mapping[str, Any]
@@ -49,9 +51,10 @@ class Outcome:
 
 @dataclass
 class _Open:
-    """The step whose rows are being collected, and the bytes that they take."""
+    """The update whose rows are being collected, and the bytes that they take."""
 
     step: int
+    update: int | None
     spec: Mapping[str, Any]
     reasons: tuple[str, ...]
     rows: list[Rows] = field(default_factory=list)
@@ -59,7 +62,7 @@ class _Open:
 
 
 class StepWriter:
-    """Writes a step when it is complete, or when the next begins.
+    """Writes an update when it is complete, or when the next begins.
 
     Args:
         settings: where to and how much.
@@ -77,7 +80,7 @@ class StepWriter:
         self._limit = settings.max_bytes / ranks
         self._directory = Path(settings.dir)
         self._open: _Open | None = None
-        self._sizes: dict[int, int] | None = None
+        self._sizes: dict[str, int] | None = None
 
     def add(self, item: Item) -> None:
         """Take rows up; may write.
@@ -86,17 +89,13 @@ class StepWriter:
             OSError: see ``files.write``.
             OverLimit: the budget is used up.
         """
-        if self._open is not None and self._open.step != item.step:
+        if self._open is not None and (self._open.step, self._open.update) != (item.step, item.update):
             self.close()
         if self._open is None:
-            self._open = _Open(item.step, item.spec, item.reasons)
+            self._open = _Open(item.step, item.update, item.spec, item.reasons)
         if item.packed is not None:
-            # A file says one correction: where a step's updates are made under several, the first's rows are kept.
-            if (item.spec, item.reasons) == (self._open.spec, self._open.reasons):
-                self._open.held += item.packed.nbytes
-                self._open.rows.append(unpack(item.packed, step=item.step, rank=self._rank, mini_batch=item.mini_batch))
-            else:
-                self.drop(item)
+            self._open.held += item.packed.nbytes
+            self._open.rows.append(unpack(item.packed, step=item.step, rank=self._rank, mini_batch=item.mini_batch))
         if item.last:
             self.close()
 
@@ -107,7 +106,7 @@ class StepWriter:
             self.outcome.dropped_rows += item.packed.rows
 
     def close(self) -> None:
-        """Write the step that is open, if any, complete or not; see ``add``."""
+        """Write the update that is open, if any, complete or not; see ``add``."""
         opened, self._open = self._open, None
         if opened is None:
             return
@@ -140,14 +139,15 @@ class StepWriter:
     def _write(self, opened: _Open) -> None:
         if self._sizes is None:
             self._sizes = self._prepare()
-        used = sum(size for step, size in self._sizes.items() if step != opened.step)
-        path = self._directory / file_name(opened.step, self._rank)
+        name = file_name(opened.step, self._rank, opened.update)
+        used = sum(size for other, size in self._sizes.items() if other != name)
+        path = self._directory / name
         size = write(path, concatenated(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
-        self._sizes[opened.step] = size
+        self._sizes[name] = size
         self.outcome.written += size
 
-    def _prepare(self) -> dict[int, int]:
-        """Step -> bytes of this rank's files that are there, from before the run was resumed."""
+    def _prepare(self) -> dict[str, int]:
+        """Name -> bytes of this rank's files that are there, from before the run was resumed."""
         self._directory.mkdir(parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
@@ -157,5 +157,5 @@ class StepWriter:
             if path.suffix == PARTIAL:
                 path.unlink()  # of a process that was killed while it wrote
             elif path.suffix == SUFFIX:
-                sizes[found[0]] = path.stat().st_size
+                sizes[path.name] = path.stat().st_size
         return sizes

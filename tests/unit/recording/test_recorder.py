@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.batch_plan import UpdateRows
-from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
 from recipe.offpolicy.recording.capture import Packed, Seen, pack
@@ -155,26 +155,54 @@ def test_a_flush_without_a_row_ends_at_once(recorder: Recorder) -> None:
     assert written(recorder) == []
 
 
-def test_updates_of_one_step_share_its_file(recorder: Recorder) -> None:
-    """Two updates of 4 rows in 2 gradient steps each: the second's rows were recorded after 2 and 3 steps."""
-    for update in range(2):
-        plan = replace(UPDATE, update=update, updates=2, gradient_steps=2 * update)
-        micro_batch(recorder, update=plan, first=4 * update)
-        micro_batch(recorder, update=plan, first=4 * update + 2)
-        assert len(settled(recorder)) == update
+def updated(recorder: Recorder, specs: list[dict[str, Any]], step: int = 1) -> list[str]:
+    """A step of an update of 4 rows in 2 gradient steps under each of ``specs``; rows are numbered through."""
+    for update, spec in enumerate(specs):
+        plan = replace(UPDATE, update=update, updates=len(specs), gradient_steps=2 * update)
+        for half in range(2):
+            micro_batch(recorder, step, plan, first=4 * update + 2 * half, spec=spec)
+        assert len(settled(recorder)) == update + 1
+    return settled(recorder)
+
+
+def test_each_update_of_a_step_has_a_file(recorder: Recorder) -> None:
+    """The second's rows were recorded after 2 and 3 gradient steps."""
+    assert updated(recorder, [SPEC, SPEC]) == [
+        "step_00000001.update_0000.rank_00000.parquet",
+        "step_00000001.update_0001.rank_00000.parquet",
+    ]
     found = Recording(recorder.settings.dir).step(1).rows
     assert found.mini_batch.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert found.uid.tolist() == [str(i) for i in range(8)]
 
 
-def test_a_file_says_one_correction(recorder: Recorder) -> None:
-    """The second update of the step was made under another correction: its rows are left out and counted."""
-    for update, spec in enumerate((SPEC, {"masks": {"gsm": {}}})):
-        micro_batch(recorder, update=replace(UPDATE, update=update, updates=2), count=4, first=4 * update, spec=spec)
-    settled(recorder)
-    step = Recording(recorder.settings.dir).step(1)
-    assert (step.spec, len(step.rows)) == (SPEC, 4)
-    assert recorder.take().dropped_rows == 4
+def test_updates_under_several_corrections_are_all_recorded(recorder: Recorder) -> None:
+    """As where bounds move between the updates of a step: 3 corrections in 4 updates of 4 rows."""
+    specs: list[dict[str, Any]] = [{"masks": {"gsm": {"upper": upper}}} for upper in (1.0, 1.1, 1.1, 1.2)]
+    assert len(updated(recorder, specs)) == 4
+    found = Recording(recorder.settings.dir).corrections(1)
+    assert [(step.spec, step.rows.uid.tolist()) for step in found] == [
+        (specs[0], ["0", "1", "2", "3"]),
+        (specs[1], [str(i) for i in range(4, 12)]),
+        (specs[3], ["12", "13", "14", "15"]),
+    ]
+    counters = recorder.take()
+    assert (counters.rows, counters.dropped_rows) == (16, 0)
+
+
+def test_the_budget_counts_every_update(tmp_path: Path, clock: Clock) -> None:
+    first = made(tmp_path, clock)
+    updated(first, [SPEC, SPEC])
+    used = sum(path.stat().st_size for path in Path(first.settings.dir).iterdir())
+    resumed = made(tmp_path, clock, max_bytes=used)
+    # Made again, an update takes the place of what it was; a further one has none.
+    plan = replace(UPDATE, updates=3)
+    micro_batch(resumed, update=plan, count=4)
+    settled(resumed)
+    assert resumed.stopped is None
+    micro_batch(resumed, update=replace(plan, update=2), count=4)
+    settled(resumed)
+    assert resumed.stopped is not None
 
 
 def test_a_step_without_a_row_has_no_file(recorder: Recorder) -> None:
@@ -225,7 +253,7 @@ def test_statistics_are_since_the_last_question(recorder: Recorder) -> None:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that takes nothing until the event is set."""
     free = threading.Event()
-    original = writer_module.write
+    original = files.write
 
     def write(*args: Any, **kwargs: Any) -> int:
         assert free.wait(30)

@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recordings import NONE, drawn_rows, record, same
 
 from recipe.offpolicy.recording import Recording, RecordingError, concatenated
 from recipe.offpolicy.recording.files import write
-from recipe.offpolicy.recording.recording import file_name, step_of
+from recipe.offpolicy.recording.recording import file_name, step_of, update_of
 
 FIRST, SECOND, LATER = drawn_rows([2, 3]), drawn_rows([4], rank=1, seed=1), drawn_rows([1], step=12, seed=2)
+
+OTHER = {**NONE, "alpha": 0.5}
 
 
 @pytest.fixture
@@ -24,6 +27,9 @@ def recorded(tmp_path: Path) -> Path:
 def test_names_say_step_and_rank() -> None:
     assert file_name(12, 3) == "step_00000012.rank_00003.parquet"
     assert step_of(file_name(12, 3)) == (12, 3)
+    assert (step_of(file_name(12, 3)), update_of(file_name(12, 3))) == ((12, 3), None)
+    assert file_name(12, 3, update=4) == "step_00000012.update_0004.rank_00003.parquet"
+    assert (step_of(file_name(12, 3, 4)), update_of(file_name(12, 3, 4))) == ((12, 3), 4)
     for name in ("step_1.rank_0.parquet", "step_00000001.rank_00000.partial", "run.json", ".step_00000001.rank_00000"):
         assert step_of(name) is None
 
@@ -65,6 +71,49 @@ def test_ranks_of_other_corrections(recorded: Path) -> None:
     write(recorded / file_name(1, 1), SECOND, {**NONE, "alpha": 0.5}, ())
     with pytest.raises(RecordingError, match=r"rank_00001\.parquet: recorded under another correction than step_"):
         Recording(recorded).step(1)
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Step 1 of two ranks and three updates, of which the last is under another correction; step 2 is of one update."""
+    for update, spec in enumerate((NONE, NONE, OTHER)):
+        for rank in range(2):
+            rows = drawn_rows([update + 1], rank=rank, seed=10 * update + rank)
+            write(tmp_path / file_name(1, rank, update), rows, spec, ())
+    return record(tmp_path, drawn_rows([9], step=2))
+
+
+def test_a_step_under_several_corrections(several: Path) -> None:
+    recording = Recording(several)
+    assert recording.steps == [1, 2]
+    assert [(dict(step.spec), np.diff(step.rows.offsets).tolist()) for step in recording] == [
+        (NONE, [1, 1, 2, 2]),
+        (OTHER, [3, 3]),
+        (NONE, [9]),
+    ]
+    assert np.diff(recording.rows().offsets).tolist() == [1, 1, 2, 2, 3, 3, 9]
+    assert len(recording.parts(1)) == 6
+    with pytest.raises(RecordingError, match=r"2 corrections acted in step 1.*Recording\.corrections\(1\)"):
+        recording.step(1)
+    assert len(recording.step(2).rows) == 1
+
+
+def test_updates_under_one_correction_are_one_step(several: Path) -> None:
+    for rank in range(2):
+        (several / file_name(1, rank, 2)).unlink()
+    assert len(Recording(several).step(1).rows) == 4
+
+
+def test_ranks_of_other_corrections_in_one_update(several: Path) -> None:
+    write(several / file_name(1, 1, 2), drawn_rows([3], rank=1), NONE, ())
+    with pytest.raises(RecordingError, match=r"update_0002\.rank_00001\.parquet: recorded under another correction"):
+        list(Recording(several))
+
+
+def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
+    record(several, FIRST)
+    with pytest.raises(RecordingError, match=r"step_00000001\.rank_00000\.parquet: beside files of single updates"):
+        list(Recording(several))
 
 
 def test_a_file_under_the_name_of_another(recorded: Path) -> None:

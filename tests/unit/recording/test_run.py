@@ -18,6 +18,8 @@ from recipe.offpolicy.batch_plan import Dealing, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.card import card_of, without_secrets
+from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import RunRecord
 
 SPEC = CorrectionSpec.from_mapping({"masks": {"opsm": {
@@ -193,6 +195,23 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
     of.finish(patience=0.2)
     assert time.monotonic() - started >= 0.2
     record(tmp_path / "rec", *(drawn_rows([1], rank=rank) for rank in range(2)))
+    started = time.monotonic()
+    of.finish(patience=60)
+    assert time.monotonic() - started < 30
+
+
+def test_the_end_waits_for_the_last_of_several_updates(tmp_path: Path) -> None:
+    of = run(tmp_path)
+    for update in range(2):
+        announced(of, step=1, updates=2)
+        if update == 0:
+            for rank in range(2):
+                write(tmp_path / "rec" / file_name(1, rank, 0), drawn_rows([1], rank=rank), {}, ())
+    started = time.monotonic()
+    of.finish(patience=0.2)
+    assert time.monotonic() - started >= 0.2
+    for rank in range(2):
+        write(tmp_path / "rec" / file_name(1, rank, 1), drawn_rows([1], rank=rank), {}, ())
     started = time.monotonic()
     of.finish(patience=60)
     assert time.monotonic() - started < 30
