@@ -1,6 +1,6 @@
 """Runs the cases with real verl, Ray and vLLM, and keeps their recordings as test data.
 
-    python scripts/evidence/faults/make.py WORK [NAME ...]     # VENV=path: an environment with verl 0.9.1
+    python scripts/evidence/injected_faults/make.py WORK [NAME ...]     # VENV=path: an environment with verl 0.9.1
 
 Each of ``cases.CASES`` is one run of scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and
 whole recordings, and what is there is not run again. What is kept in tests/data/faults/PART/NAME-SEED is at most
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "quickstart"), str(HERE.parent)]
 
-from faults.cases import CASES, Case  # noqa: E402
+from injected_faults.cases import CASES, Case  # noqa: E402
 
 from recipe.offpolicy.recording import Recording  # noqa: E402
 from recipe.offpolicy.recording.files import write  # noqa: E402
@@ -50,7 +50,7 @@ def prepare(models: Path, name: str) -> None:
     """Make a model of ``models`` unless it is there."""
     if not name or (models / name).exists():
         return
-    from faults.models import merging_model, pad_vocabulary
+    from injected_faults.models import merging_model, pad_vocabulary
     from prepare import prepare_model
     from task import TaskSettings
     from warm_start import WarmStartSettings
@@ -121,7 +121,7 @@ def keep(recording: Path, target: Path, case: Case) -> None:
         "injected": {
             "causes": sorted(case.causes),
             "seed": case.seed,
-            "overrides": [override.rpartition("/")[2] for override in case.overrides],
+            "overrides": list(case.overrides),
             "environment": dict(case.environment),
         },
     }

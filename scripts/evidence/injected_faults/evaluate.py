@@ -1,6 +1,6 @@
 """How often the cause finder is right on the recordings of ``cases``: verdicts, precision and recall.
 
-python scripts/evidence/faults/evaluate.py [tuning|held_out]
+python scripts/evidence/injected_faults/evaluate.py [tuning|held_out]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from faults.cases import CASES, Case, Part  # noqa: E402
+from injected_faults.cases import CASES, Case, Part  # noqa: E402
 
 from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
