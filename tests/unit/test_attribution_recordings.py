@@ -1,4 +1,4 @@
-"""The cause finder on recordings of real runs of verl, Ray and vLLM, each with a fault: scripts/evidence/injected_faults.
+"""The cause finder on recordings of real runs of verl, Ray and vLLM, made by scripts/evidence/injected_faults.
 
 Thresholds were chosen on ``tuning`` alone; ``held_out`` are other runs with other seeds and other strengths of the
 faults.
