@@ -123,6 +123,13 @@ def test_versions() -> None:
     assert old.backend == pytest.approx(old.k3, rel=0.4)
 
 
+def test_versions_that_verl_does_not_tell() -> None:
+    rows = drawn_rows([16] * 32, oldest_version=np.full(32, -1), newest_version=np.full(32, -1))
+    whole = decompose(row_sums(rows))
+    assert (whole.floor_from, whole.kl.backend, whole.kl.staleness) == ("", None, None)
+    assert whole.kl.rollout + whole.kl.drift == pytest.approx(1.0)
+
+
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
     whole = row_sums(rows)

@@ -89,7 +89,7 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
         variance=of_variance,
         kl=of_kl,
         intervals=_intervals(sums, None if source == "own rows" else floor, seed),
-        floor_from=source,
+        floor_from=source if of_variance.backend is not None else "",
     )
 
 
