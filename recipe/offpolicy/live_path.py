@@ -21,9 +21,13 @@ from .correction.proximal import WITHOUT_FORWARD
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
 """verl's V1 trainers that are covered."""
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+"""Engines that are covered, and those that a legacy actor can have."""
 _SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _LEGACY = "trainer.use_legacy_worker_impl"
+STRATEGY = "actor_rollout_ref.actor.strategy"
+"""The key that decides about the engine."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class LivePath:
         release: of the installed verl.
         trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
         worker: what computes the loss.
-        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron.
+        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or one that is not covered.
     """
 
     release: str
@@ -81,9 +85,9 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
             "offloaded: restoring them undoes updates.",
             f"Set it to false, or {_SYNC_STEP}=1.",
         )
-    if path.worker == "legacy" and path.strategy not in ("fsdp", "fsdp2", "megatron"):
-        key = "actor_rollout_ref.actor.strategy"
-        yield key, path.strategy, "verl has no legacy actor for it.", f"Set {_LEGACY}=disable."
+    if path.strategy not in STRATEGIES:
+        reason = "another engine than FSDP and Megatron is not covered by the correction."
+        yield STRATEGY, path.strategy, reason, "Set fsdp2 or megatron, as model_engine=dp and model_engine=megatron do."
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         yield key, True, "the legacy actor's update cannot read what its forward pass returns.", "Set it to false."
@@ -109,9 +113,7 @@ def _aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
         return None
     if OmegaConf.select(config, _SYNC_STEP) == 1 or OmegaConf.select(config, "correction.proximal") in WITHOUT_FORWARD:
         return None
-    keys = {
-        "fsdp2": ("fsdp_config.param_offload", "fsdp_config.offload_policy"),
-        "veomni": ("veomni.param_offload",),
-    }
-    set_keys = (f"actor_rollout_ref.actor.{key}" for key in keys.get(path.strategy, ()))
-    return next((key for key in set_keys if OmegaConf.select(config, key)), None)
+    if path.strategy != "fsdp2":
+        return None
+    keys = (f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
+    return next((key for key in keys if OmegaConf.select(config, key)), None)

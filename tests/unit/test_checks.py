@@ -82,6 +82,10 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         (f"{ACTOR}.fsdp_config.param_offload=true", "trainer.v1.separate_async.parameter_sync_step=1"),
     ),
+    "another engine": (
+        {f"{ACTOR}.strategy": "veomni"},
+        (f"{ACTOR}.strategy=veomni", "another engine than FSDP and Megatron is not covered", "Set fsdp2 or megatron"),
+    ),
     "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Remove offpolicy.recrod")),
     "emptied": (
         {"offpolicy": None},

@@ -57,7 +57,17 @@ def test_the_path_of_each_release(release: str, changes: dict[str, Any], trainer
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no such switch": ("0.7.1", {"trainer__use_legacy_worker_impl": "off"}, LEGACY),
     "another V1 mode": ("0.9.1", {"trainer__v1__trainer_mode": "one_step"}, "trainer.v1.trainer_mode"),
-    "no legacy actor": ("0.7.1", {"actor_rollout_ref__actor__strategy": "veomni"}, f"{ACTOR}.strategy"),
+    "another legacy actor": ("0.7.1", {"actor_rollout_ref__actor__strategy": "veomni"}, f"{ACTOR}.strategy"),
+    "another engine": ("0.8.0", {"actor_rollout_ref__actor__strategy": "torchtitan"}, f"{ACTOR}.strategy"),
+    "another engine that offloads": (
+        "0.9.1",
+        {
+            "trainer__v1__trainer_mode": "separate_async",
+            "actor_rollout_ref__actor__strategy": "veomni",
+            "actor_rollout_ref__actor__veomni__param_offload": True,
+        },
+        f"{ACTOR}.strategy",
+    ),
     "prefix grouper": ("0.7.1", {"actor_rollout_ref__actor__use_prefix_grouper": True}, f"{ACTOR}.use_prefix_grouper"),
     "padded engine of 0.7.1": (
         "0.7.1",
@@ -124,6 +134,8 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
             "correction__proximal": "bypass",
         },
     ),
+    "FSDP1": ("0.8.0", {"actor_rollout_ref__actor__strategy": "fsdp"}),
+    "Megatron": ("0.9.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
     "legacy Megatron": ("0.7.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
     "the prefix grouper on an engine": (
         "0.7.1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 import verl_patches
@@ -13,7 +13,7 @@ from verl_patches.contract import Contract, PatchError
 
 from ..correction import CorrectionSpec
 from ..findings import EVERYTHING, Problem, set_to
-from ..live_path import LivePath, live_path, uncovered
+from ..live_path import STRATEGY, LivePath, live_path, uncovered
 from .reading import shadows_of
 
 Hold = Callable[[Iterable[Contract]], None]
@@ -41,7 +41,7 @@ def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
 _SWITCHES = {
     "trainer.v1.trainer_mode": "sync",
     "trainer.use_legacy_worker_impl": "auto",
-    "actor_rollout_ref.actor.strategy": "fsdp",
+    STRATEGY: "fsdp2",
     "actor_rollout_ref.model.use_remove_padding": True,
 }
 """Keys of the path -> a value that is covered; what is not here is switched off."""
@@ -51,6 +51,8 @@ def path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """What of the path the correction cannot go through."""
     for key, value, reason, fix in uncovered(config, live_path(config)):
         override = set_to(key, _SWITCHES.get(key, False))
+        if key == STRATEGY and OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config") is None:
+            override = set_to("model_engine", "dp")  # the whole actor is another engine's
         yield Problem(key, value, reason, fix, "WRONG", EVERYTHING, (override,))
 
 

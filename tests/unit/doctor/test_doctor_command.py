@@ -199,6 +199,17 @@ def test_verls_own_program_for_megatron(ask: Ask) -> None:
     assert answer.json["path"]["strategy"] == "megatron"
 
 
+@pytest.mark.verl(">=0.9")
+def test_another_engine_is_wrong_and_mended(ask: Ask) -> None:
+    """By the group that chooses its whole actor, or by the one key that was changed."""
+    for given, mended in (("model_engine=veomni", "model_engine=dp"), (f"{ACTOR}.strategy=torchtitan", None)):
+        answer = ask("--json", "correction=gsm", given, *GIVEN)
+        assert answer.status == 2
+        assert (mended or f"{ACTOR}.strategy=fsdp2") in answer.overrides()
+        assert ask("correction=gsm", given, *GIVEN, *dict.fromkeys(answer.overrides())).status == 0
+    assert ask(*PLAIN, f"{VERL}.rollout_is=token", "model_engine=veomni", *GIVEN).status == 0
+
+
 # Scripts --------------------------------------------------------------------------------------------------------
 
 
