@@ -68,4 +68,6 @@ def _moved(key: str, value: object, instead: str) -> tuple[str, ...]:
     target = same or level
     if key.endswith("tis_imp_ratio_cap"):
         return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
+    if key == "algorithm.rollout_is" and value is True:  # the level stood in a key of its own
+        return (f"~{key}", set_to(instead, "token"))
     return (f"~{key}", *((set_to(target, value),) if target and value is not True and value is not False else ()))

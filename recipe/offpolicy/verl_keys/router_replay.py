@@ -69,19 +69,23 @@ def _unread(config: DictConfig, path: LivePath, live: str | None) -> Iterator[Pr
             reason = f"this is {path}" if of_actor else "of the actor alone routes are replayed"
             fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled."
             moved = (set_to(f"{live}.mode", mode, add=True),) if live and of_actor else ()
-            overrides = (set_to(f"{key}.mode", "disabled"), *moved)
+            overrides = (_off(config, key), *moved)
             yield Problem(f"{key}.mode", mode, f"nothing reads it: {reason}.", fix, "INERT", _PARTS, overrides)
         for name in ("record_file", "replay_file"):
             if (value := value_of(config, f"{key}.{name}")) is not None:
-                yield Problem(
-                    f"{key}.{name}",
-                    value,
-                    "nothing reads it: routes travel with the batch.",
-                    "Remove it.",
-                    "INERT",
-                    _PARTS,
-                    (set_to(f"{key}.{name}", None),),
-                )
+                reason = "nothing reads it: routes travel with the batch."
+                away = set_to(f"{key}.{name}", None) if key == live or _of_verl(config, key) else _off(config, key)
+                yield Problem(f"{key}.{name}", value, reason, "Remove it.", "INERT", _PARTS, (away,))
+
+
+def _off(config: DictConfig, key: str) -> str:
+    """What switches a router replay off that nothing reads."""
+    return set_to(f"{key}.mode", "disabled") if _of_verl(config, key) else f"~{key}"
+
+
+def _of_verl(config: DictConfig, key: str) -> bool:
+    """Whether verl's own configuration has it, whose nodes name a class; what a user adds names none."""
+    return value_of(config, f"{key}._target_") is not None
 
 
 def _skips_the_forward(config: DictConfig, spec: CorrectionSpec) -> str | None:

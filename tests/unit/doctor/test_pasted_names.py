@@ -1,0 +1,70 @@
+"""Fixes of keys that nothing reads: pasted behind the launch, they compose and leave nothing to report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mended import with_overrides
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.live_path import LivePath
+from recipe.offpolicy.verl_keys.names import former_names
+from recipe.offpolicy.verl_keys.router_replay import router_replay
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = LivePath("0.9.1", "v1", "engine", "megatron")
+FSDP = LivePath("0.9.1", "v1", "engine", "fsdp2")
+OF_VERL = {"_target_": "verl.workers.config.RouterReplayConfig", "mode": "R2"}
+
+
+@pytest.mark.parametrize(
+    ("actor", "path", "overrides"),
+    [
+        # A key of the user's is taken away, one of verl's is switched off; what a path reads gets the mode.
+        ({"router_replay": {"mode": "R2"}}, FSDP, [f"~{ACTOR}.router_replay"]),
+        (
+            {"router_replay": {"mode": "R2"}},
+            MEGATRON,
+            [f"~{ACTOR}.router_replay", f"++{ACTOR}.megatron.router_replay.mode=R2"],
+        ),
+        ({"router_replay": OF_VERL}, FSDP, [f"{ACTOR}.router_replay.mode=disabled"]),
+        ({"router_replay": {"mode": "R2", "record_file": "f"}}, FSDP, [f"~{ACTOR}.router_replay"]),
+        (
+            {"router_replay": OF_VERL | {"record_file": "f"}},
+            FSDP,
+            [f"{ACTOR}.router_replay.mode=disabled", f"{ACTOR}.router_replay.record_file=null"],
+        ),
+    ],
+)
+def test_a_router_replay_that_nothing_reads(actor: dict[str, Any], path: LivePath, overrides: list[str]) -> None:
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {}}, "algorithm": {}})
+    found = list(router_replay(config, CorrectionSpec(), path))
+    proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
+    assert proposed == overrides
+    assert list(router_replay(with_overrides(config, proposed), CorrectionSpec(), path)) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ({"rollout_is": True}, ["~algorithm.rollout_is", "algorithm.rollout_correction.rollout_is=token"]),
+        ({"rollout_is": False}, ["~algorithm.rollout_is"]),
+        (
+            {"rollout_is": True, "rollout_is_level": "sequence"},  # the last override counts: sequence
+            [
+                "~algorithm.rollout_is",
+                "algorithm.rollout_correction.rollout_is=token",
+                "~algorithm.rollout_is_level",
+                "algorithm.rollout_correction.rollout_is=sequence",
+            ],
+        ),
+    ],
+)
+def test_former_names_move_with_their_values(algorithm: dict[str, Any], overrides: list[str]) -> None:
+    config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": None}} | algorithm})
+    found = list(former_names(config, CorrectionSpec()))
+    assert [each for problem in found for each in problem.overrides] == overrides
+    mended = with_overrides(config, overrides)
+    assert list(former_names(mended, CorrectionSpec())) == []
