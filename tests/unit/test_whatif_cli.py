@@ -15,9 +15,11 @@ import pytest
 import torch
 from acted import acted, recorded, varied_rows
 from corrections import GSM, TIS, band, spec
-from recordings import drawn_rows, record
+from recordings import NONE, drawn_rows, record
 
 from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.whatif import draw
 from recipe.offpolicy.whatif.__main__ import chosen_steps, main
 from recipe.offpolicy.whatif.agreement import Agreement
@@ -113,8 +115,39 @@ def test_bad_input_is_one_sentence(
     assert main([str(directory), *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said
-    assert said.startswith("offpolicy: ")
+    assert said.startswith("whatif: ")
     assert said.count("\n") == 1
+
+
+def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = drawn_rows([2]).take(np.zeros(0, dtype=np.int64))
+    write(tmp_path / file_name(1, 0), empty, NONE, ())
+    assert main([str(tmp_path), "--json"]) == 2
+    assert capsys.readouterr().err == f"whatif: {tmp_path}: no row is recorded in steps 1 to 1. Record others.\n"
+    record(tmp_path, drawn_rows([2, 3], step=2))
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recording"] == {
+        "directory": str(tmp_path), "steps": [2], "rows": 2, "tokens": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nan = np.full(5, np.nan, dtype=np.float32)
+    record(tmp_path / "none", drawn_rows([2, 3], rollout_log_prob=nan))
+    picture = ["--spec", "correction=gsm", "--grid", "correction.masks.gsm.upper=1.01,1.02"]
+    assert main([str(tmp_path / "none"), *picture, "--png", str(tmp_path / "a.png")]) == 0
+    said = capsys.readouterr().out
+    assert "Not compared" in said
+    assert "No token has a finite mu and pi_old." in said
+    assert main([str(tmp_path / "none"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fidelity"]["agrees"] is None
+    # One valid token of five is compared.
+    nan[3] = -1.0
+    record(tmp_path / "one", drawn_rows([2, 3], rollout_log_prob=nan))
+    assert main([str(tmp_path / "one"), "--json"]) == 0
+    fidelity = json.loads(capsys.readouterr().out)["fidelity"]
+    assert (fidelity["agrees"], fidelity["tokens"]) == (True, 1)
 
 
 def test_no_valid_point_is_bad_input(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
 
 
 def _refuse(reason: str) -> int:
-    sys.stderr.write(f"offpolicy: {reason}\n")
+    sys.stderr.write(f"whatif: {reason}\n")
     return BAD_INPUT
 
 

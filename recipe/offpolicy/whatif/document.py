@@ -4,7 +4,7 @@ Keys:
 
 * ``schema``: 1; grows whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
-* ``fidelity``: whether the replay of what acted is what was recorded: ``agrees``, ``tolerance``, and the fields of
+* ``fidelity``: whether the replay of what acted is what was recorded: ``agrees`` (null: not compared), ``tolerance``, and the fields of
   ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point``, the grid's values by key;
@@ -24,7 +24,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from .agreement import Agreement, Matrix
-from .fidelity import TOLERANCE
+from .fidelity import TOLERANCE, Fidelity
 from .results import Outcome, Study
 
 SCHEMA = 1
@@ -40,7 +40,7 @@ def document(study: Study) -> dict[str, Any]:
             "rows": study.rows,
             "tokens": study.tokens,
         },
-        "fidelity": {"agrees": study.fidelity.agrees, "tolerance": TOLERANCE, **asdict(study.fidelity)},
+        "fidelity": {"agrees": _agrees(study.fidelity), "tolerance": TOLERANCE, **asdict(study.fidelity)},
         "corrections": [_correction(outcome) for outcome in study.outcomes],
         "agreement": {
             "labels": [outcome.candidate.label for outcome in study.outcomes],
@@ -49,6 +49,10 @@ def document(study: Study) -> dict[str, Any]:
         "failures": dict(study.failures),
         "notes": list(study.notes),
     }
+
+
+def _agrees(fidelity: Fidelity) -> bool | None:
+    return fidelity.agrees if fidelity.tokens or not fidelity.agrees else None
 
 
 def _correction(outcome: Outcome) -> dict[str, Any]:

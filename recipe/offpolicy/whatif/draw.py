@@ -108,12 +108,12 @@ def _line(line: Line, level: Sequence[Outcome], axes: Sequence[Axes]) -> None:
     scale.set_title("Effective learning rate")
     bias.set_title("Distance from unbiased weights")
     for place, panel in enumerate(axes):
-        if line.ordered:
-            panel.legend(loc="best")
-        else:
-            # Single points are hard to see behind a legend.
-            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3 if place == 0 else 2)
+        if not line.ordered:
             panel.tick_params(labelleft=place == 0)
+        if panel.get_legend_handles_labels()[0]:
+            # Single points are hard to see behind a legend.
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 3 if place == 0 else 2}
+            panel.legend(**({"loc": "best"} if line.ordered else below))
         _limits(panel, line, share=place < 2)
 
 

@@ -20,7 +20,7 @@ class Fidelity:
     """How the replay of the recorded correction compares with the record.
 
     Attributes:
-        tokens: response tokens compared.
+        tokens: response tokens compared, mu and pi_old finite: on others nothing acts.
         weights: of these, whose weight differs by more than ``TOLERANCE``.
         rejections: of these, rejected by other parts than recorded; decisions are compared to the bit.
         weight_error: greatest relative difference of a weight.
@@ -66,7 +66,7 @@ def compared(by: Decided, of: Block, reasons: Sequence[str], step: int) -> Fidel
     error = torch.where(by.valid & (by.weight != of.weight), error, 0.0)
     beyond = error > TOLERANCE
     return Fidelity(
-        tokens=int(of.mask.sum()),
+        tokens=int((of.mask & by.valid).sum()),
         weights=int(beyond.sum()),
         rejections=int(other.sum()),
         weight_error=float(error.max()) if error.numel() else 0.0,

@@ -109,8 +109,8 @@ def failure_table(study: Study) -> Table:
 
 def fidelity_sentence(fidelity: Fidelity) -> str:
     """What the comparison of the recorded correction with its replay says."""
-    if not fidelity.tokens:
-        return "The replay of what acted was not compared with the record."
+    if fidelity.agrees and not fidelity.tokens:
+        return "Not compared: the replay of what acted was held against no recorded token."
     tokens = f"{fidelity.tokens:,} tokens"
     if fidelity.agrees:
         return (

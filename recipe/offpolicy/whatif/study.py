@@ -52,6 +52,8 @@ class _Seen:
             )
         if self.unchecked:
             yield "The recorded correction was not compared with its replay, for the same reason."
+        elif not self.fidelity.tokens:
+            yield "No token has a finite mu and pi_old."
 
 
 @torch.no_grad()
@@ -70,7 +72,7 @@ def study(
         progress: called after each step.
 
     Raises:
-        RecordingError: a step is damaged, or none was chosen.
+        RecordingError: a step is damaged, none was chosen, or none holds a row; steps without rows are skipped.
     """
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
@@ -79,17 +81,26 @@ def study(
     tally, seen = Tally(len(running)), _Seen()
     base_loss = BaseLoss.of_card(recording.card)
     sampled, needs_batch = share_of(recording.card) < 1, False
+    filled = []
     for number in steps:
         step = recording.step(number)
+        if not len(step.rows):
+            progress(number)
+            continue
+        filled.append(number)
         specs = _specs(recording, number, step, running, failures)
         needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
         _replay(step, number, specs, running, tally, seen, base_loss=base_loss, size=size, sampled=sampled)
         progress(number)
+    if not filled:
+        raise RecordingError(
+            f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
+        )
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].outcome() for place in done)
     return Study(
         directory=str(recording.directory),
-        steps=tuple(steps),
+        steps=tuple(filled),
         rows=seen.rows,
         tokens=seen.tokens,
         outcomes=outcomes,
