@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.offpolicy.attribution.decomposition import decompose
 from recipe.offpolicy.attribution.recent import RecentFloor
-from recipe.offpolicy.attribution.shares import LEAST_TOKENS, RECENT, floor_of, shares
+from recipe.offpolicy.attribution.shares import LEAST_TOKENS, RECENT, choose_floor, floor_of, shares
 from recipe.offpolicy.attribution.statistics import share_statistics
 from recipe.offpolicy.attribution.sums import AGES, BINS, COLUMNS, SHAPE, sums_by_row
 from recipe.offpolicy.correction.statistics import merge_all
@@ -107,6 +108,20 @@ def test_floor_by_probability() -> None:
     assert floor.known.tolist() == [False, False, True, False, False, True]
     # The bins between take the nearer one.
     assert floor.variance == pytest.approx([0.16, 0.16, 0.16, 0.16, 1e-4, 1e-4])
+
+
+def test_a_floor_that_is_none_is_from_nowhere() -> None:
+    """Rows of unknown age have no fresh token; two fresh tokens are too few for a floor, and show the backend alone."""
+    unknown = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], None)
+    assert choose_floor(unknown.sum(0), None) == (None, "")
+    assert decompose(unknown).floor_from == ""
+    few = sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0])
+    assert choose_floor(few.sum(0), None) == (None, "")
+    assert decompose(few).floor_from == "own rows"
+    known = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
+    floor, source = choose_floor(known.sum(0), None)
+    assert floor is not None
+    assert source == "own rows"
 
 
 def test_nothing_to_share() -> None:

@@ -32,7 +32,7 @@ class Decomposition:
         tokens: how many are in it.
         variance, kl: shares.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
-        floor_from: where the backend's floor comes from: "own rows", "earlier steps", or "" where there is none.
+        floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
     """
 
     tokens: int
@@ -89,7 +89,8 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
         variance=of_variance,
         kl=of_kl,
         intervals=_intervals(sums, None if source == "own rows" else floor, seed),
-        floor_from=source if of_variance.backend is not None else "",
+        # Without stale tokens the backend is read off the fresh ones, and needs no floor.
+        floor_from=(source or "own rows") if of_variance.backend is not None else "",
     )
 
 

@@ -97,12 +97,12 @@ def choose_floor(sums: Array, earlier: Array | None) -> tuple[Floor | None, str]
         sums, earlier: SHAPE.
 
     Returns:
-        The floor, and where it is from: "own rows", "earlier steps", or "" where it is not known.
+        The floor, and where it is from: "own rows", "earlier steps", or "" where there is none.
     """
     own = floor_of(sums)
     stale = sums[_STALE, :, _N]
     if not stale.any() or (own is not None and own.covered(stale)):
-        return own, "own rows"
+        return own, "own rows" if own is not None else ""
     before = floor_of(earlier) if earlier is not None else None
     if before is not None and before.covered(stale):
         return before, "earlier steps"
