@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .attribution.page import page_of
 
             page_of(found, str(options.directory)).write(options.html)
-    except (RecordingError, PageError, OSError, ValueError) as error:
+    except (RecordingError, PageError, OSError) as error:
         print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if options.json:

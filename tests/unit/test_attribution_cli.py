@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from recordings import drawn_rows, record
 
 from recipe.offpolicy import attribute
@@ -57,6 +59,28 @@ def test_pictures(recorded: Path, tmp_path: Path) -> None:
     assert "Where the mismatch comes from" in page
     assert 'src="http' not in page
     assert len(page) < 1_000_000
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.1])
+def test_pictures_of_policies_that_agree(apart: float, tmp_path: Path) -> None:
+    """pi is mu, and pi_old is mu as well or lies ``apart``: there is nothing to share out."""
+    rows = drawn_rows([8] * 64)
+    mu = rows.rollout_log_prob
+    directory = record(tmp_path / "r", replace(rows, old_log_prob=mu - np.float32(apart), log_prob=mu))
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    with rc_context({"svg.fonttype": "none"}):
+        assert attribute.main([str(directory), "--png", str(svg), "--html", str(html)]) == 0
+    assert "mu and pi agree exactly" in svg.read_text()
+    assert ("mu and pi_old agree exactly" in svg.read_text()) == (apart == 0)
+
+
+def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise ValueError("defect")
+
+    monkeypatch.setattr("recipe.offpolicy.attribution.figures.overview", broken)
+    with pytest.raises(ValueError, match="defect"):
+        attribute.main([str(recorded), "--png", "a.png"])
 
 
 @pytest.mark.parametrize(

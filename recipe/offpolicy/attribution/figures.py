@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..pages import figures
 from .attribution import Attribution
+from .decomposition import Decomposition
 from .profiles import Bucket
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
         names = ["rollout", "drift"]
     base = [0.0] * len(steps)
     for name in names:
-        heights = [max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) for part in parts]
+        heights = [_height(part, name) for part in parts]
         label = "backend and staleness" if name == "rollout" else name
         axes.bar(steps, heights, bottom=base, width=0.7, color=figures.PALETTE[_COLOURS[name]], label=label)
         base = [below + height for below, height in zip(base, heights, strict=True)]
@@ -53,6 +54,9 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
 def _shares(axes: Axes, attribution: Attribution) -> None:
     whole = attribution.whole
     axes.set_title("Shares of all steps")
+    if not (math.isfinite(whole.variance.drift) or math.isfinite(whole.kl.drift)):
+        _say(axes, "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to share out")
+        return
     names = ["backend", "staleness", "drift"]
     if whole.kl.backend is None:
         names = ["rollout", "drift"]
@@ -60,6 +64,8 @@ def _shares(axes: Axes, attribution: Attribution) -> None:
     for place, name in enumerate(names):
         for offset, (key, split) in enumerate((("variance", whole.variance), ("kl", whole.kl))):
             share = getattr(split, name)
+            if not math.isfinite(share):
+                continue
             low, high = whole.intervals.get(f"{key}.{name}", (share, share))
             axes.barh(
                 place + 0.36 * offset - 0.18,
@@ -83,8 +89,10 @@ def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
 
     axes.set_title(f"By {name}" + (" under mu" if name == "probability" else ""))
     if name == "turn" and len(buckets) == 1:
-        axes.text(0.5, 0.5, "rows have one turn", ha="center", va="center", color=figures.MUTED, fontsize=11)
-        axes.set_axis_off()
+        _say(axes, "rows have one turn")
+        return
+    if not any(bucket.k3 > 0 for bucket in buckets):
+        _say(axes, "mu and pi_old agree exactly")
         return
     places = range(len(buckets))
     positive = [bucket.k3 for bucket in buckets if bucket.k3 > 0]
@@ -96,14 +104,21 @@ def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
     other.grid(False)
     other.spines["right"].set_visible(True)
     other.plot(places, [bucket.k3 for bucket in buckets], color=figures.PALETTE[1], marker="o")
-    if positive:
-        other.set_yscale("log")
-        # Whole powers of ten, so that every one of them has its label.
-        other.set_ylim(
-            10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)) + 0.01)
-        )
-        other.yaxis.set_minor_locator(NullLocator())
+    other.set_yscale("log")
+    # Whole powers of ten, so that every one of them has its label.
+    other.set_ylim(10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)) + 0.01))
+    other.yaxis.set_minor_locator(NullLocator())
     other.set_ylabel("KL, nats a token (line)")
+
+
+def _height(part: Decomposition, name: str) -> float:
+    """Nats a token; 0 where both policies agree exactly and there is nothing to share."""
+    return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
+
+
+def _say(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=figures.MUTED, fontsize=11, transform=axes.transAxes)
+    axes.set_axis_off()
 
 
 def _label(profile: str, bucket: str) -> str:

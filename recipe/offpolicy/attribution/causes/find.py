@@ -36,7 +36,11 @@ def find_in(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return [untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES]
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
         return [
-            untestable(name, "pi_old is mu to the bit: record with correction.proximal=recompute") for name in NAMES
+            untestable(
+                name,
+                "mu is pi_old to the bit: one was copied from the other? Record with correction.proximal=recompute",
+            )
+            for name in NAMES
         ]
     found = [misalignment.find(sampled)]
     if found[0].verdict == "present":
