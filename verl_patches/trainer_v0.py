@@ -25,6 +25,7 @@ SEAMS = (
     seam("init_workers", f"{_TRAINER}:RayPPOTrainer.init_workers", "(self)"),
     seam("_compute_old_log_prob", f"{_TRAINER}:RayPPOTrainer._compute_old_log_prob", "(self, batch)"),
     seam("_update_actor", f"{_TRAINER}:RayPPOTrainer._update_actor", "(self, batch)"),
+    seam("fit", f"{_TRAINER}:RayPPOTrainer.fit", "(self)"),
     seam("_save_checkpoint", f"{_TRAINER}:RayPPOTrainer._save_checkpoint", "(self)"),
     seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)"),
     _ADVANTAGE,

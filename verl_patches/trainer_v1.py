@@ -17,6 +17,7 @@ _seam = partial(seam, releases="==0.9.1")
 
 SEAMS = (
     _seam("on_init_end", f"{_TRAINER}:PPOTrainer.on_init_end", "(self)"),
+    _seam("fit", f"{_TRAINER}:PPOTrainer.fit", "(self, agent_loop_manager)"),
     _seam("step", f"{_TRAINER}:PPOTrainer.step", "(self, metrics, timing_raw)"),
     _seam("_compute_old_log_prob", f"{_TRAINER}:PPOTrainer._compute_old_log_prob", "(self, batch, metrics)"),
     _seam("_compute_advantage", f"{_TRAINER}:PPOTrainer._compute_advantage", "(self, batch, metrics)"),

@@ -87,8 +87,7 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self.correction.baseline == "include":
             return compute(data, *args, **kwargs)
-        if (versions := _versions(data)) is not None:
-            data.batch[VERSIONS] = versions
+        data.batch[VERSIONS] = _versions(data, self.global_steps)
         uids = data.non_tensor_batch["uid"]
         groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
         data.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
@@ -111,8 +110,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _with_plan(self, batch: DataProto) -> DataProto:
         """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
-        if (versions := _versions(batch)) is not None:
-            batch.batch[VERSIONS] = versions
+        batch.batch[VERSIONS] = _versions(batch, self.global_steps)
         plan, columns = planned(
             self.correction,
             self.shadows,
@@ -182,9 +180,13 @@ def _rows(batch: DataProto) -> TensorDict:
     return batch.batch.select(*present)
 
 
-def _versions(batch: DataProto) -> Tensor | None:
-    """(B, 2) int64: the versions of the weights that sampled a row's first and last token; None where unknown."""
+def _versions(batch: DataProto, step: int) -> Tensor:
+    """(B, 2) int64: the versions of the weights that sampled a row's first and last token.
+
+    Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
+    between an update and the next rollout, so that all rows of a step were sampled by what the step before left.
+    """
     spans = [batch.non_tensor_batch.get(f"{end}_global_steps") for end in ("min", "max")]
-    if any(span is None or any(step is None for step in span) for span in spans):
-        return None
-    return torch.tensor([[int(step) for step in span] for span in spans]).T.contiguous()
+    if any(span is None or any(version is None for version in span) for span in spans):
+        return torch.full((len(batch), 2), step - 1, dtype=torch.int64)
+    return torch.tensor([[int(version) for version in span] for span in spans]).T.contiguous()

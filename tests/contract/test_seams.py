@@ -60,11 +60,13 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
     from verl.trainer.ppo.v1 import PPOTrainer
 
+    from recipe.offpolicy.supervised_run import SupervisedRun
     from recipe.offpolicy.trainer_v1 import OffPolicyTrainer
 
     names = overridden(OffPolicyTrainer, PPOTrainer)
     assert names == {"on_init_end", "step", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
     assert names <= {seam.name for seam in trainer_v1.SEAMS}
+    assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
@@ -74,10 +76,10 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer
 
     names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
-    assert names == {"init_workers", "_compute_old_log_prob", "_update_actor"}
+    assert names == {"init_workers", "_load_checkpoint", "_compute_old_log_prob", "_update_actor"}
     assert names <= {seam.name for seam in trainer_v0.SEAMS}
     around = overridden(SupervisedRun, RayPPOTrainer)
-    assert around == {"_save_checkpoint", "_load_checkpoint"}
+    assert around == {"fit", "_save_checkpoint", "_load_checkpoint"}
     assert around <= {seam.name for seam in trainer_v0.SEAMS}
 
 

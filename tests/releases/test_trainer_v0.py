@@ -148,10 +148,12 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
         assert (handover.spec, handover.prove) == (made.correction, True)
 
 
-def test_versions_that_verl_does_not_tell_are_left_out() -> None:
+def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:
     made = trainer(masks={"gsm": GSM})
     made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
-    assert VERSIONS not in made.sent.batch.keys()
+    assert made.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
+    made._update_actor(batch())
+    assert made.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS
 
 
 ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "correction": {"masks": {"p": GSM}}}}
