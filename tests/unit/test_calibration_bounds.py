@@ -18,10 +18,11 @@ from recipe.offpolicy.calibration.joint import joint
 from recipe.offpolicy.calibration.parts import Part, parts_of, placeholders, with_values
 from recipe.offpolicy.calibration.propose import Request, calibrated
 from recipe.offpolicy.calibration.scores import Scores, scores_of
+from recipe.offpolicy.calibration.tables import remarks
 from recipe.offpolicy.calibration.thresholds import for_kept_share, kept_share, needed
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import merge_all, to_host
-from recipe.offpolicy.recording import Rows, Step
+from recipe.offpolicy.recording import RecordingError, Rows, Step
 
 GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
 BAND = GEOMETRIC | {"lower": 0.99, "upper": 1.01}
@@ -229,6 +230,37 @@ def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:
     _, scores = part_and_scores(spec_of(BAND), steps_of(rows))
     assert sorted(scores.length.tolist()) == [1, 3]
     assert sorted(scores.row.tolist()) == [0, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> None:
+    """Of 2, 1 and 3 tokens the second and third have no finite pi: rows of 1 and 3 are left where pi is compared."""
+    old = np.array([-1, -1, -np.inf, -1, -1, -1], np.float32)
+    pi = np.array([-1, np.nan, -np.inf, -1, -1, -1], np.float32)
+    rows = drawn_rows([2, 1, 3], old_log_prob=np.full(6, -1, np.float32), log_prob=pi)
+    for mask, lengths in ((BAND, [2, 1, 3]), (OPSM, [1, 3]), (OPSM | {"ratio": "ppo"}, [1, 3])):
+        _, scores = part_and_scores(spec_of(mask), steps_of(rows))
+        assert sorted(scores.length.tolist()) == sorted(lengths)
+        assert np.isfinite(scores.low).all()
+    _, state = scores_of(steps_of(rows), spec_of(BAND), parts_of(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 1, 0]
+    # A token without pi_old is not lost for its pi.
+    _, state = scores_of(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), parts_of(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 0, 0]
+    many = drawn(3)
+    many.log_prob[::7] = np.inf
+    result = calibrated(steps_of(many), spec_of(OPSM), Request(target_kept=0.9, floor_quantile=0.5))
+    lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
+    assert remarks(result, 0.95)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
+    result = calibrated(steps_of(many), spec_of(BAND), Request(target_kept=0.9))
+    assert "not finite" not in " ".join(remarks(result, 0.95))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_finite_pi_at_all() -> None:
+    rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
+    with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
+        calibrated(steps_of(rows), spec_of(OPSM), Request(target_kept=0.9))
 
 
 def test_rows_of_one_prompt_share_a_group_over_steps() -> None:

@@ -71,6 +71,11 @@ def noise_floor(
             f"{int(state.staleness[first].min())} or more), so that the backend noise is not identified. Record steps "
             f"of a synchronous run."
         )
+    if np.isnan(state.apart[fresh]).all():
+        raise NotIdentifiedError(
+            f"{part.key}.delta: no row at mini_batch 0 has a token with a finite log_prob and old_log_prob: the "
+            f"backend noise is not identified. Record other steps."
+        )
     if not same.any():
         raise NotIdentifiedError(
             f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "

@@ -114,12 +114,14 @@ class Calibrated:
         spec: the correction with the proposed bounds, less masks that have no bound at all.
         skipped: key -> why nothing was proposed for it.
         grouped: share of rows whose prompt is known; intervals take the others as independent.
+        nonfinite: tokens that parts on pi leave out, because log pi is not finite.
     """
 
     spec: CorrectionSpec
     proposals: tuple[Proposal, ...]
     skipped: dict[str, str]
     grouped: float
+    nonfinite: int = 0
 
 
 def calibrated(
@@ -145,7 +147,14 @@ def calibrated(
     found = {proposal.part.key for proposal in proposals if proposal.found}
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
-    return Calibrated(spec, proposals, skipped, float(state.grouped.mean()) if len(state.grouped) else math.nan)
+    on_pi = any(part.spec.ratio != "rollout" for part in parts)
+    return Calibrated(
+        spec,
+        proposals,
+        skipped,
+        float(state.grouped.mean()) if len(state.grouped) else math.nan,
+        int(state.nonfinite.sum()) if on_pi else 0,
+    )
 
 
 def _targeted(parts: list[Part], request: Request) -> tuple[list[Part], dict[str, str]]:

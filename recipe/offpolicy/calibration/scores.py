@@ -68,20 +68,22 @@ class RowState:
         staleness: versions between its sampling and its use; -1 where not known.
         apart: mean |log pi - log pi_old| over its valid tokens, nats; NaN for none.
         grouped: whether its prompt is known.
+        nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
     """
 
     mini_batch: NDArray[np.int32]
     staleness: NDArray[np.int64]
     apart: NDArray[np.float64]
     grouped: NDArray[np.bool_]
+    nonfinite: NDArray[np.int64]
 
 
 def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]) -> tuple[dict[str, Scores], RowState]:
     """The units of each part of ``spec``, over all ``steps``, one step in memory at a time.
 
     Returns:
-        Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, and rows without any
-        other, have none. And the state of all rows, by their number.
+        Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
+        compares it, and rows without any other, have none. And the state of all rows, by their number.
 
     Raises:
         SpecError: what was recorded is not enough for ``spec``.
@@ -111,8 +113,10 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
     if not states:
         raise RecordingError("no response is recorded in any of these steps. Record others.")
     scores = {key: _joined(Scores, of_steps) for key, of_steps in found.items()}
-    if not all(len(units) for units in scores.values()):
-        raise RecordingError("no token with a finite mu and pi_old is recorded in any of these steps. Record others.")
+    for part in parts:
+        if not len(scores[part.key]):
+            needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
+            raise RecordingError(f"no token with a finite {needs} is recorded in any of these steps. Record others.")
     return scores, _joined(RowState, states)
 
 
@@ -131,7 +135,9 @@ def recorded_spec(step: Step) -> CorrectionSpec:
 
 def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
-    valid = valid_tokens(block.mask, old, mu)
+    # No bound can be read off a ratio that is not finite; training stops at such a pi.
+    compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
+    valid = valid_tokens(block.mask, *compared)
     log_rho, log_r = log_ratio(old, mu, valid), log_ratio(pi, old, valid)
     # The sum in which step_stage forms it, so that both give the same float32.
     value, above, below = {
@@ -227,13 +233,22 @@ def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
 
 
 def _state(rows: Rows) -> RowState:
-    apart = np.abs(rows.log_prob.astype(np.float64) - rows.old_log_prob)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(rows.log_prob.astype(np.float64) - rows.old_log_prob)
     valid = rows.response_mask & np.isfinite(apart)
     at = rows.row_of_token[valid]
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
-    return RowState(rows.mini_batch, rows.staleness, mean, np.array([bool(uid) for uid in rows.uid], dtype=bool))
+    lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
+    lost &= ~np.isfinite(rows.log_prob)
+    return RowState(
+        rows.mini_batch,
+        rows.staleness,
+        mean,
+        np.array([bool(uid) for uid in rows.uid], dtype=bool),
+        np.bincount(rows.row_of_token[lost], minlength=len(rows)),
+    )
 
 
 def _joined(kind: type[Arrays], pieces: Sequence[Arrays]) -> Arrays:

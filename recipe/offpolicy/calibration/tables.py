@@ -91,6 +91,11 @@ def remarks(result: Calibrated, confidence: float) -> list[str]:
         said += [_floor(proposal, confidence)] if proposal.floor is not None else []
         said.append(length_sentence(proposal, confidence))
     said += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
+    if result.nonfinite:
+        said.append(
+            f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
+            f"them out, and training stops at one."
+        )
     if result.grouped < 1:
         said.append(
             f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: they count as independent, and the "
