@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from recordings import drawn_rows
 from simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
-from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes, find_in
+from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes, find_in, temperature
+from recipe.offpolicy.attribution.causes.sampled import sampled_of
 from recipe.offpolicy.recording import Rows, concatenated
 
 
@@ -80,6 +82,54 @@ def test_misalignment_and_its_side(by: int) -> None:
     assert ("before" if by == 1 else "after") in of(causes, "misalignment").sentence
     # Nothing else can be said.
     assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
+
+
+def test_log_probs_of_other_rows_are_misalignment() -> None:
+    """mu rolled by a prime over all rows: no token has its own, and no shift within a row mends it."""
+    rows = simulated()
+    causes = find_causes(replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777)))
+    assert present(causes) == {"misalignment"}
+    misaligned = of(causes, "misalignment")
+    assert abs(misaligned.evidence["correlation_0"]) < 0.1
+    assert "nothing to do with" in misaligned.sentence
+    assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
+
+
+def test_rows_of_one_token_can_be_unrelated() -> None:
+    """Nothing stands beside them."""
+    rows = drawn_rows([1] * 1024)
+    assert of(find_causes(rows), "misalignment").verdict == "not testable"
+    rolled = replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777))
+    assert present(find_causes(rolled)) == {"misalignment"}
+
+
+def test_near_constant_log_probs_may_be_uncorrelated() -> None:
+    """Noise of 0.01 nats over log-probs that are all -1: no correlation, and a KL of 0.00005 nats."""
+    noise = np.random.default_rng(0).normal(0.0, 0.01, (2, 1280)).astype(np.float32)
+    rows = drawn_rows([20] * 64, rollout_log_prob=noise[0] - 1, old_log_prob=noise[1] - 1, log_prob=noise[1] - 1)
+    misaligned = of(find_causes(rows), "misalignment")
+    assert misaligned.verdict == "absent"
+    assert abs(misaligned.evidence["correlation_0"]) < 0.1
+
+
+def test_a_step_that_correlates_speaks_against_misalignment() -> None:
+    """Of five steps the first is healthy, the others' mu is rolled: the engine went wrong after it."""
+    steps = [drawn_rows([20] * 32, step=step, seed=step) for step in range(1, 6)]
+    wrong = [replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 77)) for rows in steps[1:]]
+    causes = find_causes(concatenated([steps[0], *wrong]))
+    assert "misalignment" not in present(causes)
+    assert present(find_causes(concatenated(wrong))) == {"misalignment"}
+
+
+def test_a_temperature_has_a_tight_slope_above_zero() -> None:
+    """A slope of -1 / 0.7, and one of 0.25 amid noise of 3 nats: both explain most of the gap by a straight line."""
+    warm = simulated(at_temperature(0.7))
+    for rows in (replace(warm, rollout_log_prob=-warm.rollout_log_prob), simulated(noisy(3.0))):
+        found = temperature.find(sampled_of(rows))
+        assert found.verdict == "absent"
+        assert found.evidence["slope_high"] < 0.97
+        assert found.evidence["explained_low"] > 0.5
+        assert "no temperature does that" in found.sentence
 
 
 def test_stale_weights_grow_and_reset() -> None:

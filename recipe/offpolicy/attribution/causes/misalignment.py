@@ -1,9 +1,12 @@
-"""Misalignment: mu belongs to the token before or after."""
+"""Misalignment: mu belongs to the token before or after, or to other rows altogether."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from ..profiles import k3
 from .cause import Cause, absent, untestable
 from .sampled import Array, Integers, Sampled, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
@@ -15,6 +18,14 @@ LOWEST = -15.0
 
 def find(sampled: Sampled) -> Cause:
     """Correlation of log pi_old with log mu of the same token, and of the tokens beside, over tokens of one row."""
+    beside = _beside(sampled)
+    if beside.verdict == "present":
+        return beside
+    return _unrelated(sampled, beside.evidence) or beside
+
+
+def _beside(sampled: Sampled) -> Cause:
+    """Whether it correlates better beside than at the same token."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
         return untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
@@ -43,6 +54,35 @@ def find(sampled: Sampled) -> Cause:
         f"log mu of a token is that of the token {sides[-best]}: at that shift it correlates with log pi_old at "
         f"{values[best]:.2f}, without it at {values[0]:.2f}",
         "mend the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
+    )
+
+
+def _unrelated(sampled: Sampled, evidence: Mapping[str, float]) -> Cause | None:
+    """Whether the two correlate nowhere; None where they do, or are so near that it means nothing.
+
+    A step or a turn that correlates by itself says that the others went wrong: that is staleness, or re-tokenisation.
+    """
+    count = len(sampled)
+    if count < LEAST_TOKENS:
+        return None
+    columns = _columns(sampled, *_pairs(sampled, 0))
+    loss = np.stack([np.ones(count), k3(sampled.tokens.gap)], axis=-1)
+    here = estimate(columns, sampled.cluster, _correlation)
+    mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
+    if here is None or here.high >= THRESHOLDS.related or mismatch is None or mismatch.low <= THRESHOLDS.healthy:
+        return None
+    for part in (sampled.step, sampled.tokens.turn):
+        for number in np.unique(part):
+            chosen = part == number
+            if chosen.sum() >= LEAST_TOKENS and _correlation(columns[chosen].sum(0)) >= THRESHOLDS.part_related:
+                return None
+    return Cause(
+        NAME,
+        "present",
+        {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
+        f"log mu has nothing to do with log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
+        f"{here.high:.2f}] with {mismatch.value:.2g} nats a token of KL",
+        "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
 
 

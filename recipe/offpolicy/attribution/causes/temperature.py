@@ -1,7 +1,7 @@
 """Temperature: within a context log mu is log pi_old times a factor, plus a constant.
 
 With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi: over the tokens of one context the
-slope of log mu on log pi_old is T_pi / T_mu, whatever the distribution.
+slope of log mu on log pi_old is T_pi / T_mu, whatever the distribution, and above 0.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def find(sampled: Sampled) -> Cause:
             **evidence,
         )
     x, y = contexts.old, contexts.mu
-    columns = np.stack([x * x, x * y, (y - x) ** 2, (y - x) * x], axis=-1)
+    columns = np.stack([x * x, x * y, (y - x) ** 2, (y - x) * x, y * y], axis=-1)
     cluster = sampled.cluster[contexts.index]
     slope = estimate(columns, cluster, _slope)
     explained = estimate(columns, cluster, _explained)
-    if slope is None or explained is None:
+    fit = estimate(columns, cluster, _fit)
+    if slope is None or explained is None or fit is None:
         return untestable(NAME, "both policies agree to the bit", **evidence)
     evidence |= {
         "slope": slope.value,
@@ -40,6 +41,8 @@ def find(sampled: Sampled) -> Cause:
         "slope_high": slope.high,
         "explained": explained.value,
         "explained_low": explained.low,
+        "fit": fit.value,
+        "fit_low": fit.low,
     }
     distance = max(slope.low - 1.0, 1.0 - slope.high)
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
@@ -47,6 +50,13 @@ def find(sampled: Sampled) -> Cause:
             NAME,
             f"within a context log mu is {slope.value:.3f} times log pi_old, which explains {explained.value:.0%} of "
             f"the gap",
+            **evidence,
+        )
+    if slope.low <= 0.0 or fit.low <= THRESHOLDS.slope_fits:
+        return absent(
+            NAME,
+            f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old with "
+            f"an R^2 of {fit.value:.2f}: no temperature does that",
             **evidence,
         )
     return Cause(
@@ -62,6 +72,11 @@ def find(sampled: Sampled) -> Cause:
 
 def _slope(sums: Array) -> float:
     return float(sums[1] / sums[0])
+
+
+def _fit(sums: Array) -> float:
+    """R^2 of log mu on log pi_old within contexts."""
+    return float(sums[1] ** 2 / (sums[0] * sums[4]))
 
 
 def _explained(sums: Array) -> float:

@@ -11,10 +11,14 @@ class Thresholds:
 
     Attributes:
         shift: by how much log mu has to correlate better with the log pi_old of the token beside.
+        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they have nothing to
+            do with each other; and that of one step or turn which contradicts it.
+        healthy: KL(mu, pi_old), nats a token, up to which a mismatch without a cause needs none.
         turn_factor: KL of one turn over that of the cleanest one, at equal probability.
         growth: KL of a step over that of the freshest steps.
         slope: distance from 1 of the slope of log mu on log pi_old within a context.
         slope_explains: share of the variance of log pi_old - log mu within contexts that the slope has to explain.
+        slope_fits: share of the variance of log mu within contexts that is linear in log pi_old.
         missing: probability under pi_old that mu has not kept.
         one_sided: share of the sum of (log mu - log pi_old)^2 where mu is the larger one.
         exhausted: contexts whose sampled tokens are all that mu allows, a count.
@@ -23,10 +27,14 @@ class Thresholds:
     """
 
     shift: float = 0.1
+    related: float = 0.2
+    part_related: float = 0.5
+    healthy: float = 1e-3
     turn_factor: float = 5.0
     growth: float = 3.0
     slope: float = 0.03
     slope_explains: float = 0.5
+    slope_fits: float = 0.8
     missing: float = 0.002
     one_sided: float = 0.7
     exhausted: int = 3
