@@ -7,6 +7,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .correction import SpecError
+
 Verdict = Literal["NOTE", "INERT", "WRONG"]
 """NOTE: it does what it says, and is rarely all that was meant. INERT: it would do nothing. WRONG: it would do
 something else than it says, or end the run."""
@@ -20,10 +22,14 @@ Finding = tuple[str, object, str, str]
 """Key, value, reason and fix, as packages that know no verdicts yield them."""
 
 _MESSAGE = re.compile(
-    r"(?P<key>[\w.]+)=(?P<value>.*?): (?P<reason>.*?)(?: (?P<fix>(?:Set|Swap|Leave|Choose|Stack) .*))?", re.S
+    r"(?P<key>[\w.]+)=(?P<value>'[^']*'|\"[^\"]*\"|\{.*?\}|\[.*?\]|[^\s:]*|.*?)"
+    r"(?:(?P<beside>(?: with| >) .*?))?: "
+    r"(?P<reason>.*?)(?: (?P<fix>(?:Set|Swap|Leave|Choose|Stack|Give|Known|Write|Remove) .*))?",
+    re.S,
 )
 _PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
 _ASSIGNED = re.compile(r"(?<![\w.])(\+{0,2}[a-z][\w.@/]*\.[\w.]+|correction|offpolicy)=(\[[^\]]*\]|'[^']*'|[^\s,;]+)")
+_JOINT = re.compile(r",? and |, ")
 
 
 @dataclass(frozen=True)
@@ -79,19 +85,36 @@ def spelt(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def told(message: str, parts: tuple[str, ...] = EVERYTHING) -> Problem:
-    """The problem that a message "key=value: reason. Set fix." of a SpecError tells."""
+def told(error: SpecError, parts: tuple[str, ...] = EVERYTHING) -> Problem:
+    """The problem that a SpecError is: what it carries, else what its message "key=value: reason. Set fix." says."""
+    message = str(error)
     found = _MESSAGE.fullmatch(message)
     if found is None:
         _, _, fix = message.rpartition(" Set ")
-        return Problem("", None, message, "", "WRONG", parts, named_overrides(f"Set {fix}"))
-    fix = found["fix"] or ""
-    return Problem(found["key"], found["value"].strip("'"), found["reason"], fix, "WRONG", parts, named_overrides(fix))
+        return Problem("", None, message, "", "WRONG", parts, _mends(error) or named_overrides(f"Set {fix}"))
+    beside, fix = found["beside"], found["fix"] or ""
+    reason = f"{beside.strip().replace('> ', 'above ', 1)}: {found['reason']}" if beside else found["reason"]
+    key, value = (error.key, error.value) if error.key else (found["key"], _unquoted(found["value"]))
+    return Problem(key, value, reason, fix, "WRONG", parts, _mends(error) or named_overrides(fix))
+
+
+def _mends(error: SpecError) -> tuple[str, ...]:
+    removed = (f"~{error.removed}",) if error.removed else ()
+    return (*removed, *(set_to(key, value) for key, value in error.overrides.items()))
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def named_overrides(sentence: str) -> tuple[str, ...]:
-    """The first ``key=value`` that a sentence of ours proposes; () where it names none or leaves the value open."""
+    """The first ``key=value`` that a sentence of ours proposes, with those that belong to it (", key=value" and
+    " and key=value"); () where it names none or leaves the value open."""
     found = _ASSIGNED.search(sentence)
-    if found is None or "..." in found[0]:
-        return ()
-    return (f"{found[1]}={found[2].rstrip('.:')}",)
+    overrides: list[str] = []
+    while found is not None and "..." not in found[0]:
+        value = found[2].rstrip(".:")
+        overrides.append(f"{found[1]}={value}")
+        joint = _JOINT.match(sentence, found.start(2) + len(value))
+        found = _ASSIGNED.match(sentence, joint.end()) if joint else None
+    return tuple(overrides)

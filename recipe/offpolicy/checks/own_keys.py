@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,6 +13,7 @@ from ..alarms.settings import problems as alarm_problems
 from ..calibration.online_settings import problems as calibrate_problems
 from ..correction import CorrectionSpec
 from ..findings import Finding, Problem, named_overrides, set_to
+from ..recording.card import FIX as ANOTHER
 from ..recording.settings import problems as record_problems
 from ..watchdog import problems as watchdog_problems
 
@@ -27,6 +30,8 @@ def _elsewhere(config: DictConfig) -> Iterator[Finding]:
     """Validated where it is read."""
     return iter(())
 
+
+_DIRECTORY = "offpolicy.record.dir"
 
 OWN_KEYS: dict[str, Validator] = {
     "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
@@ -60,8 +65,10 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 def _problem(key: str, value: object, reason: str, fix: str) -> Problem:
     if fix == "Set true or false.":
         overrides: tuple[str, ...] = (set_to(key, False),)
-    elif reason == "unknown key." or reason == "no phase has this name.":
+    elif reason.startswith("unknown key") or reason in ("no phase has this name.", "no alarm has this name."):
         overrides = (f"~{key}",)
+    elif key == _DIRECTORY:
+        overrides = _elsewhere_recorded(value, fix)
     elif "null for any time" in fix:
         overrides = (set_to(key, None),)
     elif fix.startswith("Set {"):
@@ -69,3 +76,13 @@ def _problem(key: str, value: object, reason: str, fix: str) -> Problem:
     else:
         overrides = named_overrides(fix)
     return Problem(key, value, reason, fix, "WRONG", (), overrides)
+
+
+def _elsewhere_recorded(value: object, fix: str) -> tuple[str, ...]:
+    """Another directory beside one that is taken; no recording where none can be; the key that the fix names."""
+    if "=" in fix and "=PATH" not in fix and _DIRECTORY not in fix:
+        return named_overrides(fix)
+    if fix != ANOTHER or not isinstance(value, str):
+        return (set_to(_DIRECTORY, None),)
+    free = next(name for n in count(2) if not Path(name := f"{value.rstrip('/')}_{n}").exists())
+    return (set_to(_DIRECTORY, free),)

@@ -67,7 +67,7 @@ def _malformed(key: str, owner: str, proposed: str | float, read: Callable[[], o
     try:
         read()
     except SpecError as error:
-        problem = told(str(error), (part(owner),))
+        problem = told(error, (part(owner),))
         yield replace(problem, overrides=(set_to(key, proposed),) if problem.key == key else ())
 
 

@@ -99,7 +99,7 @@ def diagnose(launch: Launch) -> Diagnosis:
         options = resolve(config, said.append) if launch.ours else []
         return replace(judged(config, launch, options), said=tuple(said))
     except SpecError as error:
-        row = Row("correction", "", (told(str(error)),))
+        row = Row("correction", "", (told(error),))
         return Diagnosis(launch, where, rows=(row,), said=tuple(said))
 
 
@@ -170,7 +170,7 @@ def _of_ours(config: DictConfig, spec: CorrectionSpec, options: Sequence[str]) -
         try:
             step()
         except SpecError as error:
-            problems.append(told(str(error)))
+            problems.append(told(error))
         except CheckError as error:
             problems += [each for each in error.problems if each not in problems]
     return problems
