@@ -25,10 +25,12 @@ class Unknown:
     Attributes:
         why: a sentence without its end, such as "$NODES is not set".
         line: of the script, where the value comes from.
+        prefix: what of the word is known to stand before it, such as ``trainer.nnodes=``.
     """
 
     why: str
     line: int
+    prefix: str = ""
 
 
 Field = str | Unknown

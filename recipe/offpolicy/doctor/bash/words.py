@@ -166,9 +166,9 @@ def _joined(pieces: Iterator[_Piece]) -> Iterator[Field]:
     current: Field | None = None
 
     def add(value: Field) -> Field:
-        if current is None or isinstance(value, Unknown):
-            return value
-        return current if isinstance(current, Unknown) else current + value
+        if current is None or isinstance(current, Unknown):
+            return value if current is None else current
+        return replace(value, prefix=current + value.prefix) if isinstance(value, Unknown) else current + value
 
     for piece in pieces:
         if not piece.split or isinstance(piece.value, Unknown):
