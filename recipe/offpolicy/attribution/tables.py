@@ -9,6 +9,7 @@ from ..pages import Column, Table
 from .attribution import Attribution
 from .decomposition import Decomposition
 from .profiles import Bucket
+from .unexplained import unexplained
 
 OPEN, CLOSE = "«", "»"
 """Marks around a token."""
@@ -128,10 +129,10 @@ def causes_table(attribution: Attribution) -> Table:
 
 
 def verdict(attribution: Attribution) -> str:
-    """One sentence on the causes."""
+    """The causes that are present, or what is to be said without one."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
     if not present:
-        return "No cause stands out: what differs is as small and as even as two healthy engines leave it."
+        return unexplained(attribution)
     return " ".join(f"{cause.name}: {cause.sentence}." for cause in present)
 
 

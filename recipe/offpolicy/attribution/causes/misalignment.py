@@ -66,7 +66,9 @@ def _unrelated(sampled: Sampled, evidence: Mapping[str, float]) -> Cause | None:
     if count < LEAST_TOKENS:
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
-    loss = np.stack([np.ones(count), k3(sampled.tokens.gap)], axis=-1)
+    gap = sampled.tokens.gap
+    # An offset common to all tokens says nothing of which token is whose.
+    loss = np.stack([np.ones(count), k3(gap - gap.mean())], axis=-1)
     here = estimate(columns, sampled.cluster, _correlation)
     mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
     if here is None or here.high >= THRESHOLDS.related or mismatch is None or mismatch.low <= THRESHOLDS.healthy:
@@ -81,7 +83,7 @@ def _unrelated(sampled: Sampled, evidence: Mapping[str, float]) -> Cause | None:
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
         f"log mu has nothing to do with log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
-        f"{here.high:.2f}] with {mismatch.value:.2g} nats a token of KL",
+        f"{here.high:.2f}] with {k3(gap).mean():.2g} nats a token of KL",
         "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
 

@@ -77,9 +77,14 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
         why = "both policies agree to the bit"
         return absent(TRUNCATED, why), absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
+    if missing.value < -1.0:
+        # One less a mean ratio above 2 is no mass.
+        ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
+        why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples: with mass cut off it is below 1"
+        return absent(TRUNCATED, why, **ratio), absent(EXTRA, why, **ratio)
     evidence = {
         "missing": missing.value,
-        "missing_low": missing.low,
+        "missing_low": max(missing.low, -1.0),
         "missing_high": missing.high,
         "one_sided": one_sided.value,
         "one_sided_low": one_sided.low,

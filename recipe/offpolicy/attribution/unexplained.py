@@ -1,0 +1,56 @@
+"""What is said of a mismatch in which no cause shows: whether it is small enough to need none."""
+
+from __future__ import annotations
+
+import math
+
+from .attribution import Attribution
+from .causes import misalignment
+from .causes.thresholds import THRESHOLDS
+
+
+def kl_of(attribution: Attribution) -> float:
+    """KL(mu, pi_old) by k3, nats a token, over all tokens; NaN where there are none."""
+    tokens = sum(version.tokens for version in attribution.versions)
+    return sum(version.k3 * version.tokens for version in attribution.versions) / tokens if tokens else math.nan
+
+
+def is_healthy(attribution: Attribution) -> bool:
+    """Whether KL(mu, pi_old) is no larger than two healthy engines leave it."""
+    return kl_of(attribution) <= THRESHOLDS.healthy
+
+
+def unexplained(attribution: Attribution) -> str:
+    """One sentence or two; for an attribution none of whose causes is present."""
+    kl = kl_of(attribution)
+    if not is_healthy(attribution):
+        return (
+            f"A large mismatch of unknown cause: KL(mu, pi_old) {kl:.2g} nats a token, where two healthy engines leave "
+            f"at most {THRESHOLDS.healthy:g}.{_only_stale(attribution)}"
+        )
+    if all(cause.verdict == "not testable" for cause in attribution.causes):
+        why = list(dict.fromkeys(cause.sentence for cause in attribution.causes))
+        return f"No cause can be looked for: {'; '.join(why)}."
+    correlation = _correlation(attribution)
+    if correlation < THRESHOLDS.related:
+        return (
+            f"KL(mu, pi_old) is small, {kl:.2g} nats a token, but log pi_old and log mu correlate at {correlation:.2f} "
+            f"only: the recorded log-probs are too alike to tell a cause."
+        )
+    return (
+        f"No cause stands out: what differs is as small and as even as two healthy engines leave it, {kl:.2g} nats a "
+        f"token of KL(mu, pi_old)."
+    )
+
+
+def _only_stale(attribution: Attribution) -> str:
+    ages = [version.staleness for version in attribution.versions]
+    if 0 in ages or max(ages, default=-1) < 1:
+        return ""
+    return f" Weights up to {max(ages)} steps old sampled it and no row is fresh, so that age alone may be why."
+
+
+def _correlation(attribution: Attribution) -> float:
+    """Of log mu with log pi_old of the same token; NaN where not measured."""
+    found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
+    return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)
