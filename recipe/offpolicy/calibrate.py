@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request.check()
         recording = Recording(options.directory)
+        _ = recording.card  # a damaged one is said before the work
         spec, unset = asked(recording, options.spec)
         result = calibrated(recording, spec, request, unset)
         now = None if unset else joint(recording, spec)
@@ -135,10 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep: of rows, turns or tokens")
+    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep of what it looks at")
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
-    add("--by-length", action="store_true", help="bounds by length also where the statistic does not depend on it")
+    add("--by-length", action="store_true", help="advice by length also where it does not matter: one bound acts")
     add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
     add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
     add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")

@@ -14,6 +14,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.whatif.composed import composed_mapping, composer
 
 GSM = "correction=[tis_token,gsm]"
+LATER = np.ones(240, dtype=np.int32)
 
 
 @pytest.fixture
@@ -62,8 +63,10 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
 
 def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, recording, "--spec", "correction=[gsm,icepop]", "--target-kept", 0.9)
-    assert "share kept of rows" in out
-    assert "share kept of tokens" in out
+    assert "kept of rows" in out
+    assert "kept of tokens" in out
+    assert "of all" not in out  # both look at everything
+    assert "the correction takes one bound; these tell which lengths it would hit" in out
     assert "All of it together" in out
     assert "masks.gsm: depends on length (rank correlation" in out
     assert "masks.gsm by length" in out
@@ -134,6 +137,55 @@ def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.Captur
     text = page.read_text()
     assert "correction.masks.gsm.upper=" in text
     assert text.count("<img ") == 1
+
+
+def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of 240 rows have A < 0: 0.9 of these is 0.95 of all, 108 of 120 and 228 of 240."""
+    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
+    directory = record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05, mini_batch=LATER))
+    spec = ("--spec", "correction=opsm", "correction.masks.opsm.delta=0.01")
+    arguments = (directory, *spec, "--target-kept", 0.9, "--of", "masks.opsm", "--by-length")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1  # no floor
+    assert "kept of rows, A < 0" in out
+    assert "of all then" in out
+    # Without a floor nothing is proposed, and each length is shown all the same.
+    assert "its backend noise is not identified; the target alone takes delta 0." in " ".join(out.split())
+    _, out, _ = run(capsys, *arguments, "--json")
+    proposal = json.loads(out)["proposals"][0]
+    assert proposal["looked"] == 0.5
+    assert proposal["reached_now_of_all"] == pytest.approx(1 - 0.5 * (1 - proposal["reached_now"]))
+    assert proposal["proposed"]["values"] == {}
+    (entry,) = proposal["by_length"].values()
+    assert (entry["rows"], entry["reached"], entry["alone"]["values"]) == (120, proposal["reached_now"], {})
+
+
+def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rows, status in ((19, 1), (20, 0)):
+        directory = record(tmp_path / str(rows), drawn_rows([30] * rows, group=1))
+        found, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+        assert found == status
+        assert ("masks.gsm: not identified: 19 rows, and a bound takes 20." in out) == (status == 1)
+
+
+def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise of 5 nats a token: a mean over one token reaches 6.9 = log 1000 in more than a tenth of the rows."""
+    directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=5.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 1
+    assert "masks.gsm: not identified: it would take a bound at " in out
+    assert "correction.masks.gsm.upper" not in out
+    directory = record(tmp_path / "near", drawn_rows([1] * 400, backend=3.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 0
+    assert "correction.masks.gsm.upper" in out
+
+
+def test_a_damaged_card_is_said(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recording / "run.json").write_text("{")
+    status, out, err = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9)
+    assert (status, out) == (2, "")
+    assert "run.json: not readable as JSON" in err
 
 
 @pytest.mark.parametrize(

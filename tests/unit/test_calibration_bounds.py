@@ -103,19 +103,24 @@ def part_and_scores(spec: CorrectionSpec, steps: list[Step], of: str | None = No
     return part, scores[part.key]
 
 
+def of_all(scores: Scores, share: float) -> float:
+    """``share`` of the units that a mask looks at, of all of them."""
+    return 1 - float(scores.looked.mean()) * (1 - share) if scores.looked.any() else 1.0
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_present_bounds_keep_what_training_keeps(name: str) -> None:
     spec, steps = spec_of(MASKS[name]), steps_of(drawn(1), drawn(2, step=2))
     part, scores = part_and_scores(spec, steps)
     share = replayed_share(spec, steps)
     assert 0 < share < 1, "the case has to reject some and keep some"
-    assert kept_share(part, scores, part.limits) == pytest.approx(share, abs=1e-12)
+    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize("target", [0.9, 0.98])
 @pytest.mark.parametrize("name", MASKS)
 def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float) -> None:
-    """The least share that units allow: ceil(target n) of n units kept, exactly, no unit more.
+    """The least share that units allow: ceil(target n) of the n that it looks at kept, exactly, no unit more.
 
     Tokens that a row decides stand or fall together: up to a row's 36 more.
     """
@@ -123,10 +128,11 @@ def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float)
     part, scores = part_and_scores(spec, steps)
     found = for_kept_share(part, scores, target, 0.95)
     share = replayed_share(with_values(spec, "masks.it", found.values), steps)
-    least = math.ceil(target * len(scores) - 1e-9)
+    looked = int(scores.looked.sum())
+    least = len(scores) - looked + math.ceil(target * looked - 1e-9)
     slack = 36 if name == "by token's sign" else 0
     assert least <= round(share * len(scores)) <= least + slack
-    assert found.reached == pytest.approx(share, abs=1e-12)
+    assert of_all(scores, found.reached) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize("side", ["lower", "upper"])
@@ -167,7 +173,9 @@ def test_any_mask_is_read_as_training_reads_it(
     spec = spec_of({"ratio": ratio, "level": level, "aggregate": aggregate, "when": when, **bounds})
     steps = steps_of(drawn(seed, count=12))
     part, scores = part_and_scores(spec, steps)
-    assert kept_share(part, scores, part.limits) == pytest.approx(replayed_share(spec, steps), abs=1e-12)
+    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(
+        replayed_share(spec, steps), abs=1e-12
+    )
 
 
 def test_symmetric_in_log_space_and_rounded_outward() -> None:
@@ -210,19 +218,21 @@ def test_unreachable_beside_the_other_bound() -> None:
     assert "not reachable: the other bound alone keeps 0." in found.note
 
 
-def test_a_mask_that_looks_at_few_rows() -> None:
-    """With 9 of 10 advantages positive, OPSM keeps 0.9 whatever its delta: asked for 0.8, it says so."""
+def test_the_target_is_of_what_the_mask_looks_at() -> None:
+    """Of 100 rows the mask looks at the 10 of negative advantage: 0.8 of these is 8, so that 98 of 100 are kept."""
     sign = np.where(np.arange(100) % 10 == 0, -1.0, 1.0)
     rows = drawn(9)
     rows = replace(rows, advantages=np.repeat(sign, np.diff(rows.offsets)).astype(np.float32))
-    part, scores = part_and_scores(spec_of(OPSM), steps_of(rows))
+    spec = spec_of(OPSM)
+    part, scores = part_and_scores(spec, steps_of(rows))
     found = for_kept_share(part, scores, 0.8, 0.95)
-    assert found.values == {"delta": 0.0}
-    assert "more than asked for" in found.note
-    part, scores = part_and_scores(spec_of(BAND | {"when": "negative", "upper": None}), steps_of(rows))
+    assert (found.reached, found.count) == (0.8, 10)
+    assert replayed_share(with_values(spec, part.key, found.values), steps_of(rows)) == 0.98
+    none = replace(rows, advantages=np.ones_like(rows.advantages))
+    part, scores = part_and_scores(spec, steps_of(none))
     found = for_kept_share(part, scores, 0.8, 0.95)
     assert not found.values
-    assert "does not look at that many units" in found.note
+    assert "not identified: it looks at none of the rows" in found.note
 
 
 def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..correction.ratios import EXP_CLAMP
 from .intervals import Interval, resampled_totals
 from .parts import Part
+from .sanity import absurd
 from .scores import Scores
 from .thresholds import Threshold, not_found
 
@@ -84,6 +85,8 @@ def for_ess(part: Part, scores: Scores, target: float, confidence: float, *, see
         inside, beyond = (
             (middle, beyond) if ess_within(part, scores, part.limits_at(middle)) >= target else (inside, middle)
         )
+    if reason := absurd(part, inside):
+        return not_found(scores, reason)
     values = _rounded(part, scores, inside, target)
     reached = ess_within(part, scores, part.limits_with(values))
     interval = _interval(curve, target, confidence)

@@ -46,8 +46,8 @@ def places(part: Part, scores: Scores) -> Floats:
 
 
 def kept_curve(part: Part, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
-    """The kept share of these units at each ``radius``."""
-    radii = needed(part, scores)
+    """The kept share, at each ``radius``, of those of these units that the part looks at."""
+    radii, scores = needed(part, scores), scores.chosen(scores.looked)
     found: list[Clustered] = [clustered(radii <= place, scores.group) for place in radius]
     ends = np.array([share_interval(share, confidence) for share in found]).reshape(-1, 2)
     return KeptCurve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1], len(scores))

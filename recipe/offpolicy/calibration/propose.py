@@ -28,7 +28,8 @@ class Request:
     """What is asked for.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, is to keep by itself; None for none.
+        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it looks at (OPSM:
+            of rows with a negative advantage); None for none.
         target_ess: effective sample size that the weight is to have; None for none.
         of: one part or bound, see ``parts_of``; None for all.
         confidence: of every interval.
@@ -62,8 +63,8 @@ class OfLength:
 
     Attributes:
         bucket: its name in the metrics.
-        rows: of these lengths.
-        reached: what the bound that was proposed for all lengths reaches on them.
+        rows: of these lengths that the part looks at.
+        reached: what the bound for all lengths reaches on them: the proposed one, or the present one where none was.
         threshold: the bound that would reach the target on them alone.
         curve: of a kept share.
     """
@@ -82,6 +83,7 @@ class Proposal:
     Attributes:
         part: whose bound.
         target: what is to be reached, and ``goal`` how much of it.
+        looked: share of all units that the part looks at; it keeps the others whatever its bound is.
         now: what the present bound reaches; NaN where it has no value yet.
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
@@ -93,6 +95,7 @@ class Proposal:
     part: Part
     target: Target
     goal: float
+    looked: float
     now: float
     threshold: Threshold
     floor: Floor | None
@@ -104,6 +107,10 @@ class Proposal:
     def found(self) -> bool:
         """Whether there is a bound to set."""
         return bool(self.threshold.values)
+
+    def of_all(self, reached: float) -> float:
+        """What ``reached`` of the units that the part looks at is of all units; NaN for an ESS."""
+        return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,10 @@ def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> 
             floor = _floor(part, scores, state, request)
         except NotIdentifiedError as error:
             missing = str(error)
-    threshold = not_found(scores, missing) if missing else _threshold(part, scores, target, goal, request, floor)
+    looked = scores.chosen(scores.looked)
+    if not missing and (few := _few(looked)):
+        missing = f"not identified: {few}"
+    threshold = not_found(looked, missing) if missing else _threshold(part, scores, target, goal, request, floor)
     length = length_dependence(scores, request.confidence)
     curve: KeptCurve | EssCurve
     if target == "ess":
@@ -200,10 +210,10 @@ def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> 
     else:
         curve = kept_curve(part, scores, places(part, scores), request.confidence)
     lengths: tuple[OfLength, ...] = ()
-    if (length.depends or request.by_length) and not missing:
+    if length.depends or request.by_length:
         lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
     now = math.nan if part.unset else _reached(part, scores, target, part.limits)
-    return Proposal(part, target, goal, now, threshold, floor, length, lengths, curve)
+    return Proposal(part, target, goal, float(scores.looked.mean()), now, threshold, floor, length, lengths, curve)
 
 
 def _threshold(
@@ -228,21 +238,31 @@ def _by_length(
     target, goal = aim
     for index, name in enumerate(BUCKETS):
         own = scores.chosen(bucket == index)
-        rows = len(np.unique(own.row))
-        if not rows:
+        looked = own.chosen(own.looked)
+        if not len(looked):
             continue
-        reached = _reached(part, own, target, part.limits_with(overall.values)) if overall.values else math.nan
-        if rows < LEAST_ROWS:
-            threshold = not_found(own, f"{rows} rows, and a bound takes {LEAST_ROWS}")
+        known = bool(overall.values) or not part.unset
+        reached = _reached(part, own, target, part.limits_with(overall.values)) if known else math.nan
+        if few := _few(looked):
+            threshold = not_found(looked, few)
         else:
             try:
                 floor = _floor(part, own, state, request) if "delta" in part.now else None
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
-                threshold = not_found(own, "its backend noise is not identified")
+                alone = _threshold(part, own, target, goal, request, None).values
+                said = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
+                noise = "its backend noise is not identified"
+                threshold = not_found(looked, f"{noise}; {said}" if said else noise)
         line = kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
-        found.append(OfLength(name, rows, reached, threshold, line))
+        found.append(OfLength(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)
+
+
+def _few(units: Scores) -> str:
+    """What is said of units of fewer rows than a bound takes; empty for enough."""
+    rows = len(np.unique(units.row))
+    return f"{rows} rows, and a bound takes {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 
 
 def _floor(part: Part, scores: Scores, state: RowState, request: Request) -> Floor:

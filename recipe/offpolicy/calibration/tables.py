@@ -12,33 +12,39 @@ from .parts import Part
 from .propose import Calibrated, OfLength, Proposal
 from .thresholds import Threshold
 
-_MEASURE = {"kept": "share kept", "ess": "ESS"}
+BY_LENGTH = "advice, for the correction takes one bound; these tell which lengths it would hit"
+_LOOKS = {"positive": "A > 0", "negative": "A < 0"}
 
 
 def overview(result: Calibrated, confidence: float) -> Table:
-    """A row a bound: what it is, what it should be, and what each keeps."""
+    """A row a bound: what it is, what it should be, and what each keeps of what it looks at, and of all."""
+    partial = any(proposal.looked < 1 for proposal in result.proposals)
     columns = (
         Column("bound"),
         Column("of"),
         Column("target", digits=4),
         Column("now"),
         Column("reaches", digits=4),
+        *([Column("of all", digits=4)] if partial else []),
         Column("proposed"),
         Column(f"{confidence:.0%} interval"),
         Column("reaches then", digits=4),
+        *([Column("of all then", digits=4)] if partial else []),
         Column("units"),
         Column("prompts"),
     )
     rows = [
         (
             part_name(proposal.part),
-            _MEASURE[proposal.target] + (f" of {proposal.part.share_of}" if proposal.target == "kept" else ""),
+            _counted(proposal),
             proposal.goal,
             bounds(proposal.part.now),
             proposal.now,
+            *([proposal.of_all(proposal.now)] if partial else []),
             bounds(proposal.threshold.values) if proposal.found else "none",
             interval(proposal.part, proposal.threshold),
             proposal.threshold.reached,
+            *([proposal.of_all(proposal.threshold.reached)] if partial else []),
             proposal.threshold.count,
             proposal.threshold.groups,
         )
@@ -47,12 +53,22 @@ def overview(result: Calibrated, confidence: float) -> Table:
     return Table(columns, rows, "Proposed bounds")
 
 
+def _counted(proposal: Proposal) -> str:
+    """What a target is a share of: of a mask for one sign of the advantage, what has that sign."""
+    if proposal.target == "ess":
+        return "ESS"
+    when = _LOOKS.get(getattr(proposal.part.spec, "when", "any"))
+    return f"kept of {proposal.part.share_of}" + (f", {when}" if when else "")
+
+
 def by_length(proposal: Proposal, confidence: float) -> Table:
-    """A row a bucket of T."""
+    """A row a bucket of T, as advice."""
+    part = proposal.part
+    common = proposal.threshold.values or ({} if part.unset else part.now)
     columns = (
         Column("T"),
         Column("rows"),
-        Column(f"{bounds(proposal.threshold.values) or 'the common bound'} reaches", digits=4),
+        Column(f"{bounds(common) or 'the common bound'} reaches", digits=4),
         Column(f"reaches {proposal.goal:g} alone"),
         Column(f"{confidence:.0%} interval"),
         Column("remark"),
@@ -68,7 +84,7 @@ def by_length(proposal: Proposal, confidence: float) -> Table:
         )
         for entry in proposal.lengths
     ]
-    return Table(columns, rows, f"{part_name(proposal.part)} by length")
+    return Table(columns, rows, f"{part_name(part)} by length: {BY_LENGTH}")
 
 
 def together(now: Joint | None, then: Joint) -> Table:
@@ -184,7 +200,10 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
         "of": "tokens" if proposal.target == "ess" else part.share_of,
         "goal": proposal.goal,
         "now": part.now,
+        "looked": proposal.looked,
         "reached_now": _number_or_none(proposal.now),
+        "reached_now_of_all": _number_or_none(proposal.of_all(proposal.now)),
+        "reached_of_all": _number_or_none(proposal.of_all(proposal.threshold.reached)),
         "proposed": _threshold(part, proposal.threshold),
         "floor": None if proposal.floor is None else _finite(vars(proposal.floor)),
         "length": {**_finite(vars(test)), "interval": [_number_or_none(end) for end in test.interval]}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .intervals import Interval, clustered, quantile_interval
 from .parts import Part
+from .sanity import absurd
 from .scores import Scores
 
 _COARSE = 0.02
@@ -28,7 +29,7 @@ class Threshold:
         radius: where that is, in what the part compares: nats for ratios; NaN where none was found.
         interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
         reached: what the values reach on the recording, in the target's own measure.
-        count, groups: units and prompt groups that it rests on.
+        count, groups: units and prompt groups that it rests on; of a kept share those that the part looks at.
         note: what has to be said of it; empty for nothing.
     """
 
@@ -47,21 +48,21 @@ def not_found(scores: Scores, note: str, reached: float = math.nan) -> Threshold
 
 
 def kept_share(part: Part, scores: Scores, limits: tuple[float, float]) -> float:
-    """Share of the units that bounds at ``limits`` keep; NaN for none."""
-    if not len(scores):
+    """Share of the units that the part looks at and bounds at ``limits`` keep; NaN where it looks at none."""
+    if not scores.looked.any():
         return math.nan
-    return float(1 - scores.outside(limits, exact=part.by_batch).mean())
+    return float(1 - scores.outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
 def needed(part: Part, scores: Scores) -> NDArray[np.float64]:
-    """(U,) the radius that keeps each unit: -inf where it is kept anyway, inf where the other bound rejects it."""
-    return np.where(scores.looked, part.radius(scores.low, scores.high), -math.inf)
+    """(L,) the radius that keeps each unit that the part looks at: inf where the other bound rejects it."""
+    return part.radius(scores.low, scores.high)[scores.looked]
 
 
 def for_kept_share(
     part: Part, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
 ) -> Threshold:
-    """The narrowest bound that keeps at least ``target`` of the units.
+    """The narrowest bound that keeps at least ``target`` of the units that the part looks at.
 
     Args:
         floor: nats below which the radius must not fall, such as what backend noise alone reaches.
@@ -71,12 +72,15 @@ def for_kept_share(
     """
     if not len(scores):
         return not_found(scores, "no unit: no token has a finite mu and pi_old")
+    scores = scores.chosen(scores.looked)
+    if not len(scores):
+        return not_found(scores, f"not identified: it looks at none of the {part.share_of}")
     radii = needed(part, scores)
     ordered = np.sort(radii)
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     if radius == math.inf:
-        other = float(np.isfinite(radii).mean() + np.isneginf(radii).mean())
+        other = float(np.isfinite(radii).mean())
         return not_found(scores, f"not reachable: the other bound alone keeps {other:.4f}", other)
     if radius == 0 and floor <= 0:
         return not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
@@ -87,8 +91,8 @@ def for_kept_share(
         at = "the backend-noise floor" if least == floor > 0 else "the narrowest bound that it takes"
         note = f"{at} keeps {kept_at_least:.4f}, more than asked for"
         radius = least
-    if radius == -math.inf:
-        return not_found(scores, "the part does not look at that many units: whatever the bound, it keeps more", 1.0)
+    if reason := absurd(part, radius):
+        return not_found(scores, reason)
     kept = radii <= radius
     # The first unit that rounding must not keep; of very many, a few may slip in for fewer digits.
     slack = int(_SLACK * len(ordered))
