@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,15 +52,15 @@ def _show(found: Any) -> None:
     from .attribution import tables
     from .pages import to_rich
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     shown = [tables.causes_table(found), tables.shares_table(found.whole), tables.steps_table(dict(found.by_step))]
     shown += [tables.versions_table(found)]
     shown += [tables.profile_table(name, buckets) for name, buckets in found.profiles.items() if len(buckets) > 1]
     for table in [*shown, tables.tokens_table(found), tables.rows_table(found)]:
         console.print(to_rich(table))
     if found.without_text:
-        console.print(Text(f"Ids in place of text: {found.without_text}."))
-    console.print(Text(tables.verdict(found)))
+        console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
+    console.print(Text(tables.verdict(found)), soft_wrap=True)
 
 
 def _plain(value: Any) -> Any:
@@ -78,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m recipe.offpolicy.attribute", description="Where does the mismatch of a recorded run come from?"
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="of offpolicy.record.dir")
-    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="steps to read (default: all)")
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="FIRST:LAST",
+        help="steps to read, either end left out or one number (default: all)",
+    )
     parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
@@ -86,20 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _steps(text: str) -> tuple[int, int]:
-    first, colon, last = text.partition(":")
-    try:
-        steps = int(first), int(last if colon else first)
-    except ValueError:
-        steps = (1, 0)
-    if steps[0] > steps[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10")
-    return steps
+def _steps(text: str) -> tuple[int, int | None]:
+    found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
+    if found is None or not (found[1] or found[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")
+    first = int(found[1] or 0)
+    last = int(found[3]) if found[3] else None if found[2] else first
+    if last is not None and last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; FIRST:LAST is as in 3:10")
+    return first, last
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 12")
     return int(text)
 
 

@@ -28,8 +28,7 @@ def recorded(tmp_path: Path) -> Path:
     return record(tmp_path / "recording", *steps)
 
 
-def test_tables(recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_tables(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert attribute.main([str(recorded), "--worst", "3"]) == 0
     shown = capsys.readouterr().out
     for text in ("causes", "by step", "by version of the weights", "by probability", "worst tokens", "«"):
@@ -88,6 +87,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
     [
         (["{tmp}/nowhere"], "no such directory"),
         (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
+        (["{dir}", "--steps", "7:"], "no step from 7 on"),
         (["{dir}", "--png", "{tmp}/a.nonsense"], "nonsense"),
     ],
 )
@@ -107,11 +107,39 @@ def test_a_damaged_file_is_named(recorded: Path, capsys: pytest.CaptureFixture[s
     assert damaged.name in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["3:1", "x", "1:y"])
-def test_steps_that_are_none(text: str, recorded: Path) -> None:
+@pytest.mark.parametrize(("text", "steps"), [("3:", [3]), (":2", [2]), ("2:3", [2, 3]), ("1:", [2, 3]), ("3", [3])])
+def test_either_end_of_the_steps_may_be_left_out(
+    text: str, steps: list[int], recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attribute.main([str(recorded), "--json", "--steps", text]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "said"),
+    [
+        ("--steps", "3:1", "ends before it begins"),
+        ("--steps", "x", "is not FIRST:LAST"),
+        ("--steps", "1:y", "is not FIRST:LAST"),
+        ("--steps", ":", "is not FIRST:LAST"),
+        ("--steps", "³", "is not FIRST:LAST"),
+        ("--worst", "²", "'²' is not a number of tokens"),
+        ("--worst", "-1", "'-1' is not a number of tokens"),
+    ],
+)
+def test_numbers_that_are_none(
+    option: str, text: str, said: str, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        attribute.main([str(recorded), "--steps", text])
+        attribute.main([str(recorded), f"{option}={text}"])
     assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_pipe_is_160_columns_wide(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attribute.main([str(recorded)]) == 0
+    drawn = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert 120 < max(map(len, drawn)) <= 160
 
 
 def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:

@@ -47,21 +47,23 @@ class Attribution:
     causes: Sequence[Cause]
 
 
-def attribute(recording: Recording, *, steps: tuple[int, int] | None = None, worst: int = WORST) -> Attribution:
+def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = None, worst: int = WORST) -> Attribution:
     """Read and explain a recording.
 
     Args:
-        steps: first and last step to read; None: all.
+        steps: first and last step to read, a last of None being the last recorded; None: all.
         worst: tokens and rows to list.
 
     Raises:
         RecordingError: a file is damaged, or no such step or no token was recorded.
     """
-    chosen = [step for step in recording.steps if steps is None or steps[0] <= step <= steps[1]]
+    first, last = steps or (recording.steps[0], None)
+    chosen = [step for step in recording.steps if first <= step and (last is None or step <= last)]
     if not chosen:
+        asked = f"from {first} on" if last is None else f"from {first} to {last}"
         raise RecordingError(
-            f"{recording.directory}: no step from {steps and steps[0]} to {steps and steps[1]} is recorded; there are "
-            f"{recording.steps[0]} to {recording.steps[-1]}."
+            f"{recording.directory}: no step {asked} is recorded; there are {recording.steps[0]} to "
+            f"{recording.steps[-1]}."
         )
     return explain(concatenated([recording.step(step).rows for step in chosen]), recording.card, worst=worst)
 
