@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [argument for argument in given if argument != "--"]
     if known.script is not None and known.module is not None:
         parser.error("--script and --module: the script says which program it launches")
+    if known.line is not None and known.script is None:
+        parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
     out = sys.stdout
     # Whoever is imported may print; what is asked for stands alone on the standard output.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():

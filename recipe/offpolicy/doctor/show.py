@@ -78,7 +78,8 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=10_000)
     if diagnosis.launch.origin:
-        _line(console, f"{diagnosis.launch.origin}: {diagnosis.launch.module}")
+        module = diagnosis.launch.module
+        _line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
     if diagnosis.path is not None:
         _line(console, str(diagnosis.path))
     for line in diagnosis.said:

@@ -278,7 +278,24 @@ def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path:
     answer = ask("--script", str(script))
     assert answer.status == 2
     assert part in answer.printed
+    assert answer.printed.splitlines()[0] == str(script), "no program that would follow a colon"
     assert part in ask("--json", "--script", str(script)).json["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--line", "3", *NEEDED], "--line: the line of a launch in a script"),
+        (["--script", "run.sh", "--module", "a.b"], "--script and --module"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], said: str, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ask(*arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_one_of_several_launches(tmp_path: Path) -> None:
