@@ -222,7 +222,19 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "an actor that verl does not take": (
         {f"{ACTOR}.ppo_micro_batch_size_per_gpu": None},
-        (ACTOR, "ppo_micro_batch_size_per_gpu"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=null: verl does not take it", f"Set {ACTOR}.ppo_micro_batch_size_per_"),
+    ),
+    "two sizes of one thing": (
+        {f"{ACTOR}.ppo_micro_batch_size": 2},
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1: ", f"Set {ACTOR}.ppo_micro_batch_size=null"),
+    ),
+    "an aggregation that verl does not know": (
+        {f"{ACTOR}.loss_agg_mode": "mean"},
+        (f"{ACTOR}.loss_agg_mode=mean: verl does not take it", f"Set {ACTOR}.loss_agg_mode=token-mean"),
+    ),
+    "a key that verl's actor does not have": (
+        {f"{ACTOR}.policy_loss.no_such": 1},
+        (f"{ACTOR}.policy_loss.no_such=1: verl does not take it", f"Remove {ACTOR}.policy_loss.no_such"),
     ),
     "sums without a scale": (
         {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},

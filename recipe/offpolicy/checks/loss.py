@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..verl_keys.reading import BYPASS, active, part
 from .reading import ACTOR
 
 _KL_CLIP = ("kl_clip",)
+_DEMANDED = "ppo_micro_batch_size_per_gpu"
 
 
 def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -118,10 +120,7 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     try:
         actor_config: Any = omega_conf_to_dataclass(actor)
     except Exception as error:
-        said = str(error.__cause__ or error)
-        yield Problem(
-            ACTOR, "...", f"verl does not take it: {said}", "", parts=parts, overrides=_what_verl_demands(config)
-        )
+        yield _refused_by_verl(config, str(error.__cause__ or error), parts)
         return
     try:
         wrong = probe(actor_config)
@@ -149,10 +148,42 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         )
 
 
-def _what_verl_demands(config: DictConfig) -> tuple[str, ...]:
-    """The one thing without a default that verl's actor demands."""
+def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
+    """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
+    reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
+    if unknown is not None:
+        key = _below(config, unknown[1])
+        if key is not None:
+            return _problem(config, key, reason, f"Remove {key}.", parts, f"~{key}")
+        return Problem("", None, f"{ACTOR}: {reason}", f"Remove {unknown[1]}.", "WRONG", parts)
+    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
+    if not named:
+        fix = f"Mend what of {ACTOR} verl's message is about."
+        return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
+    name = next((key for key in named if key.endswith(_DEMANDED)), named[0])
+    if name.endswith(_DEMANDED):
+        given = OmegaConf.select(config, f"{ACTOR}.ppo_micro_batch_size") is not None
+        override = set_to(f"{ACTOR}.ppo_micro_batch_size", None) if given else set_to(f"{ACTOR}.{_DEMANDED}", 1)
+    elif name == f"{ACTOR}.loss_agg_mode":
+        override = set_to(name, "token-mean")
+    else:
+        return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
+    return _problem(config, name, reason, f"Set {override}.", parts, override)
+
+
+def _below(config: DictConfig, name: str) -> str | None:
+    """The key of the actor, or of a section of it, that has this name."""
     actor = config.actor_rollout_ref.actor
-    sizes = ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
-    if not actor.use_dynamic_bsz and all(actor.get(key) is None for key in sizes):
-        return (set_to(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1),)
-    return ()
+    sections = ("", *(f"{each}." for each in actor if isinstance(OmegaConf.select(actor, str(each)), DictConfig)))
+    places = (f"{section}{name}" for section in sections)
+    return next((f"{ACTOR}.{place}" for place in places if _has(actor, place)), None)
+
+
+def _has(actor: DictConfig, place: str) -> bool:
+    section, _, name = place.rpartition(".")
+    return name in (OmegaConf.select(actor, section) if section else actor)
+
+
+def _problem(config: DictConfig, key: str, reason: str, fix: str, parts: tuple[str, ...], *overrides: str) -> Problem:
+    return Problem(key, OmegaConf.select(config, key), reason, fix, "WRONG", parts, overrides)
