@@ -23,9 +23,9 @@ from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report.__main__ import main
 from recipe.offpolicy.report.sample import sample_of, spread
-from recipe.offpolicy.report.studies import studies_of
+from recipe.offpolicy.report.studies import Studies, studies_of
 from recipe.offpolicy.report.timeline import timeline_of
-from recipe.offpolicy.report.verdict import live, trend
+from recipe.offpolicy.report.verdict import COPIED, answers, live, trend
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 GSM = {
@@ -243,6 +243,60 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     assert bucket.references == {"geometric": 0.5, "product": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("ages", "answer", "because"),
+    [
+        # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
+        ([0, 3], "KL(mu, pi_old) 5e-05 nats a token", "With stale rows, whose mu is of older weights, 0.36."),
+        ([3, 3], "unknown", "Every row was sampled by older weights"),
+        ([0, 0], "KL(mu, pi_old) 0.36 nats a token", "Mean over 4 response tokens"),
+    ],
+)
+def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answer: str, because: str) -> None:
+    mu = np.full(4, -2, np.float32)
+    old = mu + np.array([0.01, 0.01, 1, 1], np.float32)
+    version = 8 - np.array(ages)
+    rows = drawn_rows(
+        [2, 2], step=9, rollout_log_prob=mu, old_log_prob=old, log_prob=old, oldest_version=version,
+        newest_version=version,
+    )  # fmt: skip
+    recording = Recording(record(tmp_path / "run", rows))
+    found = answers(timeline_of(recording), CorrectionSpec(), {}, Studies(frozenset(), "", "", ""))
+    (line,) = (one for one in found if one.question == "Do the engines agree?")
+    assert line.answer == answer
+    assert because in line.because
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "bypass"])
+def test_mu_that_is_pi_old_to_the_bit(tmp_path: Path, proximal: str) -> None:
+    """Suspicious, unless pi_old was taken from mu on purpose."""
+    mu = np.full(40, -1.0, dtype=np.float32)
+    spec = CorrectionSpec.from_mapping({"proximal": proximal})
+    for last, copied in ((0.0, True), (1e-6, False)):
+        old = mu + np.append(np.zeros(39), last).astype(np.float32)
+        recording = Recording(record(tmp_path / f"{last}", drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old)))
+        found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
+        said = [line.answer for line in found]
+        assert said.count(COPIED) == (2 if copied and proximal == "recompute" else 0)
+
+
+def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the recording is opened: there is none."""
+    assert main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"report: --out {tmp_path}: it is a directory. Name a file")
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "none"), "--out", str(tmp_path / "file" / "a.html")]) == 2
+    assert "no file can be written below" in capsys.readouterr().err
+
+
+def test_whole_numbers_of_the_proof_are_whole(tmp_path: Path) -> None:
+    numbers = {"fingerprint": 1464144645.0, "gradient_error": 9.5e-08}
+    proof = {"sentence": "LIVE", "step": 1, "live": numbers}
+    _, page = report(made(tmp_path, proof=proof), tmp_path)
+    assert "1464144645" in page.text
+    assert "1.46e+09" not in page.text
+
+
 def test_what_acted_may_change(tmp_path: Path) -> None:
     """Calibrated online, or fallen back: the steps before which it changed."""
     moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM["masks"]["gsm"] | {"upper": 1.02}}})
@@ -338,9 +392,9 @@ def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
     ],
 )
 def test_recordings_with_nothing_to_explain(tmp_path: Path, change: str, said: str) -> None:
-    mu = np.full(40, -1.0 if change == "equal" else np.nan, dtype=np.float32)
+    mu = np.full(120, -1.0 if change == "equal" else np.nan, dtype=np.float32)
     same = {"old_log_prob": mu, "log_prob": mu} if change == "equal" else {}
-    _, page = report(record(tmp_path / "run", drawn_rows([5] * 8, rollout_log_prob=mu, **same)), tmp_path)
+    _, page = report(record(tmp_path / "run", drawn_rows([5] * 24, rollout_log_prob=mu, **same)), tmp_path)
     assert said in page.text
     assert "Not calibrated" in page.text or "no mismatch at all" in page.text
 

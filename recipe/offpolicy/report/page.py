@@ -111,10 +111,15 @@ def _run(found: Found, spec: CorrectionSpec) -> list[Markup]:
         blocks.append(paragraph(f"The correction changed during the run, before steps {steps}; shown is the last one."))
     numbers = found.proof.get("live")
     if isinstance(numbers, Mapping):
-        blocks.append(details("The proof in numbers", keys({escaped(str(k)): v for k, v in numbers.items()})))
+        blocks.append(details("The proof in numbers", keys({escaped(str(k)): _whole(v) for k, v in numbers.items()})))
     elif not spec.is_none:
         blocks.append(paragraph("proof.json was not recorded: that the correction reached the gradient is not shown."))
     return blocks
+
+
+def _whole(value: Any) -> Any:
+    """Counts and fingerprints are recorded as floats, and read as whole numbers."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
 def _over_time(timeline: Timeline) -> list[Markup]:

@@ -30,6 +30,8 @@ class StepNumbers:
         reward: mean over rows whose reward is known.
         length: mean T.
         kl: KL(mu, pi_old), k3 in nats a token.
+        kl_fresh, fresh_tokens: KL over tokens of rows that fresh weights sampled (staleness 0 or unknown); their count.
+        copied: whether mu is pi_old to the bit wherever both are finite.
         drift: mean |log pi - log pi_old|, nats a token.
         staleness: mean over rows whose versions are known.
         kept_tokens, kept_rows: shares that the recorded correction kept.
@@ -43,6 +45,9 @@ class StepNumbers:
     reward: float
     length: float
     kl: float
+    kl_fresh: float
+    fresh_tokens: int
+    copied: bool
     drift: float
     staleness: float
     kept_tokens: float
@@ -129,7 +134,9 @@ def _of_step(rows: Rows) -> StepNumbers:
     finite = valid & np.isfinite(log_r)
     keep = valid & (rows.rejected_by == 0)
     of_row = rows.row_of_token
-    value = np.clip(log_rho[valid], -EXP_CLAMP, EXP_CLAMP)
+    with np.errstate(invalid="ignore"):
+        k3 = np.expm1(np.clip(log_rho, -EXP_CLAMP, EXP_CLAMP)) - log_rho
+    fresh = valid & (rows.staleness <= 0)[of_row]
     applied = rows.weight[keep].astype(np.float64)
     has_tokens = np.bincount(of_row[mask], minlength=len(rows)) > 0
     kept_rows = np.bincount(of_row[keep], minlength=len(rows)) > 0
@@ -141,7 +148,10 @@ def _of_step(rows: Rows) -> StepNumbers:
         tokens=int(mask.sum()),
         reward=_mean(rows.reward[np.isfinite(rows.reward)]),
         length=_mean(rows.length[has_tokens]),
-        kl=_mean(np.expm1(value) - log_rho[valid]),
+        kl=_mean(k3[valid]),
+        kl_fresh=_mean(k3[fresh]),
+        fresh_tokens=int(fresh.sum()),
+        copied=bool(valid.any() and (log_rho[valid] == 0).all()),
         drift=_mean(np.abs(log_r[finite])),
         staleness=_mean(known),
         kept_tokens=keep.sum() / mask.sum() if mask.any() else math.nan,

@@ -23,6 +23,7 @@ _LEAST_STEPS = 3
 """Steps from which a beginning and an end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
+COPIED = "mu is pi_old to the bit: one was copied from the other?"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def answers(timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], 
     """
     return (
         live(spec, proof),
-        _mismatch(timeline),
-        *_origin(studies.attribution),
+        _mismatch(timeline, spec),
+        *_origin(studies.attribution, same=copied(timeline) and spec.proximal == "recompute"),
         _kept(timeline, spec),
         *_fit(studies),
         _reward(timeline),
@@ -73,7 +74,7 @@ def live(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     )
 
 
-def _mismatch(timeline: Timeline) -> Answer:
+def _mismatch(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     question = "Do the engines agree?"
     kl = timeline.column("kl")
     tokens = timeline.column("tokens")
@@ -82,14 +83,35 @@ def _mismatch(timeline: Timeline) -> Answer:
         return Answer(question, "unknown", "No token has a finite mu and pi_old.")
     mean = float(np.average(kl[known], weights=tokens[known]))
     lost = sum(step.nonfinite for step in timeline.steps)
-    because = f"Mean over {int(tokens.sum()):,} response tokens; {trend(kl, 'nats')}."
-    if lost:
-        because += f" {lost:,} tokens have a log-prob that is not finite."
-    return Answer(question, f"KL(mu, pi_old) {mean:.2g} nats a token", because)
+    end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
+    # Under bypass pi_old is mu on purpose.
+    if copied(timeline) and spec.proximal == "recompute":
+        same = f"All {int(tokens.sum() - lost):,} tokens have the same mu and pi_old, which no two engines do."
+        return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
+    fresh, counts = timeline.column("kl_fresh"), timeline.column("fresh_tokens")
+    if not counts.sum():
+        because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
+        return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {trend(kl, 'nats')}.{end}")
+    mine = counts > 0
+    engines = float(np.average(fresh[mine], weights=counts[mine]))
+    answer = f"KL(mu, pi_old) {engines:.2g} nats a token"
+    stale = timeline.column("staleness")
+    if np.nanmax(stale, initial=0.0) <= 0:
+        return Answer(question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {trend(kl, 'nats')}.{end}")
+    because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {trend(fresh, 'nats')}. "
+    return Answer(question, answer, f"{because}With stale rows, whose mu is of older weights, {mean:.2g}.{end}")
 
 
-def _origin(attribution: Attribution | str) -> list[Answer]:
+def copied(timeline: Timeline) -> bool:
+    """Whether mu is pi_old to the bit at every step that has a valid token."""
+    known = [step.copied for step in timeline.steps if math.isfinite(step.kl)]
+    return bool(known) and all(known)
+
+
+def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answer]:
     question = "Where does the mismatch come from?"
+    if same:
+        return [Answer(question, COPIED, "Without the engine's own mu there is nothing to attribute.")]
     if isinstance(attribution, str):
         return [Answer(question, "unknown", attribution)]
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
