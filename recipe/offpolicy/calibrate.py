@@ -42,7 +42,7 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
         with composer():
             values, unset = placeholders(composed_mapping(spec))
     else:
-        values, unset = dict(recording.parts(recording.steps[-1])[0].spec), frozenset()
+        values, unset = dict(recording.parts(recording.steps[-1])[-1].spec), frozenset()
     correction = CorrectionSpec.from_mapping(values)
     if not spec and correction.weight is None and not correction.masks:
         raise SpecError(

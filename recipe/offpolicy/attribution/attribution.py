@@ -65,7 +65,8 @@ def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = No
             f"{recording.directory}: no step {asked} is recorded; there are {recording.steps[0]} to "
             f"{recording.steps[-1]}."
         )
-    return explain(concatenated([recording.step(step).rows for step in chosen]), recording.card, worst=worst)
+    rows = concatenated([part.rows for step in chosen for part in recording.corrections(step)])
+    return explain(rows, recording.card, worst=worst)
 
 
 def explain(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST) -> Attribution:

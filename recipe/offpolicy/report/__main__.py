@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_target(options.out)
         recording = Recording(options.directory)
         sample = sample_of(recording)
-        timeline = timeline_of(recording.step(step) for step in sample.timeline)
+        timeline = timeline_of(part for step in sample.timeline for part in recording.corrections(step))
         if not timeline.steps:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
-        spec = recorded_spec(recording.step(timeline.steps[-1].step))
+        spec = recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
         studies = studies_of(recording, sample, spec, spec=options.spec)
         found = Found(str(options.directory), recording.card, recording.proof, sample, timeline, studies)
         size = page_of(found).write(options.out)

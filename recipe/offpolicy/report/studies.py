@@ -114,7 +114,7 @@ def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
 
 
 def _attributed(recording: Recording, sample: Sample) -> Attribution | str:
-    rows = concatenated([recording.step(step).rows for step in sample.studied])
+    rows = concatenated([step.rows for step in _steps(recording, sample)])
     try:
         return explain(rows, recording.card)
     except RecordingError as error:
@@ -153,4 +153,4 @@ def _replayed(
 
 
 def _steps(recording: Recording, sample: Sample) -> Iterator[Step]:
-    return (recording.step(step) for step in sample.studied)
+    return (part for step in sample.studied for part in recording.corrections(step))

@@ -12,6 +12,7 @@ import numpy as np
 from ..attribution.attribution import Attribution
 from ..attribution.tables import PARTS
 from ..attribution.text import escaped
+from ..attribution.unexplained import is_healthy, unexplained
 from ..calibration.propose import Proposal
 from ..calibration.tables import bounds, bucket_text, part_name
 from ..correction import CorrectionSpec
@@ -124,7 +125,8 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
         if split.backend is None:
             shares = f"drift {split.drift:.0%} of KL(mu, pi); backend and staleness cannot be told apart"
     if not present:
-        return [Answer(question, "no fault found", f"{shares[0].upper()}{shares[1:]}; no known fault shows its mark.")]
+        answer = "no fault found" if is_healthy(attribution) else "unknown"
+        return [Answer(question, answer, f"{unexplained(attribution)} {shares[0].upper()}{shares[1:]}.")]
     found = ". ".join(
         (f"{cause.name}: " if len(present) > 1 else "")
         + f"{cause.sentence[0].upper()}{cause.sentence[1:]}"

@@ -66,7 +66,9 @@ class Running:
     names: tuple[str, ...] = ()
 
     def add(self, step: int, names: tuple[str, ...], sums: Sums) -> None:
-        self.names, self.steps[step] = names, sums[0]
+        self.names = names
+        # A step comes once for each correction that acted in it.
+        self.steps[step] = sums[0] + self.steps.get(step, 0)
         self.total = sums if self.total is None else self.total + sums
 
     def outcome(self) -> Outcome:

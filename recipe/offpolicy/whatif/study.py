@@ -83,14 +83,12 @@ def study(
     sampled, needs_batch = share_of(recording.card) < 1, False
     filled = []
     for number in steps:
-        step = recording.step(number)
-        if not len(step.rows):
-            progress(number)
-            continue
-        filled.append(number)
-        specs = _specs(recording, number, step, running, failures)
-        needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
-        _replay(step, number, specs, running, tally, seen, base_loss=base_loss, size=size, sampled=sampled)
+        parts = [part for part in recording.corrections(number) if len(part.rows)]
+        for part in parts:
+            specs = _specs(recording, number, part, running, failures)
+            needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
+            _replay(part, number, specs, running, tally, seen, base_loss=base_loss, size=size, sampled=sampled)
+        filled += [number] if parts else []
         progress(number)
     if not filled:
         raise RecordingError(
