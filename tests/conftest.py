@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,3 +38,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _loggers_of_verl() -> Iterator[None]:
+    """Each test hears what is said at any level, and leaves the loggers so: programs called in one test set them."""
+    speakers = [logging.getLogger("verl"), logging.getLogger("verl.offpolicy")]
+    found = [(speaker.level, speaker.propagate, list(speaker.handlers)) for speaker in speakers]
+    for speaker in speakers:
+        speaker.setLevel(logging.NOTSET)
+        speaker.propagate = True
+    yield
+    for speaker, (level, propagate, handlers) in zip(speakers, found, strict=True):
+        speaker.setLevel(level)
+        speaker.propagate = propagate
+        speaker.handlers[:] = handlers
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is said at WARNING or above."""
+    with caplog.at_level(logging.WARNING):
+        yield caplog

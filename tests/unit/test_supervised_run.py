@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,11 +161,7 @@ def test_a_run_that_is_complete_waits_longer() -> None:
 
 
 @pytest.mark.parametrize("ends", [None, LivenessError("not live")])
-def test_the_wait_never_hides_how_the_run_ended(
-    ends: BaseException | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+def test_the_wait_never_hides_how_the_run_ended(ends: BaseException | None, caplog: pytest.LogCaptureFixture) -> None:
     run = recorded_run(Recorded(RuntimeError("no wait")), ends)
     if ends is None:
         assert run.fit() == "what verl returns"

@@ -48,11 +48,7 @@ def one_step(recorder: Recorder, step: int) -> None:
     recorder.put(step, UPDATE, mini_batch, pack(seen), {}, ())
 
 
-def test_a_full_disk_stops_the_recording_and_nothing_else(
-    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+def test_a_full_disk_stops_the_recording_and_nothing_else(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(RecordSettings(str(small_disk / "rec")), rank=0, ranks=1)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 20):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -105,14 +104,6 @@ def settled(recorder: Recorder) -> list[str]:
     with recorder._condition:
         assert recorder._condition.wait_for(lambda: not recorder._items and not recorder._busy, 10)
     return written(recorder)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        yield caplog
 
 
 def test_a_step_is_written_when_its_last_row_is_there(recorder: Recorder) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +53,6 @@ def announced(of: RunRecord, step: int, rows: int = 24, updates: int = 1) -> Upd
     plan = of.announced(SharedPlan(step), rows=rows, dealing=lambda: Dealing(2, 8, "token-mean"), updates=updates)
     assert plan.step == step
     return plan.update
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        yield caplog
 
 
 def test_the_card_says_what_was_run(tmp_path: Path) -> None:

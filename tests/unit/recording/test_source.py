@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,14 +110,6 @@ def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
 def test_a_share_of_unknown_prompts_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"uid is not in the micro-batch.*offpolicy\.record\.share=1"):
         source._chosen(0.5, None)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(logging.getLogger("verl.offpolicy"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        yield caplog
 
 
 @pytest.mark.parametrize("part", ["_seen", "pack", "_chosen"])
