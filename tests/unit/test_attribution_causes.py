@@ -57,6 +57,27 @@ def test_truncated_sampling_is_a_constant_of_each_context() -> None:
     assert 0.02 < of(causes, "truncated sampling").evidence["missing"] < 0.1
 
 
+@pytest.mark.parametrize("group", [8, 1])
+@pytest.mark.parametrize("deviation", [1.0, 2.0, 3.0, 5.0])
+def test_noise_cuts_nothing_off(deviation: float, group: int) -> None:
+    """Of mu's samples few have a large pi_old / mu: their mean falls short of 1, and pi_old lies above mu too."""
+    causes = find_causes(simulated(noisy(deviation), size=Size(group=group, prompts=128 // group)))
+    assert not present(causes) & {"truncated sampling", "extra vocabulary"}
+
+
+def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
+    cut = of(find_causes(simulated(noisy(3.0))), "truncated sampling")
+    assert cut.evidence["missing_low"] > 0.002
+    assert cut.evidence["above"] > 1.0
+    assert "cutting off mass cannot do" in cut.sentence
+
+
+def test_truncated_sampling_amid_noise() -> None:
+    """Noise of 0.3 nats does not hide a tenth of the mass."""
+    cut, rough = top_p(0.9), noisy(0.3)
+    assert "truncated sampling" in present(find_causes(simulated(lambda logits, step: cut(rough(logits, step), step))))
+
+
 def test_extra_vocabulary_cuts_no_real_token() -> None:
     """One id of logit 2 among logits of deviation 1 to 4."""
     causes = find_causes(simulated(extra=2.0))

@@ -2,7 +2,9 @@
 
 Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
 all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its mean is the mass cut off. That mean is 1
-for any other cause that leaves every token possible.
+for any other cause that leaves every token possible, where so many tokens are drawn that it is near its mean: noise of
+more than a nat gives the ratio a tail that few samples hold, and their mean comes out below 1. Such noise also puts
+pi_old above mu by about as much, where it does; what is cut off does not.
 
 The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
 sampled every one of them, and then their mu sum to 1 while their pi_old do not, which nothing else does. A padded
@@ -36,12 +38,14 @@ class Offset:
     Attributes:
         missing: mass under pi_old that mu has not kept.
         one_sided: share of the squared gap where mu is the larger.
+        above: root of the mean squared gap, in nats, of the tokens where pi_old is the larger; None where it never is.
         exhausted: share of contexts in which pi_old misses ``SHORT`` or more whose sampled tokens are all of mu.
         contexts: how many those are.
     """
 
     missing: Estimate
     one_sided: Estimate
+    above: Estimate | None
     exhausted: Estimate
     contexts: int
 
@@ -49,10 +53,13 @@ class Offset:
 def measure(sampled: Sampled) -> Offset | None:
     """None where both policies agree to the bit."""
     gap = sampled.tokens.gap
-    above = np.square(np.minimum(gap, 0.0))
-    columns = np.stack([np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), above, gap * gap], axis=-1)
+    larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
+    columns = np.stack(
+        [np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old], axis=-1
+    )
     missing = estimate(columns, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
     one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
+    above = estimate(columns, sampled.cluster, lambda sums: float(np.sqrt(sums[5] / sums[4])))
     support = support_of(sampled)
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
@@ -60,7 +67,7 @@ def measure(sampled: Sampled) -> Offset | None:
     exhausted = estimate(counted, support.cluster, lambda sums: float(sums[1] / sums[0]))
     if missing is None or one_sided is None or exhausted is None:
         return None
-    return Offset(missing, one_sided, exhausted, int(whole.sum()))
+    return Offset(missing, one_sided, above, exhausted, int(whole.sum()))
 
 
 def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
@@ -96,6 +103,15 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
         why = (
             f"mu has cut off {missing.value:.2%} of pi_old's mass, and lies above it in {one_sided.value:.0%} of the "
             f"squared gap"
+        )
+        return absent(TRUNCATED, why, **evidence), absent(EXTRA, why, **evidence)
+    above = offset.above
+    if above is not None:
+        evidence |= {"above": above.value, "above_high": above.high}
+    if above is not None and above.high > THRESHOLDS.above:
+        why = (
+            f"where pi_old lies above mu it does by {above.value:.2g} nats, which cutting off mass cannot do; with "
+            f"such scatter the mean of pi_old / mu over these tokens says nothing of mass"
         )
         return absent(TRUNCATED, why, **evidence), absent(EXTRA, why, **evidence)
     constant = (
