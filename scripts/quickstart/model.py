@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,16 @@ class ModelSettings:
     seed: int = 0
 
 
-def build_tokenizer(instruction: str) -> PreTrainedTokenizerFast:
+def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
     """A tokenizer of single bytes, with one token for the instruction that all questions share.
 
     Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens.
+
+    Args:
+        merges: pairs of pieces that become tokens beside the bytes, the first to be merged first.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

@@ -119,3 +119,12 @@ def test_model_suits_vllm(parts):
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.hidden_size // model.config.num_attention_heads >= 32
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_merges_become_tokens_beside_the_bytes(parts):
+    instruction = task.instruction(parts["warm_start"])
+    plain = build_tokenizer(instruction)
+    merged = build_tokenizer(instruction, [("a", "b"), ("ab", "c")])
+    assert len(merged) == len(plain) + 2
+    assert merged.tokenize("abcab") == ["abc", "ab"]
+    assert plain.tokenize("abcab") == list("abcab")

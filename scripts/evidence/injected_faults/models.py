@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import CHAT_TEMPLATE, ModelSettings, build_model
+from model import ModelSettings, build_model, build_tokenizer
 from task import TaskSettings, instruction, splits
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from warm_start import WarmStartSettings, warm_start
 
@@ -39,22 +38,9 @@ def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
 
 def build_merging_tokenizer(instruction_text: str, words: list[str]) -> PreTrainedTokenizerFast:
     """The quickstart's tokenizer of bytes, with the ``MERGES`` most frequent pairs of letters as tokens beside."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = Counter(pair for word in words for pair in pairwise(word))
-    merges = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:MERGES]]
-    vocabulary = {piece: index for index, piece in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"],
-    )
-    tokenizer.add_tokens([AddedToken(instruction_text, normalized=False)])
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:MERGES]
+    return build_tokenizer(instruction_text, [pair for pair, _ in frequent])
 
 
 def merging_model(target: Path, task: TaskSettings, schooling: WarmStartSettings) -> None:
