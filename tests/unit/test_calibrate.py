@@ -10,7 +10,10 @@ import pytest
 from recordings import drawn_rows, record
 
 from recipe.offpolicy.calibrate import main
+from recipe.offpolicy.calibration.drawings import caption, curves
+from recipe.offpolicy.calibration.propose import Request, calibrated
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.whatif.composed import composed_mapping, composer
 
 GSM = "correction=[tis_token,gsm]"
@@ -139,6 +142,21 @@ def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.Captur
     assert text.count("<img ") == 1
 
 
+def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
+    """OPSM looks at rows with a negative advantage alone, and so does its share."""
+    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
+    recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
+    with composer():
+        composed = composed_mapping(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
+    proposals = calibrated(recording, CorrectionSpec.from_mapping(composed), Request(target_kept=0.9)).proposals
+    axes = curves(proposals, 0.95).axes
+    assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
+        "masks.gsm": "share of rows kept",
+        "masks.opsm": "share of rows with A < 0 kept",
+    }
+    assert "share of rows with A < 0 kept by bound" in caption(proposals)
+
+
 def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of 240 rows have A < 0: 0.9 of these is 0.95 of all, 108 of 120 and 228 of 240."""
     sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
@@ -147,7 +165,7 @@ def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pyt
     arguments = (directory, *spec, "--target-kept", 0.9, "--of", "masks.opsm", "--by-length")
     status, out, _ = run(capsys, *arguments)
     assert status == 1  # no floor
-    assert "kept of rows, A < 0" in out
+    assert "kept of rows with A < 0" in out
     assert "of all then" in out
     # Without a floor nothing is proposed, and each length is shown all the same.
     assert "its backend noise is not identified; the target alone takes delta 0." in " ".join(out.split())

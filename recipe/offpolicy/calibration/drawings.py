@@ -43,7 +43,7 @@ def caption(proposals: Sequence[Proposal]) -> str:
     """What the picture shows, for who cannot see it."""
     said = []
     for proposal in proposals:
-        what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.share_of} kept"
+        what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept"
         reached = (
             f"{bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
             if proposal.found
@@ -57,7 +57,7 @@ def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
     curve = proposal.curve
     axis.set_title(part_name(proposal.part))
     axis.set_xlabel(_bound_label(proposal))
-    axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.share_of} kept")
+    axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept")
     if isinstance(curve, EssCurve):
         low, high = curve.band(confidence)
         _line(axis, curve.radius, curve.ess, low, high, "all lengths")

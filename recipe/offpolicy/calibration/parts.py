@@ -20,6 +20,7 @@ PLACEHOLDER = 1.0
 """Nats: stands for a delta that is asked for and not set, so that the rest of the correction can be read."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
+_SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
 _ONE_SIDED = ("k2", "k3", "tv")  # never negative: only the upper bound can move
 
 
@@ -50,6 +51,12 @@ class Part:
         """What kept shares of it count: what is decided together, and tokens where signs are by token."""
         by_token = isinstance(self.spec, MaskSpec) and self.spec.when != "any" and self.spec.sign == "token"
         return "tokens" if by_token else _UNITS[self.spec.level]
+
+    @property
+    def looks_at(self) -> str:
+        """What kept shares of it are shares of: ``rows``, or ``rows with A < 0`` of a mask for one sign."""
+        sign = _SIGNS.get(self.spec.when, "") if isinstance(self.spec, MaskSpec) else ""
+        return f"{self.share_of}{sign}"
 
     @property
     def by_batch(self) -> bool:

@@ -13,7 +13,6 @@ from .propose import Calibrated, OfLength, Proposal
 from .thresholds import Threshold
 
 BY_LENGTH = "advice, for the correction takes one bound; these tell which lengths it would hit"
-_LOOKS = {"positive": "A > 0", "negative": "A < 0"}
 
 
 def overview(result: Calibrated, confidence: float) -> Table:
@@ -55,10 +54,7 @@ def overview(result: Calibrated, confidence: float) -> Table:
 
 def _counted(proposal: Proposal) -> str:
     """What a target is a share of: of a mask for one sign of the advantage, what has that sign."""
-    if proposal.target == "ess":
-        return "ESS"
-    when = _LOOKS.get(getattr(proposal.part.spec, "when", "any"))
-    return f"kept of {proposal.part.share_of}" + (f", {when}" if when else "")
+    return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 
 def by_length(proposal: Proposal, confidence: float) -> Table:
