@@ -25,6 +25,7 @@ from .attribution.statistics import attributed
 from .calibration.online_bounds import bounds_of, fingerprint, with_bounds
 from .calibration.online_histogram import Side, measured
 from .correction import CorrectionSpec, Statistic, StepStage, turns
+from .correction.proximal import OF_THE_TRAINER
 from .correction.statistics import to_host
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
 from .packet import METRIC_KEY, Packet
@@ -163,7 +164,7 @@ class OffPolicyLoss:
             old_log_prob=mb.proximal(self.spec, batch),
             log_prob=batch.log_prob,
             response_mask=batch.response_mask,
-            staleness=mb.staleness(batch) if self.spec.proximal == "recompute" else None,
+            staleness=mb.staleness(batch) if self.spec.proximal in OF_THE_TRAINER else None,
         )
 
     def _histograms(self, batch: mb.MicroBatch) -> dict[str, Statistic]:

@@ -11,6 +11,8 @@ Proximal = Literal["recompute", "bypass", "reuse", "loglinear"]
 
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 """Those that need no forward pass for pi_old."""
+OF_THE_TRAINER = ("recompute", "reuse")
+"""Those by which pi_old is what the trainer's weights give at the start of the step."""
 
 
 def proximal_log_prob(
