@@ -17,12 +17,9 @@ from ..voice import logger
 from .capture import Packed
 from .files import OverLimit
 from .settings import SECTION, RecordSettings
+from .time_budget import FIRST, MOST_TIME, TimeBudget
 from .writer import Item, Outcome, StepWriter
 
-MOST_TIME = 0.05
-"""Share of the time since the first row that recording may take from the training; beyond it, updates are left out."""
-GRACE = 1.0
-"""Seconds that it may take besides: what is done once, such as the first import, is no part of a step."""
 _NICE = 10
 
 
@@ -67,9 +64,8 @@ class Recorder:
         # Of the training thread alone.
         self._update: tuple[int, int] | None = None
         self._seen = 0
-        self._skips = False
-        self._since: float | None = None
-        self._spent = 0.0
+        self._holds = False
+        self._budget = TimeBudget()
         self._warned = False
         # Shared.
         self._condition = threading.Condition()
@@ -84,33 +80,20 @@ class Recorder:
 
         Returns:
             Gradient steps of ``step`` before this micro-batch, for ``put``; None where it is not to be recorded: its
-            rows were used before in this update, or recording has stopped, or takes too much time.
+            rows were used before in this update, or recording has stopped, or would take too much of the step.
         """
-        now = self._clock()
-        if self._since is None:
-            self._since = now
         if (step, update.update) != self._update:
-            # Between updates, so that no group of rows is torn.
-            self._skips = self._update is not None and self._spent > GRACE + MOST_TIME * (now - self._since)
-            self._update, self._seen = (step, update.update), 0
-            if self._skips and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "%s.every=%d: recording has taken %.2g of the time since the first row, and may take %g. Updates "
-                    "are left out of it, training goes on. Raise it, or set %s.share=%.2g.",
-                    SECTION,
-                    self.settings.every,
-                    self._spent / (now - self._since),
-                    MOST_TIME,
-                    SECTION,
-                    self.settings.share / 2,
-                )
+            self._budget.begin(step, self._clock(), rows=update.rows, updates=update.updates - update.update)
+            self._update, self._seen, self._holds = (step, update.update), 0, False
         before = self._seen
         if before >= update.rows:
             return None
         self._seen += rows
-        if self._skips or self.stopped is not None:
+        if self.stopped is not None:
             self._drop(rows)
+            return None
+        if not self._budget.admits(rows):
+            self._leave_out(rows, ends=self._seen >= update.rows)
             return None
         return update.gradient_steps + before // update.mini_batch_rows
 
@@ -124,7 +107,7 @@ class Recorder:
         reasons: Sequence[str],
     ) -> None:
         """Hand over the rows that ``admit`` has let in."""
-        last = self._seen >= update.rows
+        self._holds, last = True, self._seen >= update.rows
         number = update.update if update.updates > 1 else None
         with self._condition:
             fits = self._waiting + packed.nbytes <= self.settings.max_waiting_bytes
@@ -155,7 +138,7 @@ class Recorder:
 
     def spent(self, seconds: float) -> None:
         """Time that the training thread has lost to recording."""
-        self._spent += seconds
+        self._budget.spent(seconds)
         with self._condition:
             self._counters.seconds += seconds
 
@@ -180,6 +163,29 @@ class Recorder:
         with self._condition:
             self._ends = self._thread is not None
             return self.flush(timeout)
+
+    def _leave_out(self, rows: int, *, ends: bool) -> None:
+        """Rows for which the step has no time; ``ends``: none of its update come after them."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s.share=%g: recording would take more of this step than %.2g s (%g of the time of the last one, %g s "
+                "of the first). Rows are left out of it, evenly over the step, training goes on. Set %s.share=%.2g or "
+                "%s.prompts=false.",
+                SECTION,
+                self.settings.share,
+                self._budget.allowed,
+                MOST_TIME,
+                FIRST,
+                SECTION,
+                self.settings.share / 2,
+                SECTION,
+            )
+        with self._condition:
+            self._counters.dropped_rows += rows
+            if ends and self._holds:
+                self._items.append(None)
+                self._condition.notify()
 
     def _drop(self, rows: int) -> None:
         with self._condition:

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from recordings import drawn_rows, record
 
 from recipe.offpolicy.recording.files import LARGEST
-from recipe.offpolicy.recording.recorder import GRACE, MOST_TIME, Counters
+from recipe.offpolicy.recording.recorder import Counters
 from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, markdown
+from recipe.offpolicy.recording.time_budget import FIRST, MOST_TIME
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "recording.md").read_text()
@@ -37,8 +38,11 @@ def test_metrics_and_metadata_are_named() -> None:
 
 
 def test_limits_are_the_codes() -> None:
-    assert (MOST_TIME, GRACE, LARGEST) == (0.05, 1.0, 8 * 2**30)
-    for said in ("5 % of the time since the first row, and a second", "more than 8 GiB"):
+    assert (MOST_TIME, FIRST, LARGEST) == (0.05, 1.0, 8 * 2**30)
+    for said in (
+        "5 % of the last step's time on recording, in each step by itself, and 1 s in the first",
+        "more than 8 GiB",
+    ):
         assert said in " ".join(PAGE.split())
 
 

@@ -281,31 +281,37 @@ def test_part_of_a_step_can_be_left_out(tmp_path: Path, clock: Clock) -> None:
     assert recorder.take().dropped_rows == 2
 
 
-def test_a_recorder_that_takes_too_much_time_leaves_updates_out(
+def test_a_step_that_does_not_fit_is_recorded_in_part(
     recorder: Recorder, clock: Clock, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of 10 s, of which recording takes 2 s: 4 s after two steps, and 1 + 5 % of 20 s is 2 s."""
-    found = []
-    for step in range(1, 9):
-        found.append(micro_batch(recorder, step=step, count=4) is not None)
-        if found[-1]:
-            recorder.spent(2.0)
-        clock.now += 10.0
-    # Spent before step 2: 2 > 1 + 0.5. Before step 3: 2 = 1 + 1. Step 4: 4 > 2.5, until 1 + 0.05 t = 4, at 60 s.
-    assert found == [True, False, True, False, False, False, True, False]
-    assert recorder.take().dropped_rows == 4 * 5
+    """Steps of 8 s allow 0.4 s: of four micro-batches that take 0.2 s each two, and of those of the first step, 1 s,
+    all."""
+    admitted = []
+    for step in range(1, 5):
+        for place in range(4):
+            found = micro_batch(recorder, step=step, count=1, first=4 * step + place)
+            if found is not None:
+                recorder.spent(0.2)
+                admitted.append((step, place))
+        clock.now += 8.0
+    # The second step tries what was measured in the first.
+    assert admitted == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 3), (4, 1), (4, 3)]
+    assert recorder.take().dropped_rows == 6
     assert [record.getMessage() for record in warnings.records] == [
-        "offpolicy.record.every=1: recording has taken 0.2 of the time since the first row, and may take 0.05. Updates "
-        "are left out of it, training goes on. Raise it, or set offpolicy.record.share=0.5."
+        "offpolicy.record.share=1: recording would take more of this step than 0.4 s (0.05 of the time of the last "
+        "one, 1 s of the first). Rows are left out of it, evenly over the step, training goes on. Set "
+        "offpolicy.record.share=0.5 or offpolicy.record.prompts=false."
     ]
 
 
-def test_one_update_is_recorded_whole_or_not_at_all(recorder: Recorder, clock: Clock) -> None:
-    micro_batch(recorder)
-    recorder.spent(100.0)
-    clock.now += 1.0
-    assert micro_batch(recorder, first=2) == 1
-    assert micro_batch(recorder, step=2) is None
+def test_an_update_whose_last_rows_are_left_out_is_written(recorder: Recorder, clock: Clock) -> None:
+    """The first of two micro-batches has taken all of the first step's time."""
+    assert micro_batch(recorder) == 0
+    recorder.spent(1.5)
+    assert micro_batch(recorder, first=2) is None
+    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
+    assert Recording(recorder.settings.dir).step(1).rows.uid.tolist() == ["0", "1"]
+    assert recorder.take().dropped_rows == 2
 
 
 def test_a_recorder_within_its_time_goes_on(recorder: Recorder, clock: Clock) -> None:

@@ -1,0 +1,74 @@
+"""How much of a step recording may take from the training thread, and which micro-batches fit into that; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+MOST_TIME = 0.05
+"""Share of a step that recording may take from the training thread, of the duration that the last step had."""
+FIRST = 1.0
+"""Seconds that it may take of the first step, of which no duration is known."""
+_ROUNDING = 1e-9
+
+
+class TimeBudget:
+    """Lets micro-batches in as long as what they took before says that they fit into their step.
+
+    What a micro-batch takes is known once it has been recorded: seconds a row of the latest one, and from one step to
+    the next the less of the latest two, so that one slow moment ends nothing. Where an update does not fit whole, what
+    is let in lies evenly over it: its mini-batches are seen by ever older weights, and none is to be left out for good.
+
+    Attributes:
+        allowed: seconds, of the present step.
+        taken: seconds, of the present step so far.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = FIRST
+        self.taken = 0.0
+        self._step: int | None = None
+        self._began = 0.0
+        self._costs: deque[float] = deque(maxlen=2)
+        self._cost = 0.0
+        self._share = 1.0
+        self._credit = 0.0
+        self._open = 0
+
+    def begin(self, step: int, now: float, *, rows: int, updates: int) -> None:
+        """An update begins.
+
+        Args:
+            step: from 1; steps in between may have none.
+            now: seconds.
+            rows: of this update.
+            updates: that are left of this step, with this one.
+        """
+        if step != self._step:
+            if self._step is not None and step > self._step:
+                self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
+            self._step, self._began, self.taken = step, now, 0.0
+            # A cost that was seen once may be that of a first call: it is tried again.
+            self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
+        left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
+        self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
+
+    def admits(self, rows: int) -> bool:
+        """Whether a micro-batch of ``rows`` rows is to be recorded."""
+        self._open = 0
+        self._credit += self._share * rows
+        if self._credit < rows * (1 - _ROUNDING):
+            return False
+        if self.taken + self._cost * rows > self.allowed * (1 + _ROUNDING):
+            self._credit = float(rows)
+            return False
+        self._credit -= rows
+        self._open = rows
+        return True
+
+    def spent(self, seconds: float) -> None:
+        """Time that the training thread has lost, to the micro-batch that was asked about last."""
+        self.taken += seconds
+        if self._open:
+            self._cost = seconds / self._open
+            self._costs.append(self._cost)
+            self._open = 0
