@@ -3,8 +3,9 @@
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
 #   (default)      lint, types, the tests of the newest release, and of the oldest one, whose workers are of
-#                  another kind; without those marked `extended`
-#   --release R    every test of one release, or of `all`; lint and types come with the newest one
+#                  another kind
+#   --release R    every test of one release, or of `all`; lint and types come with the newest one. The default
+#                  leaves out what is marked `extended`: the oldest release with workers of the newest one's kind
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
@@ -78,21 +79,17 @@ use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
-summary=()
-failed=0
+trap 'exit 130' INT TERM
+stages=()
 
-# Runs one stage in a subshell: its output is shown, its verdict and duration go into the summary.
+# Runs one stage in a subshell: its output is shown, its verdict and duration are kept for the summary.
 stage() {
-    local name=$1 start=$SECONDS status=0
+    local name=$1 start=$SECONDS status=0 verdict=ok
     shift
     printf '\n--- %s\n' "$name"
     ("$@") 2>&1 | tee "$logs/$name" || status=${PIPESTATUS[0]}
-    local verdict=ok
-    if ((status != 0)); then
-        verdict="FAILED (exit $status)"
-        failed=1
-    fi
-    summary+=("$(printf '%-14s %-18s %4d s' "$name" "$verdict" $((SECONDS - start)))")
+    ((status == 0)) || verdict="FAILED (exit $status)"
+    printf '%-14s %-18s %4d s\n' "$name" "$verdict" $((SECONDS - start)) >"$logs/$name.verdict"
     return "$status"
 }
 
@@ -113,71 +110,116 @@ types() {
     timeout 300 mypy "${targets[@]}"
 }
 
-# The tests of one release; what other releases need is deselected there by the marker `verl`. Programs run one
-# after the other and leave half of the machine idle, as they wait for each other's processes: everything else runs
-# beside them, below the priority of Ray's workers (15), and is shown after them.
-tests() {
-    local release=$1 deadline=$2 suites=(tests/releases tests/contract) selection="" suite status=0
-    local found=(${paths[@]+"${paths[@]}"})
-    if [[ $release == "$newest" ]]; then
-        suites=(tests/unit tests/contract tests/integration tests/releases tests/gpu)
-        $quick && suites=(tests/unit)
+# What pytest is to run in the environment of a release, one word a line. What other releases need is deselected
+# there by the marker `verl`.
+tests_of() {
+    local suites=(tests/releases tests/contract) suite
+    if [[ ${#paths[@]} -gt 0 ]]; then
+        suites=("${paths[@]}")
+    elif $quick; then
+        suites=(tests/unit)
+    elif [[ $1 == "$newest" ]]; then
+        # The longest files first: two processes share what follows evenly.
+        suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
     fi
-    use "$release"
-    if [[ ${#found[@]} -gt 0 ]]; then
-        bounded "$deadline" ${arguments[@]+"${arguments[@]}"} "${found[@]}"
-        return
-    fi
+    ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}"
     for suite in "${suites[@]}"; do
-        [[ -d $suite ]] && found+=("$suite")
+        [[ ${#paths[@]} -gt 0 || -d $suite ]] && printf '%s\n' "$suite"
     done
-    [[ -n $asked ]] || selection=" and not extended"
-    $quick && selection=" and not extended and not slow and not gpu"
-    local rest=(-n 2 --dist loadfile -m "not program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}")
-    if $quick; then
-        bounded "$deadline" "${rest[@]}"
-        return
-    fi
-    (
-        renice -n 19 $BASHPID >/dev/null
-        bounded "$deadline" "${rest[@]}"
-    ) >"$logs/rest-$release" 2>&1 &
-    bounded "$deadline" -m "program$selection" ${arguments[@]+"${arguments[@]}"} "${found[@]}" || status=$?
+}
+# The tests of one release: everything; whole programs; everything else. `selection` says which of them.
+tests() {
+    local words
+    mapfile -t words < <(tests_of "$1")
+    use "$1"
+    bounded "${words[@]}"
+}
+programs() {
+    local words status=0
+    mapfile -t words < <(tests_of "$1")
+    use "$1"
+    bounded -m "program$selection" "${words[@]}" || status=$?
     # A release without such a program is no failure.
-    ((status == 5)) && status=0
-    wait $! || status=$?
-    cat "$logs/rest-$release"
-    return "$status"
+    ((status == 5)) || return "$status"
+}
+others() {
+    local words
+    mapfile -t words < <(tests_of "$1")
+    use "$1"
+    bounded -n 2 --dist loadfile -m "not program$selection" "${words[@]}"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a
 # minute later. What bash runs in the background would ignore the interrupt.
 bounded() {
-    local left=$(($1 - SECONDS))
-    shift
+    local left=$((deadline - SECONDS))
     timeout --foreground --signal=INT --kill-after=60 $((left > 0 ? left : 1)) \
         env --default-signal=INT python -m pytest "$@"
 }
 
+# The environments, side by side: one is shown while it is made, the others when it is done.
 if [[ -z ${VENV:-} ]]; then
     for release in "${plan[@]}"; do
-        stage "install-$release" bash scripts/install_cpu.sh "$(environment_of "$release")" --release "$release" || exit 2
+        stages+=("install-$release")
+        install=(stage "install-$release" bash scripts/install_cpu.sh "$(environment_of "$release")" --release "$release")
+        if [[ $release == "${plan[-1]}" ]]; then
+            "${install[@]}"
+        else
+            "${install[@]}" >"$logs/shown-$release" 2>&1 &
+        fi
+    done
+    wait
+    for release in "${plan[@]}"; do
+        [[ $release == "${plan[-1]}" ]] || cat "$logs/shown-$release"
+        grep -q FAILED "$logs/install-$release.verdict" && exit 2
     done
 fi
 if [[ ${plan[-1]} == "$newest" ]]; then
+    stages+=(lint types)
     stage lint lint
     stage types types
 fi
+
 deadline=$((SECONDS + limit))
-for release in "${plan[@]}"; do
-    stage "tests-$release" tests "$release" "$deadline"
-done
+selection=""
+[[ -n $asked ]] || selection=" and not extended"
+$quick && selection=" and not extended and not slow and not gpu"
+if [[ ${#paths[@]} -gt 0 ]]; then
+    stages+=("tests-${plan[-1]}")
+    stage "tests-${plan[-1]}" tests "${plan[-1]}"
+elif $quick; then
+    stages+=("tests-${plan[-1]}")
+    stage "tests-${plan[-1]}" others "${plan[-1]}"
+else
+    # Programs run one after the other and leave half of the machine idle, as they wait for each other's processes:
+    # everything else runs beside them, below the priority of Ray's workers (15), and is shown after them.
+    for release in "${plan[@]}"; do
+        stages+=("programs-$release" "tests-$release")
+    done
+    (
+        renice -n 19 $BASHPID >/dev/null
+        for release in "${plan[@]}"; do
+            # Gone once an interrupt has ended this script.
+            [[ -d $logs ]] && stage "tests-$release" others "$release"
+        done
+    ) >"$logs/others" 2>&1 &
+    for release in "${plan[@]}"; do
+        stage "programs-$release" programs "$release"
+    done
+    wait
+    cat "$logs/others"
+fi
 
 printf '\n--- summary\n'
-printf '%s\n' "${summary[@]}"
+failed=0
+for name in "${stages[@]}"; do
+    cat "$logs/$name.verdict"
+    grep -q FAILED "$logs/$name.verdict" && failed=1
+done
 # pytest's own closing lines come last, for people and programs that look for them there.
-for release in "${plan[@]}"; do
-    grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/tests-$release" ||
-        echo "tests-$release: pytest did not come to its end"
+for name in "${stages[@]}"; do
+    [[ $name == tests-* || $name == programs-* ]] || continue
+    grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/$name" ||
+        echo "$name: pytest did not come to its end"
 done
 exit "$failed"

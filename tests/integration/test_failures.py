@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -11,44 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests" / "support"
-QUICKSTART = str(ROOT / "scripts" / "quickstart.sh")
-LIMIT = 420.0  # seconds; a run takes about 150
+from whole_runs import LIMIT, ROOT, broken
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * int(LIMIT) + 60)]
-
-
-def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Any:
-    """A quickstart with a fault of ``faults.py`` in it; it must end by itself, and not well."""
-    finished = run_program(
-        ["bash", QUICKSTART, "correction=tis_token", "trainer.val_before_train=false", *overrides],
-        limit=LIMIT,
-        cwd=ROOT,
-        VENV=os.environ.get("VENV") or sys.prefix,
-        OFFPOLICY_FAULT=fault,
-        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(SUPPORT)]),
-    )
-    assert not finished.timed_out
-    assert finished.returncode == 1, finished.output[-3000:]  # training failed; 5 and 6 are limits of the quickstart
-    return finished
-
-
-def log_of(finished: Any) -> str:
-    """The whole of the training's log."""
-    folder = re.search(r"everything goes to (\S+)", finished.output)
-    assert folder
-    return (ROOT / folder.group(1) / "train.log").read_text()
-
-
-def steps_of(finished: Any) -> list[dict[str, Any]]:
-    folder = re.search(r"everything goes to (\S+)", finished.output)
-    assert folder
-    metrics = ROOT / folder.group(1) / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    return [record["data"] for record in records if "actor/grad_norm" in record["data"]]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +22,8 @@ def steps_of(finished: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], fault: str, cause: str) -> None:
-    finished = run_program([sys.executable, str(SUPPORT / "watched_ray.py"), fault], limit=120.0, may_leave=True)
+    program = str(ROOT / "tests" / "support" / "watched_ray.py")
+    finished = run_program([sys.executable, program, fault], limit=120.0, may_leave=True)
     assert not finished.timed_out
     assert finished.returncode == 1
     # The last thing that the driver says is the cause, not what an interrupted ray.get makes of it; lines that Ray
@@ -69,35 +33,67 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
     assert "in _update_actor" in finished.output  # the stacks
 
 
-@pytest.mark.extended
-def test_a_weight_sync_that_hangs(run_program: Callable[..., Any]) -> None:
-    finished = broken(run_program, "stop_rollout_engine:1", "offpolicy.watchdog.step_timeout=40")
-    log = log_of(finished)
-    assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 1, phase weight_sync", log)
-    assert "update_weights" in log  # the stacks
-    assert steps_of(finished) == []
+def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
+    """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
+    run = broken(
+        run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", "offpolicy.watchdog.step_timeout=60"
+    )
+    assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", run.log)
+    assert "update_weights" in run.log  # the stacks
+    (step,) = run.steps
+    assert step["offpolicy/live/proved"] == 1.0
+    assert step["offpolicy/live/identical_share"] == 1.0
+    assert step["offpolicy/rollout_ratio/max"] == 1.0
+    # The engines' mismatch is in PPO's own ratio, which is not 1 even at the first of two gradient steps.
+    assert step["offpolicy/ppo_ratio/std"] > 1e-3
+    assert "actor/entropy" not in step  # verl logs it with the forward pass that pi_old would have taken
 
 
-@pytest.mark.extended
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
+    """With all that is fixed for a batch: self-normalised weights, the count of what is kept, baselines, shadows."""
     folder = tmp_path / "checkpoints"
+    whole_batch = [
+        "correction=[tis_token,gsm]",
+        "correction.weight.normalize=true",
+        "correction.masks.gsm={ratio: rollout, level: sequence, aggregate: geometric, lower: 0.998, upper: 1.002, "
+        "when: any}",
+        "correction.denominator=kept",
+        "correction.baseline=exclude",
+        "offpolicy.shadow=[opsm,m2po]",
+    ]
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
-    finished = broken(run_program, "hang_in_checkpoint:2", "offpolicy.watchdog.phase_timeouts.checkpoint=40", *saving)
-    assert "WatchdogError: checkpoint is stuck" in log_of(finished)
+    stuck = "offpolicy.watchdog.phase_timeouts.checkpoint=40"
+    run = broken(run_program, "hang_in_checkpoint:2", *whole_batch, stuck, *saving)
+    assert "WatchdogError: checkpoint is stuck" in run.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert (folder / "global_step_2" / "actor").is_dir()
+    assert run.steps
+    for step in run.steps:
+        _acts_on_the_whole_batch(step)
 
     # The run goes on at step 2, and at step 3 an agent loop is killed, for which nobody waits.
-    resumed = broken(run_program, "kill_agent_loop:3", *saving, "trainer.resume_mode=auto")
-    log = log_of(resumed)
-    assert "the checkpoint of step 2 was cut short; resuming step 1" in log
-    assert "resuming global_step_1 with the correction that it was trained with" in log
-    assert [step["training/global_step"] for step in steps_of(resumed)] == [2]
-    assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", log)
+    resumed = broken(run_program, "kill_agent_loop:3", *whole_batch, *saving, "trainer.resume_mode=auto")
+    assert "the checkpoint of step 2 was cut short; resuming step 1" in resumed.log
+    assert "resuming global_step_1 with the correction that it was trained with" in resumed.log
+    assert [step["training/global_step"] for step in resumed.steps] == [2]
+    assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", resumed.log)
 
 
-@pytest.mark.extended
+def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
+    assert step["offpolicy/live/proved"] == 1.0
+    # Exactly 1 over the batch, though each of its mini-batches has another mean.
+    assert step["offpolicy/weight/mean"] == pytest.approx(1.0, abs=1e-6)
+    assert step["offpolicy/raw_weight/mean"] != pytest.approx(1.0, abs=1e-6)
+    # All rows are counted in these two; the rest of the 128 were kept.
+    rejected = step["offpolicy/mask/gsm/masked_sequence_share"] * 128
+    assert 0 < rejected < 128
+    assert step["offpolicy/baseline/excluded_sequences"] == pytest.approx(rejected, abs=1e-6)
+    assert step["offpolicy/baseline/silent_sequences"] >= rejected
+    assert step["offpolicy/shadow/opsm/keep_token_share"] > 0.0
+    assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
+
+
 def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
-    finished = broken(run_program, "log_probs_of_other_rows:2", "trainer.total_training_steps=6")
-    assert "AlignmentError: rollout_log_probs are those of other rows" in log_of(finished)
-    assert 1 <= len(steps_of(finished)) <= 2
+    run = broken(run_program, "log_probs_of_other_rows:2", "correction=tis_token", "trainer.total_training_steps=6")
+    assert "AlignmentError: rollout_log_probs are those of other rows" in run.log
+    assert 1 <= len(run.steps) <= 2

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_runs import LIMIT, trained
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 420.0
-
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
 
 TWO_STAGES = (
     "platform=cpu_megatron",
@@ -28,26 +21,8 @@ TWO_STAGES = (
 
 
 def test_a_whole_run_is_proved_live_on_the_last_stage(run_program: Callable[..., Any]) -> None:
-    finished = run_program(
-        [
-            "bash",
-            str(ROOT / "scripts" / "quickstart.sh"),
-            *TWO_STAGES,
-            "correction=[tis_token,gsm]",
-            "trainer.total_training_steps=3",
-        ],
-        limit=LIMIT,
-        cwd=ROOT,
-        VENV=os.environ.get("VENV") or sys.prefix,
-    )
-    assert finished.returncode == 0, finished.output[-3000:]
-    folder = re.search(r"everything goes to (\S+)", finished.output)
-    assert folder, finished.output[-3000:]
-    metrics = ROOT / folder.group(1) / "metrics.jsonl"
-    assert metrics.is_file(), finished.output[-3000:]
-    records = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    steps = [record for record in records if "actor/grad_norm" in record]
-    assert len(steps) == 3, finished.output[-3000:]
+    steps = trained(run_program, *TWO_STAGES, "correction=[tis_token,gsm]", "trainer.total_training_steps=3")
+    assert len(steps) == 3
     for step in steps:
         assert step["offpolicy/live/proved"] == 1.0
         # Each of the 16 x 8 rows reported once, though each passed through both stages.

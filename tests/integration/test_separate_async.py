@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_runs import LIMIT, trained
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 420.0  # seconds; the run takes about 150
 STEPS = 5
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
@@ -25,26 +20,15 @@ def test_the_correction_is_live_on_rows_of_staleness_0_1_and_2(run_program: Call
 
     Each step makes two updates between two synchronisations, both with the pi_old of the first.
     """
-    finished = run_program(
-        [
-            "bash",
-            str(ROOT / "scripts" / "quickstart.sh"),
-            "+mode=separate_async_cpu",
-            "correction=[tis_token,gsm]",
-            f"trainer.total_training_steps={STEPS}",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            # verl's own buffer, which drops what is too old; the quickstart's is for synchronous training.
-            "trainer.v1.sampler.custom_sampler.name=null",
-        ],
-        limit=LIMIT,
-        cwd=ROOT,
-        VENV=os.environ.get("VENV") or sys.prefix,
+    steps = trained(
+        run_program,
+        "+mode=separate_async_cpu",
+        "correction=[tis_token,gsm]",
+        f"trainer.total_training_steps={STEPS}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        # verl's own buffer, which drops what is too old; the quickstart's is for synchronous training.
+        "trainer.v1.sampler.custom_sampler.name=null",
     )
-    assert finished.returncode == 0, finished.output[-3000:]
-    folder = re.search(r"everything goes to (\S+)", finished.output)
-    assert folder
-    records = [json.loads(line) for line in (ROOT / folder[1] / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["data"] for record in records if "actor/grad_norm" in record["data"]]
     assert len(steps) == STEPS
 
     for step in steps:

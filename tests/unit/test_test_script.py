@@ -62,23 +62,27 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
         check=False,
     )
     called = notes.read_text().splitlines() if notes.exists() else []
-    for i in range(1, len(called)):
-        # Of two that run side by side, whichever was first to be noted.
-        if called[i - 1].startswith(called[i].split(" -m program")[0] + " -n 2"):
-            called[i - 1 : i + 1] = called[i], called[i - 1]
-    return done.returncode, called, (done.stdout + done.stderr).splitlines()
+    # What runs side by side is noted in any order: environments by name, whole programs before what runs beside them.
+    installs = sorted(call for call in called if call.startswith("install"))
+    programs, others = ([call for call in called if f"-m {start}program" in call] for start in ("", "not "))
+    rest = [call for call in called if call not in {*installs, *programs, *others}]
+    return done.returncode, [*installs, *rest, *programs, *others], (done.stdout + done.stderr).splitlines()
 
 
 OTHERS = "tests/releases tests/contract"
-ALL = "tests/unit tests/contract tests/integration tests/releases"
+ALL = "tests/releases tests/contract tests/integration tests/unit"
 DEFAULT = " and not extended"
 
 
-def calls(folder: str, suites: str, selection: str = "", arguments: str = "") -> list[str]:
+def calls(folders: list[str], suites: list[str], selection: str = "", arguments: str = "") -> list[str]:
     """Programs in turn, and beside them everything else on two processes."""
+    pairs = list(zip(folders, suites, strict=True))
     return [
-        f"{folder} python -m pytest -m program{selection} {arguments}{suites}",
-        f"{folder} python -m pytest -n 2 --dist loadfile -m not program{selection} {arguments}{suites}",
+        *(f"{folder} python -m pytest -m program{selection} {arguments}{suite}" for folder, suite in pairs),
+        *(
+            f"{folder} python -m pytest -n 2 --dist loadfile -m not program{selection} {arguments}{suite}"
+            for folder, suite in pairs
+        ),
     ]
 
 
@@ -89,16 +93,15 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
     status, called, lines = run(tree)
     assert status == 0
     assert called == [
-        f"install {tree}/.venv-0.7.1 --release 0.7.1",
         f"install {tree}/.venv --release 0.10.0",
+        f"install {tree}/.venv-0.7.1 --release 0.7.1",
         *LINT,
-        *calls(".venv-0.7.1", OTHERS, DEFAULT),
-        *calls(".venv", ALL, DEFAULT),
+        *calls([".venv-0.7.1", ".venv"], [OTHERS, ALL], DEFAULT),
     ]
     summary = lines[lines.index("--- summary") + 1 :]
-    assert [line.split()[:2] for line in summary[:-4]] == [
-        [name, "ok"] for name in ("install-0.7.1", "install-0.10.0", "lint", "types", "tests-0.7.1", "tests-0.10.0")
-    ]
+    stages = ["install-0.7.1", "install-0.10.0", "lint", "types"]
+    stages += [f"{kind}-{release}" for release in ("0.7.1", "0.10.0") for kind in ("programs", "tests")]
+    assert [line.split()[:2] for line in summary[:-4]] == [[name, "ok"] for name in stages]
     assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
 
 
@@ -106,20 +109,18 @@ def test_one_release_has_all_its_tests(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "0.9.1", "-x")
     assert called == [
         f"install {tree}/.venv-0.9.1 --release 0.9.1",
-        *calls(".venv-0.9.1", OTHERS, arguments="-x "),
+        *calls([".venv-0.9.1"], [OTHERS], arguments="-x "),
     ]
     assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
     _, called, _ = run(tree, "--release", "0.10.0")
-    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls(".venv", ALL)]
+    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls([".venv"], [ALL])]
 
 
 def test_all_releases_end_with_the_newest(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "all")
     assert called[3:] == [
         *LINT,
-        *calls(".venv-0.7.1", OTHERS),
-        *calls(".venv-0.9.1", OTHERS),
-        *calls(".venv", ALL),
+        *calls([".venv-0.7.1", ".venv-0.9.1", ".venv"], [OTHERS, OTHERS, ALL]),
     ]
     assert [line.split()[-2] for line in lines[-6::2]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
 
@@ -139,17 +140,17 @@ def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
     run(tree, "--release", "0.9.1")
     _, called, _ = run(tree, VENV=str(tree / ".venv-0.9.1"))
     lint = [call.replace(".venv ", ".venv-0.9.1 ") for call in LINT]
-    assert called == [*lint, *calls(".venv-0.9.1", ALL, DEFAULT)]
+    assert called == [*lint, *calls([".venv-0.9.1"], [ALL], DEFAULT)]
     _, called, _ = run(tree, "--release", "0.9.1", VENV=".venv-0.9.1")
-    assert called == calls(".venv-0.9.1", OTHERS)
+    assert called == calls([".venv-0.9.1"], [OTHERS])
 
 
 @pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)
     assert status == 1
-    assert called[-2:] == calls(".venv", ALL, DEFAULT), "the others still run"
-    assert len([line for line in lines if "FAILED (exit 1)" in line]) == 1
+    assert called[-4:] == calls([".venv-0.7.1", ".venv"], [OTHERS, ALL], DEFAULT), "the others still run"
+    assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
 
 
 def test_all_tests_share_one_limit(tree: Path) -> None:
@@ -157,7 +158,7 @@ def test_all_tests_share_one_limit(tree: Path) -> None:
     status, _, lines = run(tree, HANG_IN=".venv", TEST_LIMIT="2")
     assert status == 1
     assert any(line.startswith("tests-0.10.0") and "FAILED (exit 124)" in line for line in lines)
-    assert lines[-1] == "tests-0.10.0: pytest did not come to its end"
+    assert lines[-2:] == [f"{kind}-0.10.0: pytest did not come to its end" for kind in ("programs", "tests")]
 
 
 @pytest.mark.parametrize(
@@ -181,4 +182,5 @@ def test_what_cannot_be_run_is_said_at_once(
 def test_no_tests_run_without_their_environment(tree: Path) -> None:
     status, called, _ = run(tree, FAIL_INSTALL="0.7.1")
     assert status == 2
-    assert called == [f"install {tree}/.venv-0.7.1 --release 0.7.1"]
+    installs = [("", "0.10.0"), ("-0.7.1", "0.7.1")]
+    assert called == [f"install {tree}/.venv{end} --release {release}" for end, release in installs]
