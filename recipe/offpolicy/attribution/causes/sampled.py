@@ -32,6 +32,7 @@ class Sampled:
         cluster: (n,) which rows belong together for resampling: those of one prompt in one step.
         context: (n,) prompt, step, versions and all tokens before: equal numbers, one distribution.
         token_id: (n,).
+        again: (n,) steps since the prompt of each token's row first came; 0 where it is new, -1 where not recorded.
         turns: number of turns that any row has.
     """
 
@@ -41,6 +42,7 @@ class Sampled:
     cluster: Integers
     context: Integers
     token_id: Integers
+    again: Integers
     turns: int
 
     def __len__(self) -> int:
@@ -64,6 +66,7 @@ class Sampled:
             cluster=self.cluster[chosen],
             context=self.context[chosen],
             token_id=self.token_id[chosen],
+            again=self.again[chosen],
             turns=self.turns,
         )
 
@@ -88,6 +91,7 @@ def sampled_of(rows: Rows) -> Sampled:
         cluster=group[tokens.row],
         context=_numbered(_mixed(group.astype(np.uint64)[tokens.row]) + _prefixes(rows)[tokens.index]),
         token_id=rows.response_ids[tokens.index].astype(np.int64),
+        again=_again(rows)[tokens.row],
         turns=int(tokens.turn.max(initial=-1)) + 1,
     )
 
@@ -134,6 +138,18 @@ def _groups(rows: Rows) -> Integers:
         ]
     )
     return _numbered(keys)
+
+
+def _again(rows: Rows) -> Integers:
+    """(N,) steps since a prompt of the same tokens was first among the rows; -1 where a row has no prompt."""
+    first: dict[bytes, int] = {}
+    ages = np.full(len(rows), -1, dtype=np.int64)
+    for index in np.argsort(rows.step, kind="stable"):
+        prompt = rows.prompt_ids[rows.prompt_offsets[index] : rows.prompt_offsets[index + 1]].tobytes()
+        if prompt:
+            step = int(rows.step[index])
+            ages[index] = step - first.setdefault(prompt, step)
+    return ages
 
 
 def _prefixes(rows: Rows) -> NDArray[np.uint64]:

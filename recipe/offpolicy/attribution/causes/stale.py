@@ -1,12 +1,19 @@
-"""Stale weights or cache: the gap grows from step to step and falls back at a synchronisation."""
+"""Stale weights or cache: the gap grows from step to step and falls back at a synchronisation.
+
+Keys and values of older weights stay in an engine's prefix cache where it is not cleared when new weights arrive. They
+are taken for prompts that come again, and not for new ones, which tells them from older weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..profiles import k3
+from ..sums import EDGES
 from .cause import Cause, absent, untestable
 from .sampled import Array, Estimate, Sampled, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
@@ -16,14 +23,91 @@ _FIX = (
     "synchronise at every step and clear the engine's cache; where staleness is meant, bound it with "
     "trainer.v1.sampler.max_off_policy_threshold and correct for it: correction=[tis_token,opsm]"
 )
+_FIX_CACHE = (
+    "clear the engine's prefix cache when new weights arrive, as verl does, or have none: "
+    "actor_rollout_ref.rollout.enable_prefix_caching=False"
+)
+
+Mask = NDArray[np.bool_]
 
 
-def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
-    """KL of each step, or of each staleness where it is known, against the freshest.
+def find(sampled: Sampled) -> tuple[Cause, Mask]:
+    """KL of prompts that come again against new ones; then of each step, or staleness, against the freshest.
 
     Returns:
         The verdict, and which tokens are fresh: all of them unless it is present.
     """
+    again = sampled.again > 0
+    kept, evidence = _kept(sampled, again)
+    if kept is None or kept.low <= THRESHOLDS.growth:
+        cause, fresh = _of_weights(sampled)
+        sentence = cause.sentence
+        if cause.verdict == "present":
+            sentence += _told_apart(sampled, again, kept)
+        return Cause(NAME, cause.verdict, {**cause.evidence, **evidence}, sentence, cause.fix), fresh
+    sentence = (
+        f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
+        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats a token: the "
+        f"engine's prefix cache holds keys and values of older weights"
+    )
+    fix = _FIX_CACHE
+    weights, fresh_new = _of_weights(sampled.take(~again))
+    if weights.verdict == "present":
+        sentence, fix = f"{sentence}. With new prompts {weights.sentence}", f"{fix}; {weights.fix}"
+    fresh = ~again
+    fresh[fresh] = fresh_new
+    return Cause(NAME, "present", {**weights.evidence, **evidence}, sentence, fix), fresh
+
+
+def _kept(sampled: Sampled, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
+    """KL of rows whose prompt came in an earlier step over that of rows with a new one, and the evidence for it.
+
+    Compared in the same step, at the same staleness and at the same probability under mu, so that neither older weights
+    nor what was learned of the prompts is in it. A prompt that came before and was not recorded counts as new, which
+    makes the factor smaller. None where ``LEAST_TOKENS`` of either are not there to compare.
+    """
+    new = sampled.again == 0
+    loss = k3(sampled.tokens.gap)
+    keys = np.stack([sampled.step, sampled.staleness, np.digitize(sampled.tokens.mu, EDGES)], axis=-1)
+    _, stratum = np.unique(keys, axis=0, return_inverse=True)
+    stratum = stratum.reshape(-1)
+    counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
+    shared = ((counts[0] > 0) & (counts[1] > 0))[stratum]
+    again, new = again & shared, new & shared
+    if min(again.sum(), new.sum()) < LEAST_TOKENS:
+        return None, {}
+    # New rows count as if they were spread over steps and probabilities as the others are.
+    scale = (counts[0] / np.maximum(counts[1], 1))[stratum]
+    columns = np.stack([again * loss, new * scale * loss], axis=-1)
+    factor = estimate(columns[again | new], sampled.cluster[again | new], lambda sums: float(sums[0] / sums[1]))
+    if factor is None:
+        return None, {}
+    evidence = {
+        "kl_again": float(loss[again].mean()),
+        "kl_new": float((scale * loss)[new].sum() / again.sum()),
+        "again": factor.value,
+        "again_low": factor.low,
+        "again_high": factor.high,
+    }
+    return factor, evidence
+
+
+def _told_apart(sampled: Sampled, again: Mask, kept: Estimate | None) -> str:
+    """What to add on weights against cache, where prompts do not say that it is the cache."""
+    if kept is not None:
+        which = "so it is not the cache" if kept.high < THRESHOLDS.growth else "so it is weights, cache or both"
+        return f"; prompts that come again have {kept.value:.1f} times the KL of new ones, {which}"
+    if (sampled.staleness > 0).any():
+        return ""  # the versions say it
+    if (sampled.again < 0).any():
+        return "; weights or cache, which recorded prompts would tell apart"
+    if again.sum() < LEAST_TOKENS:
+        return "; prompts are new at each step, so it is the weights, or the cache of a text that prompts share"
+    return "; weights or cache, which new prompts beside those that come again would tell apart"
+
+
+def _of_weights(sampled: Sampled) -> tuple[Cause, Mask]:
+    """KL of each step, or of each staleness where it is known, against the freshest."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)
@@ -63,7 +147,7 @@ def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
     )
 
 
-def _by_version(sampled: Sampled) -> tuple[Cause, np.ndarray]:
+def _by_version(sampled: Sampled) -> tuple[Cause, Mask]:
     fresh = sampled.staleness == 0
     stale = sampled.staleness > 0
     everything = np.ones(len(sampled), dtype=bool)
@@ -96,7 +180,7 @@ def _by_version(sampled: Sampled) -> tuple[Cause, np.ndarray]:
     )
 
 
-def _factor(sampled: Sampled, here: np.ndarray, there: np.ndarray) -> Estimate | None:
+def _factor(sampled: Sampled, here: Mask, there: Mask) -> Estimate | None:
     loss = k3(sampled.tokens.gap)
     columns = np.stack([here, here * loss, there, there * loss], axis=-1).astype(np.float64)
     chosen = here | there
