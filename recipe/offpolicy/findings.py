@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,8 +69,18 @@ def set_to(key: str, value: object, *, add: bool = False) -> str:
     return f"{'++' if add else ''}{key}={quoted(value)}"
 
 
+def taken_away(key: str, value: object) -> tuple[str, ...]:
+    """Overrides after which nothing is left of a key that has this value."""
+    # Hydra takes a null for a key that is not there, and cannot delete it.
+    return ((set_to(key, 0),) if value in (None, "???") else ()) + (f"~{key}",)
+
+
 def quoted(value: object) -> str:
-    """A value in Hydra's grammar: strings that would be taken for something else in quotes."""
+    """A value in Hydra's grammar: strings that would be taken for something else in quotes, also within mappings."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {quoted(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(quoted, value))}]"
     if not isinstance(value, str):
         return spelt(value)
     if _PLAIN.fullmatch(value) and value.lower() not in {"null", "true", "false", "nan", "inf"}:
@@ -99,7 +110,7 @@ def told(error: SpecError, parts: tuple[str, ...] = EVERYTHING) -> Problem:
 
 
 def _mends(error: SpecError) -> tuple[str, ...]:
-    removed = (f"~{error.removed}",) if error.removed else ()
+    removed = taken_away(error.removed, error.value) if error.removed else ()
     return (*removed, *(set_to(key, value) for key, value in error.overrides.items()))
 
 

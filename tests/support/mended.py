@@ -19,7 +19,7 @@ def with_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
         node = OmegaConf.select(config, owner)
         is_there = there is not missing or (isinstance(node, DictConfig) and name in node)
         if override.is_delete():
-            assert is_there, f"{override.input_line}: there is no such key"
+            assert there not in (missing, None), f"{override.input_line}: there is no such key"
             with open_dict(config):
                 del node[name]
             continue

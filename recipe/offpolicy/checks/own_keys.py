@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..alarms.settings import problems as alarm_problems
 from ..calibration.online_settings import problems as calibrate_problems
 from ..correction import CorrectionSpec
-from ..findings import Finding, Problem, named_overrides, set_to
+from ..findings import Finding, Problem, named_overrides, set_to, taken_away
 from ..recording.card import FIX as ANOTHER
 from ..recording.settings import problems as record_problems
 from ..watchdog import problems as watchdog_problems
@@ -55,9 +55,8 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     for key in map(str, config.offpolicy):
         if key not in OWN_KEYS:
             fix = f"Remove offpolicy.{key}."
-            yield Problem(
-                f"offpolicy.{key}", config.offpolicy[key], "unknown key.", fix, "WRONG", (), (f"~offpolicy.{key}",)
-            )
+            name, value = f"offpolicy.{key}", config.offpolicy[key]
+            yield Problem(name, value, "unknown key.", fix, "WRONG", (), taken_away(name, value))
     for validate in OWN_KEYS.values():
         yield from (_problem(*finding) for finding in validate(config))
 
@@ -66,7 +65,7 @@ def _problem(key: str, value: object, reason: str, fix: str) -> Problem:
     if fix == "Set true or false.":
         overrides: tuple[str, ...] = (set_to(key, False),)
     elif reason.startswith("unknown key") or reason in ("no phase has this name.", "no alarm has this name."):
-        overrides = (f"~{key}",)
+        overrides = taken_away(key, value)
     elif key == _DIRECTORY:
         overrides = _elsewhere_recorded(value, fix)
     elif "null for any time" in fix:

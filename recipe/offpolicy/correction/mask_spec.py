@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import SpecError, choice, number, ordered_bounds, ratio_bounds, require_keys
+from .validation import SpecError, band, choice, number, ordered_bounds, ratio_bounds, require_keys
 
 Ratio = Literal["rollout", "full", "ppo"]
 Aggregate = Literal[
@@ -84,7 +84,8 @@ class MaskSpec:
         if (aggregate == "second_moment") != ("budget" in mapping):
             raise SpecError(
                 f"{key}.aggregate={aggregate} with {', '.join(sorted(bound_keys))}: second_moment is bounded by "
-                f"budget, and nothing else is. Set {key}.budget=0.04 with second_moment, or lower and upper."
+                f"budget, and nothing else is. Set {key}.budget=0.04 with second_moment, or lower and upper.",
+                overrides=_one_kind_of_bound(mapping, key),
             )
         delta = budget = lower = upper = None
         if "delta" in mapping:
@@ -116,7 +117,8 @@ class MaskSpec:
         if self.sign == "token" and self.when == "any":
             raise SpecError(
                 f"{key}.sign=token with {key}.when=any: no advantage is looked at. Set {key}.when=negative or "
-                f"positive, or leave sign out."
+                f"positive, or leave sign out.",
+                overrides={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
             )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.aggregate in ("product", "geometric") and self.when == "any":
@@ -167,8 +169,25 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
             first = sorted(chosen)[0]
             raise SpecError(
                 f"{key}.{first}={mapping[first]} with {key}.{name}={mapping[name]}: delta d stands for lower=exp(-d), "
-                f"upper=null, and budget for a cut by batch. Give delta, or budget, or the two bounds."
+                f"upper=null, and budget for a cut by batch. Give delta, or budget, or the two bounds.",
+                key=f"{key}.{name}",
+                value=mapping[name],
+                removed=f"{key}.{name}",
             )
+
+
+def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What brings the aggregate and its kind of bound together: key -> value."""
+    if "budget" in mapping:
+        return {f"{key}.aggregate": "second_moment"}
+    return {f"{key}.aggregate": "geometric"} if "delta" in mapping else {f"{key}.budget": 0.04}
+
+
+def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
+    """Bounds for a mask that has none: both of a band on single tokens, else the upper one."""
+    lower, upper = band(aggregate)
+    both = mapping.get("level") == "token" and aggregate in ("product", "geometric")
+    return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}
 
 
 def _delta(value: Any, aggregate: str, key: str) -> float:
@@ -196,20 +215,28 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
     if lower is None and upper is None:
         raise SpecError(
             f"{key}.lower=null with {key}.upper=null: a mask with both sides open never acts. "
-            f"Set a bound, or remove the mask."
+            f"Set a bound, or remove the mask.",
+            overrides=_closed(mapping, aggregate, key),
         )
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is None:
             continue
         if aggregate.startswith(("k2", "k3", "tv")) and bound < 0:
-            raise SpecError(f"{key}.{side}={bound}: {aggregate} is never negative. Set a bound >= 0, or null.")
+            raise SpecError(
+                f"{key}.{side}={bound}: {aggregate} is never negative. Set a bound >= 0, or null.",
+                overrides={f"{key}.{side}": band(aggregate)[side == "upper"]},
+            )
         if aggregate == "binary_tv" and abs(bound) > 1:
-            raise SpecError(f"{key}.{side}={bound}: a difference of probabilities lies in [-1, 1]. Set it inside.")
+            raise SpecError(
+                f"{key}.{side}={bound}: a difference of probabilities lies in [-1, 1]. Set it inside.",
+                overrides={f"{key}.{side}": band(aggregate)[side == "upper"]},
+            )
     least, greatest = _range(aggregate)
     if (lower is None or lower <= least) and (upper is None or upper >= greatest):
         raise SpecError(
             f"{key}.lower={lower} with {key}.upper={upper}: {aggregate} never lies outside, so that the mask never "
-            f"acts. Set {key}.upper, or remove the mask."
+            f"acts. Set {key}.upper, or remove the mask.",
+            overrides={f"{key}.upper": band(aggregate)[1]},
         )
     return lower, upper
 

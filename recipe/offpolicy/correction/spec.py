@@ -90,7 +90,7 @@ class CorrectionSpec:
         spec = cls(
             weight=None if weight is None else WeightSpec.from_mapping(mapping_at(weight, "correction.weight")),
             masks=tuple(
-                (metric_name(name, "correction.masks"), MaskSpec.from_mapping(mapping_at(mask, key), key=key))
+                (metric_name(name, "correction.masks", mask), MaskSpec.from_mapping(mapping_at(mask, key), key=key))
                 for name, mask, key in sorted(
                     (str(n), m, f"correction.masks.{n}")
                     for n, m in mapping_at({} if masks is None else masks, "correction.masks").items()

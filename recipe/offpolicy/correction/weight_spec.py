@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import SpecError, choice, ratio_bounds, require_keys, truth
+from .validation import SpecError, choice, ratio_bounds, require_keys, truth, usual
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
@@ -55,7 +55,8 @@ class WeightSpec:
                 raise SpecError(
                     f"{key}.{side}={bound}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never "
                     f"leaves [{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}]. Set a bound inside, or "
-                    f"null to leave that side open."
+                    f"null to leave that side open.",
+                    overrides=usual(mapping, side, key),
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
@@ -65,12 +66,18 @@ class WeightSpec:
         if kind == "clip" and (lower is None or upper is None):
             raise SpecError(
                 f"{key}.kind=clip with lower={lower}, upper={upper}: 'clip' binds both sides. "
-                f"Give both bounds, or set {key}.kind=truncate."
+                f"Give both bounds, or set {key}.kind=truncate.",
+                overrides=(
+                    {f"{key}.lower": 0.5, f"{key}.upper": 2.0}
+                    if lower is None and upper is None
+                    else {f"{key}.kind": "truncate"}
+                ),
             )
         if kind == "reject" and lower is None and upper is None:
             raise SpecError(
                 f"{key}.kind=reject with lower=null, upper=null: nothing would be rejected. "
-                f"Give a bound, or set {key}.kind=truncate."
+                f"Give a bound, or set {key}.kind=truncate.",
+                overrides={f"{key}.upper": 2.0},
             )
         weight = cls(
             level=choice(mapping, "level", Level, key),

@@ -1,4 +1,4 @@
-"""What recording may take of each step: no more than its share of the last one, and spread evenly where not all fits."""
+"""What recording may take of each step: no more than its share of the last, and spread evenly where not all fits."""
 
 from __future__ import annotations
 

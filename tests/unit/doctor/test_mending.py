@@ -1,0 +1,195 @@
+"""Whatever a correction is malformed by, what is proposed leads to one that is not, when it is pasted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from corrections import GSM, TIS, opsm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mended import with_overrides
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.composition import own_keys_for_us
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
+from recipe.offpolicy.correction.weight_spec import WeightSpec
+from recipe.offpolicy.findings import Problem, told
+
+MOST_PASTES = 12
+VALUES = st.sampled_from([None, "???", "x", True, -1.0, 0, 0.3, 0.99, 1, 1.01, 2.0, 50.0, 1e30, float("inf"), "0.5"])
+
+
+def refused(mapping: dict[str, Any]) -> Problem | None:
+    try:
+        CorrectionSpec.from_mapping(mapping)
+    except SpecError as error:
+        return told(error)
+    return None
+
+
+def mended(mapping: dict[str, Any]) -> tuple[CorrectionSpec, int]:
+    """What comes of a malformed correction by pasting what each error proposes, and how many errors there were."""
+    config = OmegaConf.create({"correction": mapping})
+    for pastes in range(MOST_PASTES):
+        plain: Any = OmegaConf.to_container(config.correction)
+        if (problem := refused(plain)) is None:
+            return CorrectionSpec.from_mapping(plain), pastes
+        assert problem.overrides, str(problem)
+        config = with_overrides(config, own_keys_for_us(problem.overrides))
+        left: Any = OmegaConf.to_container(config.correction)
+        assert repr(left) != repr(plain), f"{problem}: {problem.pasted} changes nothing"
+    raise AssertionError(f"still malformed after {MOST_PASTES} pastes: {OmegaConf.to_container(config)}")
+
+
+def without(mapping: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in names}
+
+
+def mask(**changes: Any) -> dict[str, Any]:
+    return {"masks": {"it": GSM | changes}}
+
+
+SECOND_MOMENT = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.04, "when": "any"}
+# What is malformed, and of it what one paste makes.
+ONE_PASTE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a mask without bounds": (mask(lower=None, upper=None), {"upper": 1.01}),
+    "a mask on tokens without bounds": (
+        mask(level="token", aggregate="product", lower=None, upper=None),
+        {"lower": 0.5, "upper": 2.0},
+    ),
+    "a mask by k3 without bounds": (mask(aggregate="k3_mean", lower=None, upper=None), {"upper": 0.01}),
+    "a negative bound": (mask(lower=-0.5), {"lower": None}),
+    "a negative bound of a measure that is not": (
+        mask(aggregate="k3_mean", lower=-0.5, upper=0.01),
+        {"lower": None, "upper": 0.01},
+    ),
+    "a difference of probabilities beyond 1": (
+        mask(aggregate="binary_tv", level="token", lower=-0.2, upper=3.0),
+        {"lower": -0.2, "upper": 0.2},
+    ),
+    "a band around all values": (mask(aggregate="binary_tv", lower=-1.0, upper=1.0), {"upper": 0.2}),
+    "no level": ({"masks": {"it": without(GSM, "level")}}, {"level": "sequence"}),
+    "no aggregate": ({"masks": {"it": without(GSM, "aggregate")}}, {"aggregate": "geometric"}),
+    "a sign left open": (mask(sign="???"), {"sign": "row"}),
+    "nothing but bounds": ({"masks": {"it": {"lower": 0.99, "upper": 1.01}}}, {"level": "sequence", "when": "any"}),
+    "a level that there is not": (mask(level="zzz"), {"level": "sequence"}),
+    "a delta of letters": ({"masks": {"it": opsm(0.1) | {"delta": "x"}}}, {"delta": 0.1}),
+    "an infinite budget": ({"masks": {"it": SECOND_MOMENT | {"budget": float("inf")}}}, {"budget": 0.04}),
+    "a budget of another aggregate": (
+        {"masks": {"it": SECOND_MOMENT | {"aggregate": "k2_mean"}}},
+        {"aggregate": "second_moment"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PASTE)
+def test_a_mask_is_mended_by_one_paste(name: str) -> None:
+    given_, expected = ONE_PASTE[name]
+    spec, pastes = mended(given_)
+    assert pastes == 1
+    assert {key: getattr(dict(spec.masks)["it"], key) for key in expected} == expected
+
+
+WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clip of no bounds": (TIS | {"kind": "clip", "lower": None, "upper": None}, {"lower": 0.5, "upper": 2.0}),
+    "clip of one bound": (TIS | {"kind": "clip", "lower": None}, {"kind": "truncate"}),
+    "reject of no bounds": (TIS | {"kind": "reject", "lower": None, "upper": None}, {"upper": 2.0}),
+    "truncate of two bounds": (TIS | {"lower": 0.5}, {"kind": "clip"}),
+    "beyond the clamp": (TIS | {"upper": 1e12}, {"upper": 2.0}),
+    "negative": (TIS | {"upper": -2.0}, {"upper": 2.0}),
+    "no level": (without(TIS, "level"), {"level": "token"}),
+    "no kind": (without(TIS, "kind"), {"kind": "truncate"}),
+    "normalised by the current policy": (TIS | {"ratio": "full", "normalize": True}, {"normalize": False}),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_is_mended_by_one_paste(name: str) -> None:
+    given_, expected = WEIGHTS[name]
+    spec, pastes = mended({"weight": given_})
+    assert pastes == 1
+    assert {key: getattr(spec.weight, key) for key in expected} == expected
+
+
+RENAMED = {"Tight-Max": "tight_greatest", "minimax": "leastigreatest", "9": "mask_9", "mmininx": "mleastinx"}
+
+
+@pytest.mark.parametrize(("name", "proper"), RENAMED.items())
+def test_a_mask_is_renamed_with_what_it_is(name: str, proper: str) -> None:
+    spec, pastes = mended({"masks": {name: dict(GSM)}})
+    assert pastes == 1
+    assert spec.masks == CorrectionSpec.from_mapping({"masks": {proper: GSM}}).masks
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"weight": 2.0},
+        {"masks": "gsm"},
+        {"masks": {"it": 1.0}},
+        {"kl_clip": 0.2},
+        {"kl_clip": {"lower": 0.8, "upper": 1.2}, "proximal": "reuse"},
+        {"alpha": "half"},
+        {"proximal": "loglinear"},
+        {"weight": dict(TIS), "proximal": "bypass"},
+        {"denominator": "kept"},
+        {"baseline": "exclude", "masks": {"it": opsm(0.1)}},
+        {"skyrl_compat": True, "masks": {"it": opsm(0.1)}},
+        {"masks": {"it": GSM | {"delta": 0.1, "budget": 1.0}}},
+        {"masks": {"it": SECOND_MOMENT | {"when": "negative", "level": "sequence"}}},
+        {"masks": {"it": GSM | {"aggregate": "second_moment"}}},
+    ],
+)
+def test_whatever_else_is_mended_in_the_end(mapping: dict[str, Any]) -> None:
+    _, pastes = mended(mapping)
+    assert pastes >= 1
+
+
+def _options(kind: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from([*kind.__args__, "zzz", "???", None])
+
+
+MASKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "ratio": _options(Ratio),
+        "level": st.sampled_from(["token", "sequence", "turn", "version", "tokn", "???"]),
+        "aggregate": _options(Aggregate),
+        "when": _options(When),
+        "sign": _options(Sign),
+        "lower": VALUES,
+        "upper": VALUES,
+        "delta": VALUES,
+        "budget": VALUES,
+        "uper": VALUES.filter(lambda value: value != "???"),
+    },
+)
+OF_WEIGHT = st.fixed_dictionaries(
+    {},
+    optional={
+        "level": st.sampled_from(["token", "sequence", "turn", "version", "tokn", "???"]),
+        "kind": st.sampled_from(["truncate", "clip", "reject", "cilp", "???"]),
+        "aggregate": st.sampled_from(["product", "geometric", "k1_sum"]),
+        "ratio": _options(Ratio),
+        "normalize": st.sampled_from([True, False, "yes", None]),
+        "lower": VALUES,
+        "upper": VALUES,
+        "kidn": VALUES.filter(lambda value: value != "???"),
+    },
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(one=MASKS)
+def test_any_mask_is_mended(one: dict[str, Any]) -> None:
+    spec, _ = mended({"masks": {"it": one}})
+    assert isinstance(dict(spec.masks)["it"], MaskSpec)
+
+
+@settings(max_examples=300, deadline=None)
+@given(weight=OF_WEIGHT)
+def test_any_weight_is_mended(weight: dict[str, Any]) -> None:
+    spec, _ = mended({"weight": weight})
+    assert isinstance(spec.weight, WeightSpec)
