@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .correction.dialects.verl import verl_rejections, verl_weight_bounds
-from .correction.ratios import exp_clamped
+from .correction.ratios import EXP_CLAMP
 from .correction.spec import SpecError
-from .verl_helper.by_torch import TorchBatch, beyond
-from .verl_helper.columns import Batch, Columns, Kind, Measure, Quantity, measure_rows
+from .verl_helper.by_torch import TorchBatch
+from .verl_helper.columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
 from .verl_helper.metrics import (
     Metrics,
     mismatch_metrics,
     rejection_metrics,
-    to_host,
     total_rejection_metrics,
     weight_metrics,
 )
+from .verl_helper.rows import Rows
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -43,12 +45,15 @@ def verl_rollout_correction(
 
     Sums are float64, and no padded position is read. A token whose log-prob is not finite leaves weights, mask and
     metrics; a row without a token leaves the metrics. On the CPU, where numba is installed, each row is read once and
-    nothing of the batch's size is made but what is returned.
+    nothing of the batch's size is made but what is returned; the loops are compiled at the first call on a machine,
+    which takes seconds.
+
+    Tensors are (B, T) padded, or all of them jagged nested ones of the same rows, which are read as they come.
 
     Args:
-        old_log_prob: (B, T) log pi_old, any float dtype; in bypass mode the current policy's.
-        rollout_log_prob: (B, T) log mu.
-        response_mask: (B, T) bool, integer or float 0/1.
+        old_log_prob: log pi_old, any float dtype; in bypass mode the current policy's.
+        rollout_log_prob: log mu.
+        response_mask: bool, integer or float 0/1.
         rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
         rollout_is_threshold: a cap, or "lower_upper".
         rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, of all ranks where
@@ -57,77 +62,82 @@ def verl_rollout_correction(
         rollout_rs_threshold: one for all of them, or one each.
 
     Returns:
-        A DataProto with ``rollout_is_weights`` (B, T) in float32 or wider, detached, 0 off the mask, or None; the mask
-        in its own dtype without what is rejected, which is the given tensor where that is nothing; metrics under
-        ``rollout_corr/``.
+        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 off the mask, or None; the mask in its
+        own dtype without what is rejected, which is the given tensor where that is nothing; metrics under
+        ``rollout_corr/``. Weights and mask lie as the arguments do.
 
     Raises:
-        ValueError: shapes that differ, no valid token, and malformed or missing thresholds.
+        ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
     """
-    shapes = [tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)]
-    if len(set(shapes)) != 1:
-        raise ValueError(f"expected old_log_prob, rollout_log_prob and response_mask of one shape, got {shapes}")
+    tensors = (old_log_prob, rollout_log_prob, response_mask)
+    rows = Rows.of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     if rollout_is not in (None, "token", "sequence"):
         raise SpecError(f"rollout_is={rollout_is!r}: set one of null, token, sequence.")
     weight = _weight(rollout_is_threshold) if rollout_is else None
     options = verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
-    by_token = [_of_token(option, *limits[option]) for option in options if option.startswith("token")]
-
-    batch = _batch(old_log_prob, rollout_log_prob, response_mask)
+    of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
-    columns, measures = batch.sweep([*of_weight, *by_token])
-    if not columns.tokens.any():
+
+    batch = _batch(rows, *tensors)
+    columns, by_token = batch.sweep([*of_weight, *of_tokens.values()])
+    filled = columns.tokens > 0
+    if not filled.any():
         raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
+    some = slice(None) if filled.all() else filled
+    tokens = columns.tokens[some]
 
     metrics: Metrics = {}
     weights = None
     if weight is not None:
         if of_weight:
-            raw, applied = measures[:2]
-            factor = _batch_mean(applied.total, columns.tokens) if rollout_is_batch_normalize else None
-            weights = batch.token_weights(weight, 1.0 if factor is None else factor)
+            measures, row_values = by_token.pick(slice(0, 2)), None
+            total, count = measures.total[1].sum(), columns.tokens.sum()
         else:
-            raw, applied, rows = _of_rows(weight, columns)
-            factor = (
-                _batch_mean(rows * (columns.tokens > 0), columns.tokens > 0) if rollout_is_batch_normalize else None
-            )
-            weights = batch.row_weights(rows if factor is None else rows / factor)
-        metrics = weight_metrics(columns.tokens, raw, applied, lower=weight.bounds[0], upper=weight.bounds[1])
+            measures, row_values = _of_rows(weight, columns)
+            total, count = row_values[some].sum(), len(tokens)
+        factor = _batch_mean(total, count, batch.device) if rollout_is_batch_normalize else 1.0
+        if row_values is None:
+            weights = batch.token_weights(weight, factor)
+        else:
+            weights = batch.row_weights(row_values / factor)
+        measures = measures.where(some)
+        metrics = weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
         if weight.kind == "banded":
-            metrics["rollout_is_oob_ratio"] = (raw.above + raw.below).sum() / columns.tokens.sum()
-        if factor is not None:
+            metrics["rollout_is_oob_ratio"] = float((measures.above[0] + measures.below[0]).sum() / tokens.sum())
+        if rollout_is_batch_normalize:
             metrics["rollout_is_batch_norm_factor"] = factor
 
-    of_tokens = iter(measures[len(of_weight) :])
-    rejected = torch.zeros_like(columns.tokens, dtype=torch.bool)
-    for option, (lower, upper) in limits.items():
-        if option.startswith("token"):
-            measure = next(of_tokens)
-        else:
-            measure = _of_option(option, columns, lower, upper)
-            rejected |= (measure.above + measure.below) > 0
-        metrics |= rejection_metrics(option, columns.tokens, measure, lower, upper)
-    mask, gone = response_mask, torch.zeros_like(columns.tokens)
-    touched = any(bool((measure.above + measure.below).any()) for measure in measures[len(of_weight) :])
-    if touched or bool(rejected.any()) or bool((columns.tokens < columns.response).any()):
-        mask, gone = batch.kept(rejected, by_token)
+    mask, gone = response_mask, np.zeros(rows.count)
+    rejected: Truths = np.zeros(rows.count, dtype=np.bool_)
+    touched = bool((columns.tokens < columns.response).any())
     if options:
-        metrics |= total_rejection_metrics(columns.tokens, gone)
+        statistics = _statistics(limits, columns, by_token.pick(slice(len(of_weight), None)))
+        outside = (statistics.above + statistics.below) > 0
+        rejected = np.any(outside[~statistics.of_tokens], axis=0)
+        touched |= bool(outside.any())
+        metrics |= rejection_metrics(limits, tokens, statistics.where(some))
+    if touched:
+        mask, gone = batch.kept(rejected, list(of_tokens.values()))
+    if options:
+        metrics |= total_rejection_metrics(tokens, gone[some])
 
-    metrics |= mismatch_metrics(columns)
-    named = {f"rollout_corr/{name}": value for name, value in to_host(metrics).items()}
-    return _proto(weights), mask, named
+    metrics |= mismatch_metrics(columns.where(some))
+    return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _batch(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Batch:
+def _batch(rows: Rows, *tensors: Tensor) -> Batch:
     """Compiled loops where they can run; both give the same numbers."""
-    on_cpu = all(tensor.device.type == "cpu" for tensor in (old_log_prob, rollout_log_prob, response_mask))
-    if on_cpu and importlib.util.find_spec("numba"):
+    if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
         from .verl_helper.by_sweep import SweptBatch
 
-        return SweptBatch(old_log_prob, rollout_log_prob, response_mask)
-    return TorchBatch(old_log_prob, rollout_log_prob, response_mask)
+        return SweptBatch(rows, *tensors)
+    return TorchBatch(rows, *tensors)
+
+
+@functools.cache
+def _can_compile() -> bool:
+    return importlib.util.find_spec("numba") is not None
 
 
 def _weight(threshold: str | float | None) -> Quantity:
@@ -137,25 +147,25 @@ def _weight(threshold: str | float | None) -> Quantity:
     return Quantity("capped" if lower is None else "banded", math.log(floor), math.log(upper), (floor, upper))
 
 
-def _of_rows(weight: Quantity, columns: Columns) -> tuple[Measure, Measure, Tensor]:
+def _of_rows(weight: Quantity, columns: Columns) -> tuple[Measures, Numbers]:
     """Raw and applied weights by sequence, and the applied one of each row, (B,)."""
-    above, below = beyond(columns.log_ratio, weight.lower, weight.upper)
-    raw = exp_clamped(columns.log_ratio)
-    applied = torch.where(above | below, 0.0, raw) if weight.kind == "banded" else raw.clamp(max=weight.bounds[1])
-    of_raw, of_applied = (
-        measure_rows(value, columns.tokens, above, below, clamp=weight.clamp, about=weight.about)
-        for value in (raw, applied)
-    )
-    return of_raw, of_applied, applied
+    outside = beyond(np.stack([columns.log_ratio] * 2), np.full(2, weight.lower), np.full(2, weight.upper))
+    raw = np.exp(np.clip(columns.log_ratio, -EXP_CLAMP, EXP_CLAMP))
+    inside = ~(outside[0][0] | outside[1][0])
+    applied = raw * inside if weight.kind == "banded" else np.minimum(raw, weight.bounds[1])
+    clamp = np.full(2, weight.clamp[0]), np.full(2, weight.clamp[1])
+    both = np.stack([raw, applied])
+    return measure_rows(both, columns.tokens, outside, clamp=clamp, about=weight.about), applied
 
 
-def _batch_mean(total: Tensor, count: Tensor) -> Tensor:
-    """Mean weight over tokens or rows, 0-dim float64; 1 where next to no weight is left."""
-    parts = torch.stack([total.sum(), count.sum().double()])
+def _batch_mean(total: float, count: float, device: torch.device) -> float:
+    """Mean weight over tokens or rows, of all ranks; 1 where next to no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
-    mean = parts[0] / parts[1]
-    return torch.where(mean > _LEAST_MEAN, mean, 1.0)
+        total, count = parts.tolist()
+    mean = float(total / count)
+    return mean if mean > _LEAST_MEAN else 1.0
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
@@ -168,17 +178,28 @@ def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
     return Quantity(kinds[option[-2:]], -math.inf if lower is None else lower, upper)
 
 
-def _of_option(option: str, columns: Columns, lower: float | None, upper: float) -> Measure:
-    """The statistic of one rejection option by sequence."""
+def _statistics(limits: dict[str, tuple[float | None, float]], columns: Columns, by_token: Measures) -> Measures:
+    """The statistic of each rejection option, in the order of ``limits``."""
+    of_rows = [option for option in limits if not option.startswith("token")]
+    if not of_rows:
+        return by_token
+    bounds = [limits[option] for option in of_rows]
+    lower = np.array([-math.inf if low is None else low for low, _ in bounds])
+    upper = np.array([high for _, high in bounds])
+    values = np.stack([_of_option(option, columns) for option in of_rows])
+    clamp = np.array([0.0 if low is None else low for low, _ in bounds]), upper
+    measures = measure_rows(values, columns.tokens, beyond(values, lower, upper), clamp=clamp, about=0.0)
+    found = [*(option for option in limits if option.startswith("token")), *of_rows]
+    return by_token.beside(measures).pick([found.index(option) for option in limits])
+
+
+def _of_option(option: str, columns: Columns) -> Numbers:
+    """The statistic of one rejection option by sequence, (B,)."""
     name = option[-2:]
     if "max" in option:
-        value = columns.k2_max if name == "k2" else columns.k3_max
-    else:
-        value = {"k1": -columns.log_ratio, "k2": columns.k2, "k3": columns.k3}[name]
-        value = value / columns.tokens.clamp(min=1) if "mean" in option else value
-    above, below = beyond(value, -math.inf if lower is None else lower, upper)
-    clamp = (0.0 if lower is None else lower, upper)
-    return measure_rows(value, columns.tokens, above, below, clamp=clamp, about=0.0)
+        return columns.k2_max if name == "k2" else columns.k3_max
+    value = {"k1": -columns.log_ratio, "k2": columns.k2, "k3": columns.k3}[name]
+    return value / np.maximum(columns.tokens, 1) if "mean" in option else value
 
 
 def _proto(weights: Tensor | None) -> DataProto | None:

@@ -132,7 +132,7 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     got = verl_rollout_correction(old, mu, mask.to(dtype), **config)
     assert got[1].dtype == dtype
     assert torch.equal(got[1].bool(), reference[1])
-    assert got[2] == reference[2]
+    assert got[2] == pytest.approx(reference[2], rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -363,5 +363,9 @@ def test_tensors_that_cannot_be_are_refused() -> None:
         verl_rollout_correction(old, mu[:, 1:], mask)
     with pytest.raises(ValueError, match="no token"):
         verl_rollout_correction(old, mu, torch.zeros_like(mask))
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(old[:0], mu[:0], mask[:0])
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(old[:, :0], mu[:, :0], mask[:, :0])
     with pytest.raises(ValueError, match="no token"):
         verl_rollout_correction(torch.full_like(old, math.nan), mu, mask)

@@ -1,17 +1,19 @@
 """verl's ``rollout_corr/*`` metrics, each from one table of a row's sums.
 
-A row without a valid token has no statistic and counts in none. Sums are float64, differences near 1 are taken about 1.
+All columns are of rows that have a token: the caller leaves out the others, which have no statistic and count in none.
+Sums are float64, differences near 1 are taken about 1.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from ..correction.ratios import EXP_CLAMP
-from .columns import Columns, Measure
+from .columns import Columns, Measures, Numbers, Truths, beyond
 
-Metrics = dict[str, Tensor]
+Metrics = dict[str, float]
 
 
 def mismatch_metrics(columns: Columns) -> Metrics:
@@ -20,127 +22,135 @@ def mismatch_metrics(columns: Columns) -> Metrics:
     ``kl`` and ``k3_kl`` estimate KL(mu || pi_old) a token, perplexities are means over rows of exp(-mean log p),
     ``chi2_token`` and ``chi2_seq`` are E[rho^2] - 1 of tokens and of rows' products.
     """
-    rows = columns.tokens > 0
-    count, total = columns.tokens[rows], columns.tokens.sum()
-    log_ratio = columns.log_ratio[rows]
-    old, rollout, drift = columns.old[rows] / count, columns.rollout[rows] / count, -log_ratio / count
+    count, total = columns.tokens, columns.tokens.sum()
+    means = np.stack([columns.old, columns.rollout, columns.log_ratio]) / -count
+    drift = means[2]
+    products = np.expm1(2 * np.clip(columns.log_ratio, -EXP_CLAMP, EXP_CLAMP))
+    with np.errstate(over="ignore"):  # a perplexity may be infinite
+        training_ppl, rollout_ppl, ppl_ratio = np.exp(means).mean(-1).tolist()
+    training, rollout, difference = means.mean(-1).tolist()
     return {
-        "training_ppl": torch.exp(-old).mean(),
-        "training_log_ppl": -old.mean(),
-        "kl": -columns.log_ratio.sum() / total,
-        "k3_kl": columns.k3.sum() / total,
-        "rollout_ppl": torch.exp(-rollout).mean(),
-        "rollout_log_ppl": -rollout.mean(),
-        "log_ppl_diff": drift.mean(),
-        "log_ppl_abs_diff": drift.abs().mean(),
-        "log_ppl_diff_max": drift.max(),
-        "log_ppl_diff_min": drift.min(),
-        "ppl_ratio": torch.exp(drift).mean(),
-        "chi2_token": columns.chi2.sum() / total,
-        "chi2_seq": torch.expm1(2 * log_ratio.clamp(-EXP_CLAMP, EXP_CLAMP)).mean(),
+        "training_ppl": training_ppl,
+        "training_log_ppl": training,
+        "kl": float(-columns.log_ratio.sum() / total),
+        "k3_kl": float(columns.k3.sum() / total),
+        "rollout_ppl": rollout_ppl,
+        "rollout_log_ppl": rollout,
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": float(np.abs(drift).mean()),
+        "log_ppl_diff_max": float(drift.max()),
+        "log_ppl_diff_min": float(drift.min()),
+        "ppl_ratio": ppl_ratio,
+        "chi2_token": float(columns.chi2.sum() / total),
+        "chi2_seq": float(products.mean()),
     }
 
 
-def weight_metrics(tokens: Tensor, raw: Measure, applied: Measure, lower: float, upper: float) -> Metrics:
-    """Importance weights before their bounds (``raw``) and as applied.
+def weight_metrics(tokens: Numbers, measures: Measures, lower: float, upper: float) -> Metrics:
+    """Importance weights before their bounds and as applied, in this order.
 
     ``rollout_is_max`` and ``min`` are of the applied weights at token level and of the raw ones at sequence level,
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], 0 where no weight is left.
 
     Args:
-        tokens: (B,) float64, T.
+        tokens: (B,) T.
         lower, upper: bounds that raw row means are held against.
     """
-    rows = tokens > 0
+    raw_row_mean, row_mean = measures.total / tokens
     total = tokens.sum()
-    extremes = applied if applied.level == "token" else raw
-    row_mean, raw_row_mean = ((m.total[rows] / tokens[rows]) for m in (applied, raw))
-    weight_sum, square = applied.total.sum(), applied.square.sum()
+    extremes = 1 if measures.of_tokens[1] else 0
+    weight_sum, square = float(measures.total[1].sum()), float(measures.square[1].sum())
+    raw, applied = measures.pick(slice(0, 1)), measures.pick(slice(1, 2))
     prefix = "rollout_is"
     return {
-        f"{prefix}_mean": weight_sum / total,
-        f"{prefix}_max": extremes.greatest[rows].max(),
-        f"{prefix}_min": extremes.least[rows].min(),
-        f"{prefix}_std": _std(applied, total),
-        f"{prefix}_eff_sample_size": torch.where(square > 0, weight_sum.square() / (total * square), 0.0),
-        f"{prefix}_ratio_fraction_high": _share(raw, raw.above, tokens),
-        f"{prefix}_ratio_fraction_low": _share(raw, raw.below, tokens),
-        **_row_means(prefix, row_mean, ideal=1.0),
-        f"{prefix}_seq_fraction_high": _fraction(raw_row_mean > upper),
-        f"{prefix}_seq_fraction_low": _fraction(raw_row_mean < lower),
+        f"{prefix}_mean": float(weight_sum / total),
+        f"{prefix}_max": float(measures.greatest[extremes].max()),
+        f"{prefix}_min": float(measures.least[extremes].min()),
+        f"{prefix}_std": float(_std(applied, tokens)[0]),
+        f"{prefix}_eff_sample_size": float(weight_sum**2 / (total * square)) if square > 0 else 0.0,
+        f"{prefix}_ratio_fraction_high": float(_shares(raw, raw.above, tokens)[0]),
+        f"{prefix}_ratio_fraction_low": float(_shares(raw, raw.below, tokens)[0]),
+        **_of_row_means([prefix], row_mean[None], ideal=1.0),
+        f"{prefix}_seq_fraction_high": float((raw_row_mean > upper).mean()),
+        f"{prefix}_seq_fraction_low": float((raw_row_mean < lower).mean()),
     }
 
 
-def rejection_metrics(option: str, tokens: Tensor, statistic: Measure, lower: float | None, upper: float) -> Metrics:
-    """One rejection option: its statistic, and the shares of tokens and rows that it rejects.
+def rejection_metrics(
+    limits: Mapping[str, tuple[float | None, float]], tokens: Numbers, statistics: Measures
+) -> Metrics:
+    """Each rejection option: its statistic, and the shares of tokens and rows that it rejects.
 
     Args:
-        option: verl's name of it.
-        tokens: (B,) float64, T.
-        statistic: k1, k2 or k3 as the option aggregates it.
-        lower, upper: its bounds in nats; lower is None for k2 and k3.
+        limits: verl's name of each option -> its bounds in nats; the lower one is None for k2 and k3.
+        tokens: (B,) T.
+        statistics: k1, k2 or k3 as each option aggregates it, in the same order.
     """
-    rows = tokens > 0
     total = tokens.sum()
-    row_mean = statistic.total[rows] / tokens[rows]
-    beyond = statistic.above + statistic.below
-    prefix = f"rollout_rs_{option}"
-    metrics = {
-        f"{prefix}_mean": statistic.total.sum() / total,
-        f"{prefix}_max": statistic.greatest[rows].max(),
-        f"{prefix}_min": statistic.least[rows].min(),
-        f"{prefix}_fraction_high": _share(statistic, statistic.above, tokens),
-        f"{prefix}_fraction_low": _share(statistic, statistic.below, tokens),
-        f"{prefix}_std": _std(statistic, total),
-        **_row_means(prefix, row_mean, ideal=0.0),
-        f"{prefix}_seq_fraction_high": _fraction(_float32(row_mean) > upper),
-        f"{prefix}_masked_fraction": beyond.sum() / total,
-        f"{prefix}_seq_masked_fraction": _fraction(beyond[rows] > 0),
+    row_mean = statistics.total / tokens
+    outside = statistics.above + statistics.below
+    lower = np.array([-np.inf if low is None else low for low, _ in limits.values()])
+    row_above, row_below = beyond(row_mean, lower, np.array([upper for _, upper in limits.values()]))
+    of_all = {
+        "mean": statistics.total.sum(-1) / total,
+        "max": statistics.greatest.max(-1),
+        "min": statistics.least.min(-1),
+        "fraction_high": _shares(statistics, statistics.above, tokens),
+        "fraction_low": _shares(statistics, statistics.below, tokens),
+        "std": _std(statistics, tokens),
+        "seq_fraction_high": row_above.mean(-1),
+        "seq_fraction_low": row_below.mean(-1),
+        "masked_fraction": outside.sum(-1) / total,
+        "seq_masked_fraction": (outside > 0).mean(-1),
     }
-    if lower is not None:
-        metrics[f"{prefix}_seq_fraction_low"] = _fraction(_float32(row_mean) < lower)
+    prefixes = [f"rollout_rs_{option}" for option in limits]
+    metrics = _named(prefixes, of_all) | _of_row_means(prefixes, row_mean, ideal=0.0)
+    for prefix, (low, _) in zip(prefixes, limits.values(), strict=True):
+        if low is None:
+            del metrics[f"{prefix}_seq_fraction_low"]
     return metrics
 
 
-def total_rejection_metrics(tokens: Tensor, rejected: Tensor) -> Metrics:
-    """Shares of tokens, and of rows with any, that the options reject together; both arguments (B,) float64 counts."""
+def total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
+    """Shares of tokens, and of rows with any, that the options reject together; both arguments (B,) counts."""
     return {
-        "rollout_rs_masked_fraction": rejected.sum() / tokens.sum(),
-        "rollout_rs_seq_masked_fraction": _fraction(rejected[tokens > 0] > 0),
+        "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
+        "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),
     }
 
 
-def to_host(metrics: Metrics) -> dict[str, float]:
-    """The numbers, moved by one transfer."""
-    return dict(zip(metrics, torch.stack([value.double() for value in metrics.values()]).tolist(), strict=True))
+def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) -> Metrics:
+    """Over rows, from (m, B); the standard deviation is the unbiased one, 0 for a single row."""
+    single = row_means.shape[-1] == 1
+    return _named(
+        prefixes,
+        {
+            "seq_mean": row_means.mean(-1),
+            "seq_std": np.zeros(len(row_means)) if single else row_means.std(-1, ddof=1),
+            "seq_max": row_means.max(-1),
+            "seq_min": row_means.min(-1),
+            "seq_max_deviation": np.abs(row_means - ideal).max(-1),
+        },
+    )
 
 
-def _row_means(prefix: str, row_mean: Tensor, *, ideal: float) -> Metrics:
-    """Over rows; the standard deviation is the unbiased one, 0 for a single row."""
-    std = row_mean.std() if len(row_mean) > 1 else torch.zeros_like(row_mean[0])
+def _named(prefixes: Sequence[str], columns: Mapping[str, Numbers]) -> Metrics:
+    """One metric for each prefix and column, from (m,) values."""
     return {
-        f"{prefix}_seq_mean": row_mean.mean(),
-        f"{prefix}_seq_std": std,
-        f"{prefix}_seq_max": row_mean.max(),
-        f"{prefix}_seq_min": row_mean.min(),
-        f"{prefix}_seq_max_deviation": (row_mean - ideal).abs().max(),
+        f"{prefix}_{name}": value
+        for name, values in columns.items()
+        for prefix, value in zip(prefixes, values.tolist(), strict=True)
     }
 
 
-def _std(measure: Measure, total: Tensor) -> Tensor:
-    mean = measure.deviation.sum() / total
-    return (measure.squared_deviation.sum() / total - mean.square()).clamp(min=0).sqrt()
+def _std(measures: Measures, tokens: Numbers) -> Numbers:
+    total = tokens.sum()
+    variance = measures.squared_deviation.sum(-1) / total - np.square(measures.deviation.sum(-1) / total)
+    deviation: Numbers = np.sqrt(np.maximum(variance, 0.0))
+    return deviation
 
 
-def _share(measure: Measure, part: Tensor, tokens: Tensor) -> Tensor:
-    """Of tokens at token level, of rows at sequence level."""
-    return part.sum() / tokens.sum() if measure.level == "token" else _fraction(part[tokens > 0] > 0)
-
-
-def _fraction(condition: Tensor) -> Tensor:
-    return condition.double().mean()
-
-
-def _float32(value: Tensor) -> Tensor:
-    """Bounds are compared in float32, as the masks compare them."""
-    return value.to(torch.float32)
+def _shares(measures: Measures, part: Numbers, tokens: Numbers) -> Numbers:
+    """Of tokens at token level, of rows at sequence level, (m,)."""
+    rejected: Truths = part > 0
+    return np.where(measures.of_tokens, part.sum(-1) / tokens.sum(), rejected.mean(-1))

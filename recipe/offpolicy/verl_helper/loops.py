@@ -1,0 +1,368 @@
+"""Compiled loops over a batch on the CPU, called by ``by_sweep``.
+
+Tokens lie flat, row i from ``starts[i]`` to ``stops[i]``. A block of them at a time is gathered into float64 scratch
+that stays in the first-level cache, and measured there by loops without a branch, which the compiler turns into vector
+instructions. Of a block where the mask is 0 nothing else is read.
+
+A compiled function that is kept on disk does not notice when another file changes, so everything it uses is in here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+RAW, CAPPED, BANDED, K1, K2, K3 = range(6)
+_BLOCK = 256
+_NEAR = 0.25
+_SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
+_MAGNITUDE = 2**63 - 1
+
+_exact = njit(fastmath={"contract"}, nogil=True)
+_vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
+"""For loops that see finite numbers alone; sums may be taken in any order."""
+
+
+def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
+    """Compiled at the first call, once for all processes that share the folder of this file or the user's cache."""
+    settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
+    try:
+        compiled: Callable[..., None] = njit(cache=True, **settings)(function)
+    except RuntimeError as error:  # numba finds no folder to write to
+        logger.warning(
+            "%s: compiled loops are made again by every process, which takes it seconds. "
+            "Set NUMBA_CACHE_DIR to a folder that can be written.",
+            error,
+        )
+        compiled = njit(**settings)(function)
+    return compiled
+
+
+@_exact
+def _count(mask: Any) -> int:
+    count = 0
+    for k in range(len(mask)):
+        count += mask[k] != 0
+    return count
+
+
+@_exact
+def _copy(old: Any, rollout: Any, p: Any, q: Any) -> int:
+    """All of a block; returns how many tokens of it are finite."""
+    finite = 0
+    for k in range(len(old)):
+        p[k] = old[k]
+        q[k] = rollout[k]
+        finite += (abs(old[k]) < np.inf) & (abs(rollout[k]) < np.inf)
+    return finite
+
+
+@_exact
+def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> int:
+    """The valid tokens of a block, and where in it they stand; returns how many."""
+    n = 0
+    for k in range(len(old)):
+        p[n] = old[k]
+        q[n] = rollout[k]
+        where[n] = k
+        n += (mask[k] != 0) & (abs(old[k]) < np.inf) & (abs(rollout[k]) < np.inf)
+    return n
+
+
+@_exact
+def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
+    if response == len(mask) and _copy(old, rollout, p, q) == response:
+        return response
+    return _gather(old, rollout, mask, p, q, where)
+
+
+@_vector
+def _ratios(p: Any, q: Any, n: int, clamp: float, x: Any, excess: Any) -> None:
+    """x = p - q and exp(x) - 1 with x clamped: by its series, to 1e-17, where policies are near each other."""
+    s = _SERIES
+    far = 0
+    for k in range(n):
+        d = p[k] - q[k]
+        x[k] = d
+        far += (d > _NEAR) | (d < -_NEAR)
+        x2 = d * d
+        x4 = x2 * x2
+        low = (s[0] + s[1] * d) + x2 * (s[2] + s[3] * d)
+        middle = (s[4] + s[5] * d) + x2 * (s[6] + s[7] * d)
+        high = (s[8] + s[9] * d) + x2 * (s[10] + s[11] * d)
+        excess[k] = d * (low + x4 * (middle + x4 * high))
+    if far:
+        for k in range(n):
+            if abs(x[k]) > _NEAR:
+                excess[k] = math.expm1(min(max(x[k], -clamp), clamp))
+
+
+@_vector
+def _moments(p: Any, q: Any, x: Any, excess: Any, n: int, k2: Any, k3: Any, sums: Any) -> None:
+    a = b = c = d = e = f = 0.0
+    for k in range(n):
+        k2[k] = 0.5 * x[k] * x[k]
+        k3[k] = excess[k] - x[k]
+        a += p[k]
+        b += q[k]
+        c += x[k]
+        d += k2[k]
+        e += k3[k]
+        f += excess[k] * (excess[k] + 2.0)
+    sums[0] += a
+    sums[1] += b
+    sums[2] += c
+    sums[3] += d
+    sums[4] += e
+    sums[5] += f
+
+
+@_vector
+def _values(kind: int, x: Any, excess: Any, n: int, lower: Any, upper: Any, cap: float, values: Any) -> None:
+    """What ``Quantity.kind`` says."""
+    if kind == RAW:
+        for k in range(n):
+            values[k] = excess[k] + 1.0
+    elif kind == CAPPED:
+        for k in range(n):
+            values[k] = min(excess[k] + 1.0, cap)
+    elif kind == BANDED:
+        for k in range(n):
+            compared = np.float32(x[k])
+            values[k] = 0.0 if (compared > upper) | (compared < lower) else excess[k] + 1.0
+    elif kind == K1:
+        for k in range(n):
+            values[k] = -x[k]
+    elif kind == K2:
+        for k in range(n):
+            values[k] = 0.5 * x[k] * x[k]
+    else:
+        for k in range(n):
+            values[k] = excess[k] - x[k]
+
+
+@_vector
+def _measure(values: Any, n: int, low: float, high: float, about: float, sums: Any) -> None:
+    a = b = c = d = 0.0
+    for k in range(n):
+        v = values[k]
+        deviation = min(max(v, low), high) - about
+        a += v
+        b += v * v
+        c += deviation
+        d += deviation * deviation
+    sums[0] += a
+    sums[1] += b
+    sums[2] += c
+    sums[3] += d
+
+
+@_vector
+def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
+    above = below = 0
+    for k in range(n):
+        v = np.float32(values[k])
+        above += v > upper
+        below += v < lower
+    sums[6] += above
+    sums[7] += below
+
+
+@_exact
+def _extremes(values: Any, n: int, extremes: Any) -> None:
+    """Least and greatest as integers that are ordered as the numbers are, for which there are vector instructions."""
+    bits = values.view(np.int64)
+    least, greatest = extremes[0], extremes[1]
+    for k in range(n):
+        ordered = bits[k] ^ ((bits[k] >> 63) & _MAGNITUDE)
+        least = min(least, ordered)
+        greatest = max(greatest, ordered)
+    extremes[0], extremes[1] = least, greatest
+
+
+@_exact
+def _reset(sums: Any, table: Any, extremes: Any) -> None:
+    for k in range(len(sums)):
+        sums[k] = 0.0
+    for m in range(len(table)):
+        for k in range(8):
+            table[m, k] = 0.0
+    numbers = extremes.view(np.float64)
+    for m in range(len(extremes)):
+        numbers[m, 0], numbers[m, 1] = np.inf, -np.inf
+        extremes[m, 1] ^= _MAGNITUDE
+
+
+@_exact
+def _numbers(extremes: Any) -> Any:
+    """The numbers again, in place."""
+    for m in range(len(extremes)):
+        for n in range(2):
+            extremes[m, n] ^= (extremes[m, n] >> 63) & _MAGNITUDE
+    return extremes.view(np.float64)
+
+
+@_kept_on_disk
+def sweep(
+    old: Any,
+    rollout: Any,
+    mask: Any,
+    starts: Any,
+    stops: Any,
+    clamp: float,
+    kinds: Any,
+    lower: Any,
+    upper: Any,
+    caps: Any,
+    clamps: Any,
+    ends: Any,
+    first: int,
+    columns: Any,
+    measures: Any,
+) -> None:
+    """Fills ``columns`` (10, B), ``measures`` (8, m, B), from row ``first`` on, and the ends of what the mask spans."""
+    count = len(kinds)
+    sums, table = np.empty(6), np.empty((count, 8))
+    extremes = np.empty((count + 2, 2), np.int64)
+    scratch, where = np.empty((7, _BLOCK)), np.empty(_BLOCK, np.int64)
+    p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    k2, k3 = scratch[5], scratch[6]
+    for i in range(len(starts)):
+        response = tokens = 0
+        _reset(sums, table, extremes)
+        ends[i] = starts[i]
+        for start in range(starts[i], stops[i], _BLOCK):
+            stop = min(start + _BLOCK, stops[i])
+            masked = _count(mask[start:stop])
+            if masked == 0:
+                continue
+            ends[i] = stop
+            n = _valid(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
+            response += masked
+            tokens += n
+            _ratios(p, q, n, clamp, x, excess)
+            _moments(p, q, x, excess, n, k2, k3, sums)
+            _extremes(k2, n, extremes[count])
+            _extremes(k3, n, extremes[count + 1])
+            for m in range(count):
+                is_weight = kinds[m] <= BANDED
+                _values(kinds[m], x, excess, n, lower[m], upper[m], caps[m], values)
+                _measure(values, n, clamps[m, 0], clamps[m, 1], 1.0 if is_weight else 0.0, table[m])
+                _beyond(x if is_weight else values, n, lower[m], upper[m], table[m])
+                _extremes(values, n, extremes[m])
+        numbers = _numbers(extremes)
+        row = first + i
+        columns[0, row], columns[1, row] = response, tokens
+        for k in range(len(sums)):
+            columns[2 + k, row] = sums[k]
+        columns[8, row], columns[9, row] = max(numbers[count, 1], 0.0), max(numbers[count + 1, 1], 0.0)
+        for m in range(count):
+            table[m, 4], table[m, 5] = numbers[m, 0], numbers[m, 1]
+            for k in range(8):
+                measures[k, m, row] = table[m, k]
+
+
+@_kept_on_disk
+def token_weights(
+    old: Any,
+    rollout: Any,
+    mask: Any,
+    starts: Any,
+    stops: Any,
+    clamp: float,
+    kind: int,
+    lower: Any,
+    upper: Any,
+    cap: float,
+    factor: float,
+    weights: Any,
+) -> None:
+    """Fills ``weights`` (N,) on valid tokens."""
+    scratch, where = np.empty((5, _BLOCK)), np.empty(_BLOCK, np.int64)
+    p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    for i in range(len(starts)):
+        for start in range(starts[i], stops[i], _BLOCK):
+            stop = min(start + _BLOCK, stops[i])
+            masked = _count(mask[start:stop])
+            if masked == 0:
+                continue
+            n = _valid(old[start:stop], rollout[start:stop], mask[start:stop], masked, p, q, where)
+            _ratios(p, q, n, clamp, x, excess)
+            _values(kind, x, excess, n, lower, upper, cap, values)
+            block = weights[start:stop]
+            if n == len(block):
+                for k in range(n):
+                    block[k] = values[k] / factor
+            else:
+                for k in range(n):
+                    block[where[k]] = values[k] / factor
+
+
+@_kept_on_disk
+def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
+    """Fills ``weights`` (N,) on valid tokens with those of their ``rows`` (B,)."""
+    for i in range(len(starts)):
+        row = rows[i]
+        for start in range(starts[i], stops[i], _BLOCK):
+            stop = min(start + _BLOCK, stops[i])
+            p, q, here, block = old[start:stop], rollout[start:stop], mask[start:stop], weights[start:stop]
+            if _count(here) == 0:
+                continue
+            for k in range(len(block)):
+                valid = (here[k] != 0) & (abs(p[k]) < np.inf) & (abs(q[k]) < np.inf)
+                block[k] = row if valid else 0.0
+
+
+@_kept_on_disk
+def kept(
+    old: Any,
+    rollout: Any,
+    mask: Any,
+    starts: Any,
+    stops: Any,
+    clamp: float,
+    rejected: Any,
+    kinds: Any,
+    lower: Any,
+    upper: Any,
+    kept_mask: Any,
+    gone: Any,
+) -> None:
+    """Fills ``kept_mask`` (N,) and ``gone`` (B,), what is rejected of each row's valid tokens."""
+    scratch = np.empty((5, _BLOCK))
+    p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    where, drop = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.bool_)
+    for i in range(len(starts)):
+        for start in range(starts[i], stops[i], _BLOCK):
+            stop = min(start + _BLOCK, stops[i])
+            here, block = mask[start:stop], kept_mask[start:stop]
+            masked = _count(here)
+            if masked == 0:
+                continue
+            n = _valid(old[start:stop], rollout[start:stop], here, masked, p, q, where)
+            if rejected[i]:
+                gone[i] += n
+                continue
+            for k in range(n):
+                drop[k] = False
+            if len(kinds):
+                _ratios(p, q, n, clamp, x, excess)
+            for m in range(len(kinds)):
+                _values(kinds[m], x, excess, n, lower[m], upper[m], 0.0, values)
+                for k in range(n):
+                    value = np.float32(values[k])
+                    drop[k] |= (value > upper[m]) | (value < lower[m])
+            gone[i] += _count(drop[:n])
+            if n == len(block):
+                for k in range(n):
+                    block[k] = 0 if drop[k] else here[k]
+            else:
+                for k in range(n):
+                    block[where[k]] = 0 if drop[k] else here[where[k]]
