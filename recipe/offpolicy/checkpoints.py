@@ -21,6 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from .correction import CorrectionSpec
+from .correction.proximal import OF_THE_TRAINER
 from .voice import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -158,7 +159,7 @@ def before_loading(
         )
         return None
     steering: dict[str, Any] | None = record.get("steering")
-    of_correction = changes(record["correction"], spec.to_mapping())
+    of_correction = changes(_by_effect(record["correction"]), _by_effect(spec.to_mapping()))
     if not (found := of_correction + differences(steering)):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
@@ -184,6 +185,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correcti
         for key in sorted(before.keys() | now.keys())
         if key not in before or key not in now or before[key] != now[key]
     ]
+
+
+def _by_effect(correction: Mapping[str, Any]) -> dict[str, Any]:
+    """With one name for the two ways to log pi_old of the trainer's weights, as a run may change from one to the other
+    by its micro-batches alone."""
+    of_trainer = correction.get("proximal") in OF_THE_TRAINER
+    return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

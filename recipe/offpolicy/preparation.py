@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from . import forward_passes
 from .alarms import fallback
 from .composition import AUTO, EMPTY, check_stack, chosen_options, option_values, recomposed
 from .correction import CorrectionSpec, SpecError
 from .recording.settings import resolve_dir
 from .run_setup import read_setup, refuse_setup
-from .selector import check_requirements, lines, select
+from .selector import Requirement, check_requirements, lines, select
 from .shadow import parse_shadows
 
 Say = Callable[[str], None]
@@ -31,12 +32,15 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
     """
     options = chosen_options()
     check_stack(options)
+    requires: tuple[Requirement, ...] = ()
     if options == [AUTO]:
-        options = _choose(config, say)
+        options, requires = _choose(config, say)
     else:
         refuse_setup(config)
     _resolve_shadows(config, say)
     fallback.resolve(config)
+    _resolve_proximal(config, say)
+    check_requirements(config, requires)
     resolve_dir(config)
     return options
 
@@ -71,7 +75,18 @@ def _resolve_shadows(config: DictConfig, say: Say) -> None:
         say(note)
 
 
-def _choose(config: DictConfig, say: Say) -> list[str]:
+def _resolve_proximal(config: DictConfig, say: Say) -> None:
+    """A source of pi_old in the place of ``correction.proximal=auto``, for which shadows and fallbacks are known."""
+    if OmegaConf.select(config, forward_passes.KEY) != forward_passes.AUTO:
+        return
+    choice = forward_passes.choose(config)
+    with open_dict(config):
+        config.correction.proximal = choice.proximal
+    if choice.said:
+        say(choice.said)
+
+
+def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
     """The options for the run's set-up, put into ``config.correction``; says what and why."""
     selection = select(read_setup(config))
     check_stack(selection.options)
@@ -79,5 +94,4 @@ def _choose(config: DictConfig, say: Say) -> list[str]:
         config.correction = recomposed(selection.options)
     for line in lines(selection):
         say(line)
-    check_requirements(config, selection.requires)
-    return list(selection.options)
+    return list(selection.options), selection.requires

@@ -8,7 +8,8 @@ group. Batches are DataProto; the engine's workers get the loss by ``set_loss_fn
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +20,17 @@ from verl import DataProto
 
 from verl_patches.trainer_v0 import around_advantage, substitute
 
-from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, groups_without_rejected, planned
+from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, SharedPlan, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
 from .correction import CorrectionSpec
 from .correction.proximal import WITHOUT_FORWARD
+from .forward_passes import one_mini_batch
 from .handover import HANDOVER, Handover
 from .live_path import live_path
 from .liveness import LivenessError
 from .micro_batch import ROLLOUT_LOG_PROBS
 from .recording.run import RunRecord
+from .step_cost import StepCost
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
 from .versions import VERSIONS
@@ -35,6 +38,18 @@ from .worker_loss import loss_of
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
+    f"training/{name}": math.nan
+    for name in (
+        "rollout_probs_diff_max",
+        "rollout_probs_diff_mean",
+        "rollout_probs_diff_std",
+        "rollout_actor_probs_pearson_corr",
+    )
+}
+"""What verl itself logs of mu and pi_old where they cannot be compared."""
 
 
 class OffPolicyRayTrainer(SupervisedRun):
@@ -50,6 +65,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         self.supervision = Supervision(spec, self.config)
         self.recording = RunRecord(self.config, spec, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
+        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self._hand_over_loss()
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         self._advantage_metrics: dict[str, float] = {}
@@ -67,7 +83,13 @@ class OffPolicyRayTrainer(SupervisedRun):
         """The correction in force."""
         return self.supervision.spec
 
+    @cached_property
+    def cost(self) -> StepCost:
+        """Of the running step."""
+        return StepCost()
+
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        self.cost.begin()
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
             self.supervision.sampled(batch.batch)
@@ -77,7 +99,8 @@ class OffPolicyRayTrainer(SupervisedRun):
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
             return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
-        old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        with self.cost.of_pi_old():
+            old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         if self.supervision.wants_sampled:
             rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
@@ -104,13 +127,20 @@ class OffPolicyRayTrainer(SupervisedRun):
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
             raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
         output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
-        output.meta_info["metrics"].update(self.supervision.metrics() | self._advantage_metrics)
+        metrics = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics()
+        if self.correction.proximal in WITHOUT_FORWARD:
+            # By now verl has compared mu with what stands in for pi_old, and found no difference.
+            metrics |= NOT_COMPARED
+        output.meta_info["metrics"].update(metrics)
         self._advantage_metrics = {}
+        self.cost.begin()
         return output
 
     def _with_plan(self, batch: DataProto) -> DataProto:
         """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
-        batch.batch[VERSIONS] = _versions(batch, self.global_steps)
+        one_mini_batch(self.correction, self.config, len(batch))
+        versions = _versions(batch, self.global_steps)
+        batch.batch[VERSIONS] = versions
         plan, columns = planned(
             self.correction,
             self.shadows,
@@ -124,10 +154,9 @@ class OffPolicyRayTrainer(SupervisedRun):
             columns |= row_identity(batch)
         for name, column in columns.items():
             batch.batch[name] = column
-        if self._by_engine:
-            batch.meta_info[PLAN] = plan
-        else:
-            batch.meta_info[HANDOVER] = Handover(
+        handed: SharedPlan | Handover = plan
+        if not self._by_engine:
+            handed = Handover(
                 self.correction,
                 plan,
                 self.supervision.proving,
@@ -135,6 +164,8 @@ class OffPolicyRayTrainer(SupervisedRun):
                 self.recording.settings,
                 self.supervision.steering.moving,
             )
+        batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
+        self.cost.add({VERSIONS: versions, **columns}, handed)
         return batch
 
     def _dealing(self) -> Dealing:

@@ -10,7 +10,7 @@ Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOT
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +25,12 @@ from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
 from .correction import CorrectionSpec
 from .correction.proximal import WITHOUT_FORWARD
+from .forward_passes import one_mini_batch
 from .live_path import V1_MODES
 from .micro_batch import ROLLOUT_LOG_PROBS
 from .recording.run import RunRecord
 from .sample_watch import ALIGNED, SAMPLED, naming_missing
+from .step_cost import StepCost
 from .supervised_run import SupervisedRun
 from .supervision import Supervision
 from .worker_loss import loss_of
@@ -51,6 +53,7 @@ class OffPolicyTrainer(SupervisedRun):
             self.supervision.steering.restore(self._resumed)
         self.recording = RunRecord(self.config, spec, self.shadows)
         self._hand_over_loss()
+        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
 
@@ -59,11 +62,17 @@ class OffPolicyTrainer(SupervisedRun):
         """The correction in force."""
         return self.supervision.spec
 
+    @cached_property
+    def cost(self) -> StepCost:
+        """Of the running step."""
+        return StepCost()
+
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.supervision.begin_step()
+        self.cost.begin()
         batch = super().step(metrics, timing_raw)  # type: ignore[misc]
         # Where a step makes several updates, verl averages their metrics or takes a maximum, by name.
-        metrics.update(self.supervision.step_metrics())
+        metrics.update(self.supervision.step_metrics() | self.cost.metrics())
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -76,7 +85,8 @@ class OffPolicyTrainer(SupervisedRun):
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
             return _put(batch, old_log_probs=mu)
-        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        with self.cost.of_pi_old():
+            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if self.supervision.wants_sampled:
             rows = _columns(batch, *ALIGNED, "uid")
             self.supervision.aligned(rows.exclude("uid"), [str(uid) for uid in rows["uid"]])
@@ -103,6 +113,7 @@ class OffPolicyTrainer(SupervisedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """The batch with what its workers have to know of the whole of it."""
+        one_mini_batch(self.correction, self.config, len(batch.keys))
         plan, columns = planned(
             self.correction,
             self.shadows,
@@ -113,12 +124,14 @@ class OffPolicyTrainer(SupervisedRun):
         )
         if columns:
             batch = _put(batch, **columns)
-        batch.extra_info[PLAN] = self.recording.announced(
+        plan = self.recording.announced(
             plan,
             rows=len(batch.keys),
             dealing=self._dealing,
             updates=self.parameter_sync_step,  # type: ignore[attr-defined]
         )
+        batch.extra_info[PLAN] = plan
+        self.cost.add(columns, plan)
         return batch
 
     def _dealing(self) -> Dealing:

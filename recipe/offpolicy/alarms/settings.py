@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, SpecError
+from ..forward_passes import correction_of
 from .alarm import Action, Band, Rule
 from .watched import GROWTH, NAMES, never_moves
 
@@ -92,8 +93,7 @@ def problems(config: DictConfig) -> Iterator[Finding]:
         else:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
                 yield f"{key}.{unknown}", values[unknown], "unknown key.", f"Remove {key}.{unknown}."
-    correction: Any = OmegaConf.to_container(config.correction, resolve=True)
-    spec = CorrectionSpec.from_mapping(correction)
+    spec = CorrectionSpec.from_mapping(correction_of(config))
     for name, alarm in _values(config).items():
         found = list(_malformed(name, alarm))
         yield from found or _pointless(name, alarm, spec, config)

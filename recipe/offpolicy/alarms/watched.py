@@ -8,6 +8,7 @@ from statistics import median
 from typing import Final
 
 from ..correction import CorrectionSpec
+from ..correction.proximal import OF_THE_TRAINER
 
 NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth")
 GROWTH: Final = "mismatch_growth"
@@ -17,10 +18,11 @@ _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 def statistic_of(name: str, spec: CorrectionSpec) -> str:
     """The statistic, below ``offpolicy/``, that an alarm looks at under a correction.
 
-    Without a weight it is that of the ratio which a weight would be made of; where pi_old is not computed that is
-    pi / mu, because pi_old / mu says nothing there.
+    Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
+    trainer's weights that is pi / mu, because pi_old / mu says nothing there.
     """
-    ratio = "rollout_ratio" if spec.proximal == "recompute" else "full_ratio"
+    trainers_own = spec.proximal in OF_THE_TRAINER
+    ratio = "rollout_ratio" if trainers_own else "full_ratio"
     match name:
         case "ess":
             return "weight/ess" if spec.weight is not None else f"{ratio}/ess"
@@ -34,7 +36,7 @@ def statistic_of(name: str, spec: CorrectionSpec) -> str:
         case "nonfinite":
             return "nonfinite"
         case "mismatch_growth":
-            return "kl/k3" if spec.proximal == "recompute" else f"{ratio}/chi2"
+            return "kl/k3" if trainers_own else f"{ratio}/chi2"
         case _:
             raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
 

@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import CorrectionSpec, MaskSpec
+from ..forward_passes import correction_of
 from .online_histogram import Side, moving_sides
 from .online_schedule import Schedule, distances_of
 
@@ -85,8 +86,7 @@ def problems(config: DictConfig) -> Iterator[Finding]:
     wrong = list(_malformed(values))
     yield from wrong
     if not wrong and values["target_kept"] is not None:
-        correction: Any = OmegaConf.to_container(config.correction, resolve=True)
-        yield from _misplaced(values, CorrectionSpec.from_mapping(correction))
+        yield from _misplaced(values, CorrectionSpec.from_mapping(correction_of(config)))
 
 
 def _values(config: DictConfig) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ..findings import Problem, spelt
+from ..forward_passes import correction_of
+from ..forward_passes import gradient_steps as gradient_steps
 from ..verl_keys.reading import active, own, part
 from ..verl_keys.router_replay import ROUTER_REPLAY, asked_for
 
@@ -43,9 +45,7 @@ class Part:
 
 def spec_of(config: DictConfig) -> CorrectionSpec:
     """The validated correction of a composed configuration."""
-    node = config.get("correction")
-    mapping: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
-    return CorrectionSpec.from_mapping(mapping)
+    return CorrectionSpec.from_mapping(correction_of(config))
 
 
 def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
@@ -85,13 +85,6 @@ def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
 def looks_at_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
     """Whether anything that is asked for needs the rollout engine's log-probs."""
     return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
-
-
-def gradient_steps(config: DictConfig) -> float:
-    """Optimizer steps that each batch gets."""
-    actor = config.actor_rollout_ref.actor
-    steps: float = config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
-    return steps
 
 
 def _weight(weight: WeightSpec) -> str:

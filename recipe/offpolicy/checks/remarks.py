@@ -9,24 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
 from ..findings import Problem, set_to, spelt
+from ..verl_keys.estimators import OUTCOME
 from ..verl_keys.reading import BYPASS, VERL, active, own, part
 from .reading import ACTOR, ROLLOUT, gradient_steps
 from .steps import two_steps
 
 WIDE_CAP = 10.0
-OUTCOME_ESTIMATORS = (
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "grpo_vectorized",
-    "opo",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "rloo_vectorized",
-)
-"""Of verl's advantage estimators those that sum the rewards of a row before anything else."""
 
 
 def wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -138,7 +126,7 @@ def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 def collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Rewards by token, or their discount, under an estimator that sums a row first."""
     estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
-    if estimator not in OUTCOME_ESTIMATORS:
+    if estimator not in OUTCOME:
         return
     key = "algorithm.use_kl_in_reward"
     if OmegaConf.select(config, key) and OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef") != 0:

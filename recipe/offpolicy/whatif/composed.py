@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..composition import AUTO, GROUP, check_stack, chosen_options, own_keys_for_us
 from ..correction import SpecError
+from ..forward_passes import AUTO as AUTO_PROXIMAL
 
 _CONFIGS = Path(__file__).resolve().parents[1] / "config"
 _PRIMARY = "offpolicy_replay"
@@ -72,6 +73,9 @@ def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
     if not isinstance(mapping, dict):
         raise SpecError(f"{GROUP}={mapping}: no correction. {_EXAMPLE}")
+    if mapping.get("proximal") == AUTO_PROXIMAL:
+        # What a recording holds as pi_old, whether a forward pass or the gradient step itself computed it.
+        mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
 
 

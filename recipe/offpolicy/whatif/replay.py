@@ -17,6 +17,7 @@ from ..correction import (
     rollout_stage,
     step_stage,
 )
+from ..correction.proximal import OF_THE_TRAINER
 from ..recording import Rows
 from .blocks import Block, block, end_to_end
 
@@ -46,7 +47,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     Raises:
         SpecError: pi_old was never computed, or the version of the weights by token is not known.
     """
-    if spec.proximal == "recompute" and recorded.proximal != "recompute":
+    if spec.proximal == "recompute" and recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."

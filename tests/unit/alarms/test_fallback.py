@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.alarms.fallback import check, resolve
 from recipe.offpolicy.alarms.settings import settings_of
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.forward_passes import correction_of
 
 KEY = "offpolicy.alarms.ess"
 TAKEN = f"{KEY}.action=fallback"
@@ -97,7 +98,7 @@ GSM_SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
 def checked(config: DictConfig) -> list[dict[str, Any]]:
     """The corrections that the start-up checks are asked about."""
     seen: list[Any] = []
-    spec = CorrectionSpec.from_mapping(OmegaConf.to_container(config.correction))  # type: ignore[arg-type]
+    spec = CorrectionSpec.from_mapping(correction_of(config))
     check(config, spec, lambda other: seen.append(OmegaConf.to_container(other.correction)))
     return seen
 

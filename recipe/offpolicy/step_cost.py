@@ -1,0 +1,66 @@
+"""What a step costs beside verl's own work: forward passes for pi_old, and bytes that travel to the workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+class StepCost:
+    """Counts over one step, in the process of the trainer."""
+
+    def __init__(self) -> None:
+        self._of_pi_old = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._forwards = 0
+        self._bytes = 0
+
+    def counted(self, compute_log_prob: Callable[..., Any]) -> Callable[..., Any]:
+        """The worker group's ``compute_log_prob``, with those calls counted that are made within ``of_pi_old``.
+
+        verl computes the reference's log-probs by the same method where the reference is the actor without its adapter.
+        """
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self._forwards += self._of_pi_old
+            return compute_log_prob(*args, **kwargs)
+
+        return counting
+
+    @contextmanager
+    def of_pi_old(self) -> Iterator[None]:
+        """Around what the trainer does to get log pi_old."""
+        self._of_pi_old = True
+        try:
+            yield
+        finally:
+            self._of_pi_old = False
+
+    def add(self, columns: Mapping[str, Tensor], handed: object) -> None:
+        """What one update sends beside verl's own batch.
+
+        Args:
+            columns: of all rows, each row to one rank, dense or nested.
+            handed: what each rank gets a copy of; counted once, as it is pickled.
+        """
+        self._bytes += sum(bytes_of(column) for column in columns.values()) + len(pickle.dumps(handed))
+
+    def metrics(self) -> dict[str, float]:
+        """By the names that the logger gets."""
+        counts = {"proximal_forwards": self._forwards, "added_bytes": self._bytes}
+        return {f"offpolicy/cost/{name}": float(count) for name, count in counts.items()}
+
+
+def bytes_of(column: Tensor) -> int:
+    """Bytes of a column's values, of a nested one with its offsets."""
+    if column.is_nested:
+        nested: Any = column  # torch's stubs know no offsets
+        return bytes_of(nested.values()) + bytes_of(nested.offsets())
+    return column.numel() * column.element_size()

@@ -1,0 +1,19 @@
+"""verl's advantage estimators by what they read. One that is not named here may read anything."""
+
+from __future__ import annotations
+
+OUTCOME = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_vectorized",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+)
+"""Those that sum the rewards of a row before anything else."""
+WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus")
+"""Those that read no log pi_old."""
