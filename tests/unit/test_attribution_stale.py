@@ -63,26 +63,37 @@ def test_stale_weights_act_on_new_prompts_as_well() -> None:
     found = verdict(asked(8, lambda step, prompt: 0.1 * (step > 2)))
     assert found.verdict == "present"
     assert found.evidence["again"] == pytest.approx(1, abs=0.4)
-    assert "so it is not the cache" in found.sentence
+    assert "so it is the weights" in found.sentence
     assert "enable_prefix_caching" not in found.fix
 
 
-def test_both_at_once() -> None:
-    """Weights a step old under every prompt of step 4, and a cache older than these."""
-    found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 3))))
+def test_old_weights_are_not_taken_for_a_kept_cache() -> None:
+    """An update moves most what it was trained on: prompts that come again have more of the gap, and new ones too."""
+    found = verdict(asked(8, lambda step, prompt: np.where((step > 1) & (prompt < 8), 0.4, 0.1 * (step > 1))))
     assert found.verdict == "present"
-    assert "prefix cache" in found.sentence
-    assert "With new prompts the KL a token grows" in found.sentence
-    assert "enable_prefix_caching=False" in found.fix
+    assert found.evidence["again_low"] > 3
+    assert "training moves a prompt most, or also a kept cache" in found.sentence
+    assert "clear the engine's cache" in found.fix
     assert "max_off_policy_threshold" in found.fix
 
 
-def test_where_the_interval_is_wide_both_are_left_open() -> None:
-    """Weights a step old under every prompt of step 4, beside a cache that matters little more."""
-    found = verdict(asked(8, lambda step, prompt: np.where((step > 3) & (prompt < 8), 0.17, 0.1 * (step > 3))))
+def test_a_wide_interval_tells_nothing_apart() -> None:
+    """4 of 12 prompts that come again have a gap, in one step of four."""
+    found = verdict(asked(12, lambda step, prompt: 0.1 * ((step > 3) & (prompt < 4))))
     assert found.verdict == "present"
     assert found.evidence["again_low"] < 3 < found.evidence["again_high"]
-    assert "weights, cache or both" in found.sentence
+    assert "does not tell weights from cache" in found.sentence
+
+
+def test_new_prompts_too_few_by_step_leave_both_open() -> None:
+    """Of a step, 4 of 16 prompts are new: together enough to compare, and not step by step."""
+    rows = asked(12, lambda step, prompt: 0.1 * ((step > 1) & (prompt < 12)))
+    found = verdict(rows)
+    assert found.verdict == "present"
+    assert "too few to tell whether the engine has older weights" in found.sentence
+    assert "max_off_policy_threshold" in found.fix
+    enough = verdict(asked(8, lambda step, prompt: 0.1 * ((step > 1) & (prompt < 8))))
+    assert "prefix cache holds keys and values of older weights" in enough.sentence
 
 
 def test_without_prompts_of_both_kinds_it_is_said_what_is_lacking() -> None:

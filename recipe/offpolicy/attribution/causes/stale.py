@@ -1,12 +1,14 @@
 """Stale weights or cache: the gap grows from step to step and falls back at a synchronisation.
 
 Keys and values of older weights stay in an engine's prefix cache where it is not cleared when new weights arrive. They
-are taken for prompts that come again, and not for new ones, which tells them from older weights.
+are taken for prompts that come again and not for new ones. That alone does not tell them from older weights: an update
+moves most what it was trained on, and prompts that come again were. But older weights act on new prompts as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -32,38 +34,51 @@ Mask = NDArray[np.bool_]
 
 
 def find(sampled: Sampled) -> tuple[Cause, Mask]:
-    """KL of prompts that come again against new ones; then of each step, or staleness, against the freshest.
+    """KL of each step, or staleness, against the freshest, and of prompts that come again against new ones.
 
     Returns:
         The verdict, and which tokens are fresh: all of them unless it is present.
     """
     again = sampled.again > 0
-    kept, evidence = _kept(sampled, again)
-    if kept is None or kept.low <= THRESHOLDS.growth:
-        cause, fresh = _of_weights(sampled)
-        sentence = cause.sentence
-        if cause.verdict == "present":
-            sentence += _told_apart(sampled, again, kept)
-        return Cause(NAME, cause.verdict, {**cause.evidence, **evidence}, sentence, cause.fix), fresh
-    sentence = (
-        f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
-        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats a token: the "
-        f"engine's prefix cache holds keys and values of older weights"
+    kept, of_prompts = _kept(sampled, again)
+    cause, fresh = _of_weights(sampled)
+    evidence = {**cause.evidence, **of_prompts}
+    told_apart = _without_comparison(sampled, again)
+    if kept is not None:
+        of_new, fresh_new = _of_weights(sampled.take(~again))
+        if kept.low > THRESHOLDS.growth and of_new.verdict != "present":
+            fresh = ~again
+            fresh[fresh] = fresh_new
+            return _of_cache(kept, evidence, alone=of_new.verdict == "absent"), fresh
+        told_apart = _of_both(kept, new_are_stale=of_new.verdict == "present")
+    if cause.verdict == "present":
+        return replace(cause, evidence=evidence, sentence=f"{cause.sentence}{told_apart}"), fresh
+    return replace(cause, evidence=evidence), fresh
+
+
+def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
+    """The verdict on prompts that come again; ``alone``: new ones are known to be as fresh as at the freshest step."""
+    which = (
+        "and new ones are fresh: the engine's prefix cache holds keys and values of older weights"
+        if alone
+        else "and new ones are too few to tell whether the engine has older weights or keys and values of them"
     )
-    fix = _FIX_CACHE
-    weights, fresh_new = _of_weights(sampled.take(~again))
-    if weights.verdict == "present":
-        sentence, fix = f"{sentence}. With new prompts {weights.sentence}", f"{fix}; {weights.fix}"
-    fresh = ~again
-    fresh[fresh] = fresh_new
-    return Cause(NAME, "present", {**weights.evidence, **evidence}, sentence, fix), fresh
+    return Cause(
+        NAME,
+        "present",
+        evidence,
+        f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
+        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats a token, "
+        f"{which}",
+        _FIX_CACHE if alone else _FIX,
+    )
 
 
 def _kept(sampled: Sampled, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
     """KL of rows whose prompt came in an earlier step over that of rows with a new one, and the evidence for it.
 
-    Compared in the same step, at the same staleness and at the same probability under mu, so that neither older weights
-    nor what was learned of the prompts is in it. A prompt that came before and was not recorded counts as new, which
+    Compared in the same step, at the same staleness and at the same probability under mu, so that the age of a
+    step and certainty are not in it. A prompt that came before and was not recorded counts as new, which
     makes the factor smaller. None where ``LEAST_TOKENS`` of either are not there to compare.
     """
     new = sampled.again == 0
@@ -92,11 +107,18 @@ def _kept(sampled: Sampled, again: Mask) -> tuple[Estimate | None, Mapping[str, 
     return factor, evidence
 
 
-def _told_apart(sampled: Sampled, again: Mask, kept: Estimate | None) -> str:
-    """What to add on weights against cache, where prompts do not say that it is the cache."""
-    if kept is not None:
-        which = "so it is not the cache" if kept.high < THRESHOLDS.growth else "so it is weights, cache or both"
-        return f"; prompts that come again have {kept.value:.1f} times the KL of new ones, {which}"
+def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
+    """What to add on weights against cache where prompts of both kinds were compared."""
+    ratio = f"; prompts that come again have {kept.value:.1f} times the KL of new ones"
+    if kept.high < THRESHOLDS.growth:
+        return f"{ratio}, so it is the weights"
+    if new_are_stale:
+        return f"{ratio}: weights, as new ones are stale too and training moves a prompt most, or also a kept cache"
+    return f"{ratio}, which does not tell weights from cache"
+
+
+def _without_comparison(sampled: Sampled, again: Mask) -> str:
+    """The same where they could not be."""
     if (sampled.staleness > 0).any():
         return ""  # the versions say it
     if (sampled.again < 0).any():
