@@ -171,6 +171,27 @@ OF_OURS: dict[str, Case] = {
     "a wide cap": Case(
         "NOTE", "", {"correction.weight.upper": 25.0}, "own the gradient", {"correction.weight.upper": 5.0}
     ),
+    "an actor that verl refuses without a word": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.optim.lr_scheduler_type": "zigzag"},
+        "verl does not take it: AssertionError",
+        {f"{ACTOR}.optim.lr_scheduler_type": "cosine"},
+    ),
+    "an actor that verl refuses by another name": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.ulysses_sequence_parallel_size": "two"},
+        "verl does not take it: '>' not supported",
+        {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+    ),
+    "a key deep in an actor that verl does not have": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.optim.no_such": None},
+        "unexpected keyword argument",
+        {},
+    ),
     "a base loss without weights": Case(
         "WRONG", "weight", {LOSS_MODE: "geo_mean"}, "gradient under weights", {LOSS_MODE: "gspo"}
     ),
@@ -198,6 +219,34 @@ OF_VERL: dict[str, Case] = {
         "set a threshold",
         K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
     ),
+    "no threshold of a rejection by k3": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        {f"{VERL}.rollout_rs": "seq_mean_k3,token_k1"},
+        "set a threshold",
+        {f"{VERL}.rollout_rs": "seq_mean_k3,token_k1", f"{VERL}.rollout_rs_threshold": "0.01,0.5_2.0"},
+    ),
+    "a rejection that verl does not know": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        {f"{VERL}.rollout_rs": "token_k4", f"{VERL}.rollout_rs_threshold": "2.0"},
+        "is unknown",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+    ),
+    "a rejection that is no name": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        {f"{VERL}.rollout_rs": 4, f"{VERL}.rollout_rs_threshold": "2.0"},
+        "set options separated by commas",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+    ),
+    "crossed thresholds": Case(
+        "WRONG",
+        "rollout_correction.rollout_rs",
+        K1 | {f"{VERL}.rollout_rs_threshold": "2.0_0.5"},
+        "nothing lies between",
+        K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+    ),
     "bypass without the actor's keys": Case(
         "INERT",
         "rollout_correction.rollout_is",
@@ -221,7 +270,6 @@ OF_VERL: dict[str, Case] = {
         {"algorithm.rollout_is_threshold": 2.0},
         "no key of this name",
         {},
-        mends=False,
     ),
     # k1 = -log(pi_old / mu): "0.5_5" bounds mu / pi_old, so that pi_old / mu is kept in [1/5, 1/0.5].
     "inverted k1 bounds": Case(

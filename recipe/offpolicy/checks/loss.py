@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_class
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ..baseline import GROUP_ESTIMATORS
 from ..correction import CorrectionSpec
 from ..correction.denominator import HAS_DENOMINATOR
-from ..findings import EVERYTHING, Problem, set_to
+from ..findings import EVERYTHING, Problem, set_to, taken_away
 from ..verl_keys.reading import BYPASS, active, part
+from ..voice import logger
 from .reading import ACTOR
 
 _KL_CLIP = ("kl_clip",)
@@ -120,7 +124,8 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     try:
         actor_config: Any = omega_conf_to_dataclass(actor)
     except Exception as error:
-        yield _refused_by_verl(config, str(error.__cause__ or error), parts)
+        cause = error.__cause__ or error
+        yield _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
         return
     try:
         wrong = probe(actor_config)
@@ -152,32 +157,68 @@ def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> P
     """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
-    if unknown is not None:
-        key = _below(config, unknown[1])
-        if key is not None:
-            return _problem(config, key, reason, f"Remove {key}.", parts, f"~{key}")
-        return Problem("", None, f"{ACTOR}: {reason}", f"Remove {unknown[1]}.", "WRONG", parts)
+    if unknown is not None and (key := _below(config, unknown[1])) is not None:
+        return _problem(config, key, reason, f"Remove {key}.", parts, *taken_away(key, OmegaConf.select(config, key)))
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
-    if not named:
-        fix = f"Mend what of {ACTOR} verl's message is about."
-        return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
-    name = next((key for key in named if key.endswith(_DEMANDED)), named[0])
+    name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if name.endswith(_DEMANDED):
         given = OmegaConf.select(config, f"{ACTOR}.ppo_micro_batch_size") is not None
         override = set_to(f"{ACTOR}.ppo_micro_batch_size", None) if given else set_to(f"{ACTOR}.{_DEMANDED}", 1)
     elif name == f"{ACTOR}.loss_agg_mode":
         override = set_to(name, "token-mean")
-    else:
+    elif (default := _shipped(config, name)) is not None:
+        name, override = default
+    elif name:
         return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
+    else:
+        fix = f"Mend what of {ACTOR} verl's message is about."
+        return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
     return _problem(config, name, reason, f"Set {override}.", parts, override)
+
+
+def _shipped(config: DictConfig, name: str) -> tuple[str, str] | None:
+    """A key, the named one before others, at whose own default verl takes the actor, and the override for that."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    for key, default in sorted(_defaults(config), key=lambda each: each[0] != name):
+        if OmegaConf.select(config, key) == default:
+            continue
+        changed = copy.deepcopy(config)
+        OmegaConf.update(changed, key, default, merge=False)
+        try:
+            omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
+        except Exception as error:  # whatever verl raises: this key does not mend it
+            logger.debug("%s=%s: %s", key, default, error)
+            continue
+        return key, set_to(key, default)
+    return None
+
+
+def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Keys of the actor and its sections, with the defaults of verl's dataclasses where these are plain values."""
+    actor = config.actor_rollout_ref.actor
+    for section in _sections(actor):
+        node = OmegaConf.select(actor, section) if section else actor
+        target = node.get("_target_")
+        for field in dataclasses.fields(get_class(target)) if target else ():
+            plain = field.default is None or isinstance(field.default, bool | int | float | str)
+            if field.name in node and plain and field.default != MISSING:
+                yield ".".join(filter(None, (ACTOR, section, field.name))), field.default
 
 
 def _below(config: DictConfig, name: str) -> str | None:
     """The key of the actor, or of a section of it, that has this name."""
     actor = config.actor_rollout_ref.actor
-    sections = ("", *(f"{each}." for each in actor if isinstance(OmegaConf.select(actor, str(each)), DictConfig)))
-    places = (f"{section}{name}" for section in sections)
+    places = (f"{section}.{name}" if section else name for section in _sections(actor))
     return next((f"{ACTOR}.{place}" for place in places if _has(actor, place)), None)
+
+
+def _sections(node: DictConfig, place: str = "") -> Iterator[str]:
+    """The place of a section, "" of the whole, and of all below it."""
+    yield place
+    for name in map(str, node):
+        if isinstance(below := OmegaConf.select(node, name), DictConfig):
+            yield from _sections(below, f"{place}.{name}" if place else name)
 
 
 def _has(actor: DictConfig, place: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -9,7 +10,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..alarms.settings import DEFAULTS as ALARMS
 from ..alarms.settings import problems as alarm_problems
+from ..calibration.online_settings import DEFAULTS as CALIBRATE
 from ..calibration.online_settings import problems as calibrate_problems
 from ..correction import CorrectionSpec
 from ..findings import Finding, Problem, named_overrides, set_to, taken_away
@@ -32,6 +35,9 @@ def _elsewhere(config: DictConfig) -> Iterator[Finding]:
 
 
 _DIRECTORY = "offpolicy.record.dir"
+_NUMBER = re.compile(r"Set (-?\d[\w.+-]*?)(?:,| or|\.$)")
+_FIRST = re.compile(r"Choose of (\w+)(?:,|\.)(?! masks)")
+_BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
 
 OWN_KEYS: dict[str, Validator] = {
     "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
@@ -62,19 +68,39 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 
 
 def _problem(key: str, value: object, reason: str, fix: str) -> Problem:
+    return Problem(key, value, reason, fix, "WRONG", (), _mends(key, value, reason, fix))
+
+
+def _mends(key: str, value: object, reason: str, fix: str) -> tuple[str, ...]:
+    """What the sentence of a fix comes to as overrides; what is shipped where it leaves the value open."""
     if fix == "Set true or false.":
-        overrides: tuple[str, ...] = (set_to(key, False),)
-    elif reason.startswith("unknown key") or reason in ("no phase has this name.", "no alarm has this name."):
-        overrides = taken_away(key, value)
-    elif key == _DIRECTORY:
-        overrides = _elsewhere_recorded(value, fix)
-    elif "null for any time" in fix:
-        overrides = (set_to(key, None),)
-    elif fix.startswith("Set {"):
-        overrides = (f"{key}={{}}",)
-    else:
-        overrides = named_overrides(fix)
-    return Problem(key, value, reason, fix, "WRONG", (), overrides)
+        return (set_to(key, False),)
+    if reason.startswith("unknown key") or reason in ("no phase has this name.", "no alarm has this name."):
+        return taken_away(key, value)
+    if key == _DIRECTORY:
+        return _elsewhere_recorded(value, fix)
+    if "null for any time" in fix:
+        return (set_to(key, None),)
+    if fix.startswith("Set {") or fix == "Remove this override.":
+        return (f"{key}={{}}",)
+    if fix.startswith("Set a bound"):
+        return _shipped(key)
+    if named := named_overrides(fix):
+        return named
+    if (number := _NUMBER.match(fix)) is not None:
+        return (f"{key}={number[1]}",)
+    if (first := _FIRST.match(fix)) is not None:
+        return (f"{key}=[{first[1]}]",)
+    return _shipped(key)
+
+
+def _shipped(key: str) -> tuple[str, ...]:
+    """The value that a key has where nobody sets it; of an alarm's bounds all, for they go together."""
+    *_, owner, name = key.split(".")
+    if owner in ALARMS:
+        names = _BOUNDS if name in _BOUNDS else (name,)
+        return tuple(set_to(f"offpolicy.alarms.{owner}.{each}", ALARMS[owner][each]) for each in names)
+    return (set_to(key, CALIBRATE[name]),) if owner == "calibrate" and name in CALIBRATE else ()
 
 
 def _elsewhere_recorded(value: object, fix: str) -> tuple[str, ...]:

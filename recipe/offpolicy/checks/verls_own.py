@@ -59,7 +59,7 @@ def thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
         read = partial(verl_rejections, rejection, bound, f"{VERL}.")
-        malformed = list(_malformed(_RS, "rollout_rs", "0.5_2.0", read))
+        malformed = list(_malformed(_RS, "rollout_rs", _usual(str(rejection)), read))
         yield from malformed or _inverted(str(rejection), bound)
 
 
@@ -68,7 +68,13 @@ def _malformed(key: str, owner: str, proposed: str | float, read: Callable[[], o
         read()
     except SpecError as error:
         problem = told(error, (part(owner),))
-        yield replace(problem, overrides=(set_to(key, proposed),) if problem.key == key else ())
+        yield replace(problem, overrides=(set_to(key, proposed),) if problem.key == key else problem.overrides)
+
+
+def _usual(rejection: str) -> str:
+    """A threshold in use for each of verl's options: of k1 a pair of ratios, of the others an upper bound in nats."""
+    names = dict.fromkeys(name.strip() for name in rejection.split(",") if name.strip())
+    return ",".join("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
 
 
 def _inverted(rejection: str, bound: Any) -> Iterator[Problem]:

@@ -73,6 +73,11 @@ def test_the_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConf
     assert told(diagnosed(module, config), case) == []
 
 
+def test_only_a_note_has_nothing_to_paste() -> None:
+    """Of what is INERT or WRONG every case is mended above: none is left out."""
+    assert {case.verdict for _, case in CASES.values() if not case.mends} == {"NOTE"}
+
+
 def test_what_is_asked_for_is_live(bases: dict[str, DictConfig]) -> None:
     diagnosis = diagnosed(OURS, bases[OURS])
     assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "LIVE"), ("masks.gsm", "LIVE")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -143,10 +144,21 @@ def verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, t
     names = [name.strip() for name in rollout_rs.split(",")] if isinstance(rollout_rs, str) else []
     options = list(dict.fromkeys(name for name in names if name))
     if not options:
-        raise SpecError(f"{rs}={rollout_rs!r}: set options separated by commas, or null. Known: {_known()}.")
+        raise SpecError(
+            f"{rs}={rollout_rs!r}: set options separated by commas, or null. Known: {_known()}.",
+            key=rs,
+            value=rollout_rs,
+            overrides={rs: None},
+        )
     for option in options:
         if option not in _VERL_REJECTIONS:
-            raise SpecError(f"{rs}={rollout_rs!r}: {option!r} is unknown. Known: {_known()}.")
+            near = {each: difflib.get_close_matches(each, _VERL_REJECTIONS, 1, cutoff=0)[0] for each in options}
+            raise SpecError(
+                f"{rs}={rollout_rs!r}: {option!r} is unknown. Known: {_known()}.",
+                key=rs,
+                value=rollout_rs,
+                overrides={rs: ",".join(near.values())},
+            )
     if threshold is None:
         raise SpecError(f"{ts}=null with {rs}={rollout_rs!r}: set a threshold for each option, or one for all.")
     parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
