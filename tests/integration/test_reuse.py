@@ -1,0 +1,95 @@
+"""Loss, gradient and updated weights with and without a forward pass for pi_old, on verl's real engine: to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import training_worker as tw
+from specs import GSM, STACK
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec
+
+TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "weight and masks": STACK,
+    "a weight on pi / mu": {"weight": TIS | {"ratio": "full"}},
+    "a mask": {"masks": {"gsm": GSM}},
+}
+
+
+def our_loss(mapping: dict[str, Any], config: Any) -> Any:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), config)
+
+
+def scored(worker: Any, rows: tw.Rollout, size: int) -> list[Tensor]:
+    """log pi_old as verl's trainer asks for it: with the entropy, in micro-batches of ``size``."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    data = rows.to_tensordict()
+    worker.engine_config.use_dynamic_bsz = False
+    worker.engine_config.infer_micro_batch_size_per_gpu = size
+    tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=1.0, global_token_num=None)
+    return list(response_from_nested(worker.infer_batch(data)["log_probs"], data["response_mask"]).unbind())
+
+
+def both(worker: Any, size: int) -> dict[str, tw.Rollout]:
+    """The same rows with pi_old of a forward pass, and with mu in its place, as a trainer sends them without one."""
+    rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2)
+    rows.old_log_probs = scored(worker, rows, size)
+    without = tw.Rollout(**vars(rows))
+    without.old_log_probs = rows.rollout_log_probs
+    return {"recompute": rows, "reuse": without}
+
+
+@pytest.mark.parametrize("size", [8, 4])
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_loss_and_gradient_are_the_same_to_the_bit(engine: Any, loss_mode: str, name: str, size: int) -> None:
+    from verl.workers.config import PolicyLossConfig
+
+    config = tw.actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    seen = {
+        proximal: tw.gradients(
+            engine,
+            our_loss(CORRECTIONS[name] | {"proximal": proximal}, config),
+            rows.to_tensordict(),
+            micro_batch_size=size,
+        )
+        for proximal, rows in both(engine, size).items()
+    }
+    (metrics, gradient), (metrics_without, gradient_without) = seen["recompute"], seen["reuse"]
+    assert metrics["loss"] == metrics_without["loss"]
+    assert max(float(g.abs().max()) for g in gradient.values()) > 0
+    assert all(torch.equal(gradient[parameter], gradient_without[parameter]) for parameter in gradient)
+
+
+def test_updated_weights_are_the_same_to_the_bit(engine_factory: Callable[[], Any]) -> None:
+    updated = {}
+    for proximal in ("recompute", "reuse"):
+        worker = engine_factory()
+        before = tw.parameters(worker)
+        rows = both(worker, 4)[proximal]
+        loss = our_loss(STACK | {"proximal": proximal}, tw.actor_config())
+        tw.update(worker, loss, rows.to_tensordict(), micro_batch_size=4)
+        updated[proximal] = tw.parameters(worker)
+        assert any(not torch.equal(before[name], updated[proximal][name]) for name in before)
+    assert all(torch.equal(updated["recompute"][name], updated["reuse"][name]) for name in updated["reuse"])
+
+
+def test_a_second_gradient_step_is_not_the_same(engine_factory: Callable[[], Any]) -> None:
+    """What ``reuse`` may not be chosen for: there pi has left pi_old."""
+    updated = {}
+    for proximal in ("recompute", "reuse"):
+        worker = engine_factory()
+        rows = both(worker, 4)[proximal]
+        loss = our_loss(STACK | {"proximal": proximal}, tw.actor_config())
+        tw.update(worker, loss, rows.to_tensordict(), micro_batch_size=4, mini_batches=2)
+        updated[proximal] = tw.parameters(worker)
+    assert any(not torch.equal(updated["recompute"][name], updated["reuse"][name]) for name in updated["reuse"])
