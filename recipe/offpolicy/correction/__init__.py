@@ -1,6 +1,6 @@
 """Off-policy corrections as pure functions of three log-probs, a mask and advantages.
 
-Needs torch alone. The three log-probs, each (B, T):
+Needs torch alone. The three log-probs, each (B, T), or nested by row with layout ``torch.jagged``:
 
 * ``rollout_log_prob``, mu: what the rollout engine sampled from;
 * ``old_log_prob``, pi_old: the trainer's own weights at the start of the step;
@@ -11,8 +11,9 @@ Needs torch alone. The three log-probs, each (B, T):
 
 from .mask_spec import MaskSpec
 from .proximal import proximal_log_prob
+from .results import BatchConstants, RolloutStage, StepStage
 from .spec import CorrectionSpec
-from .stages import BatchConstants, RolloutStage, StepStage, batch_constants, rollout_stage, step_stage
+from .stages import batch_constants, rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns
 from .validation import SpecError

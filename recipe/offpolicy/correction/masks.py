@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .mask_spec import MaskSpec
-from .ratios import divergence
+from .ratios import beyond, divergence
+from .rows import Rows, rows_of
 from .units import Units
 
 
@@ -26,13 +27,13 @@ def outside(
     sequence masking, mean log(mu/pi) > delta (DeepSeek-V3.2, eq. 9).
 
     Args:
-        log_ratio: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
+        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 off ``units.valid``.
         units: of ``spec.level``.
-        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+        numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
         cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``second_moment_cutoff``.
 
     Returns:
-        (B, T) bool, without meaning off ``units.valid``.
+        Bool of that shape, without meaning off ``units.valid``.
     """
     return units.spread(_outside(spec, log_ratio, units, numerator, denominator, cutoff))
 
@@ -46,10 +47,10 @@ def _outside(
         case "geometric":
             return _beyond(spec, units.mean(log_ratio))
         case "any":
-            return units.greatest(_beyond(spec, log_ratio)) > 0
+            return _any(units, _beyond(spec, log_ratio))
         case "binary_tv":
             gap = numerator.detach().double().exp() - denominator.detach().double().exp()
-            return units.greatest(_beyond(spec, gap)) > 0
+            return _any(units, _beyond(spec, gap))
         case "second_moment":
             if cutoff is None:
                 raise ValueError("second_moment cuts by the batch: pass the constants of batch_constants.")
@@ -64,9 +65,12 @@ def _outside(
 
 
 def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:
-    lower, upper = spec.limits
-    value = value.to(torch.float32)
-    return (value < lower) | (value > upper)
+    return beyond(value, *spec.limits)
+
+
+def _any(units: Units, flags: Tensor) -> Tensor:
+    """Whether one of the unit's tokens is flagged."""
+    return flags if units.level == "token" else units.greatest(flags) > 0
 
 
 def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
@@ -93,15 +97,20 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor) -> Tensor:
+def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: Rows | None = None) -> Tensor:
     """Where a mask looks: by the sign of the row's mean advantage over its valid tokens, or of each token's own.
 
+    Args:
+        advantages, valid: (B, T), or (N,) packed.
+        rows: how they lie; None: padded.
+
     Returns:
-        (B, 1) or (B, T) bool.
+        Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
     """
     if spec.when == "any":
-        return torch.ones_like(valid[:, :1])
-    value = torch.where(valid, advantages.detach(), torch.zeros_like(advantages))
+        return torch.ones_like(valid[..., :1])
+    value = torch.where(valid, advantages.detach(), 0.0)
     if spec.sign == "row":
-        value = value.sum(-1, keepdim=True, dtype=torch.float64)
+        rows = rows_of(valid=valid) if rows is None else rows
+        value = rows.beside(rows.sum(value))
     return value < 0 if spec.when == "negative" else value > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,23 @@ def log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
         (B, T) float64, 0 where not valid, whatever stands there. The difference of two float32 is not a float32 once
         they are a factor of 2 apart, and a sum over thousands of tokens would show it.
     """
-    difference = numerator.detach().double() - denominator.detach().double()
-    return torch.where(valid, difference, torch.zeros((), dtype=torch.float64, device=difference.device))
+    return torch.where(valid, numerator.detach().double() - denominator.detach(), 0.0)
+
+
+def finite_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``valid_tokens`` and ``log_ratio`` at once, by one look at each log-prob.
+
+    Args:
+        numerator, denominator: log-probs of any float dtype and one shape, detached here.
+        response_mask: bool, of that shape.
+
+    Returns:
+        The tokens whose two log-probs are finite, and their log-ratio, float64, 0 elsewhere.
+    """
+    difference = numerator.detach().double() - denominator.detach()
+    # A difference is finite where both of its terms are, and a number less itself is 0 where it is finite.
+    valid = response_mask & (difference - difference == 0)
+    return valid, torch.where(valid, difference, 0.0)
 
 
 def weight_dtype(*log_probs: Tensor) -> torch.dtype:
@@ -50,12 +67,20 @@ def weight_dtype(*log_probs: Tensor) -> torch.dtype:
 
 def exp_clamped(log_value: Tensor) -> Tensor:
     """exp of a log-ratio clamped to +-20 nats, so that it is finite in float32."""
-    return torch.exp(log_value.clamp(-EXP_CLAMP, EXP_CLAMP))
+    return log_value.clamp(-EXP_CLAMP, EXP_CLAMP).exp_()
 
 
 def excess(log_value: Tensor) -> Tensor:
     """r - 1 in float64, exact where r is near 1; the log-ratio is clamped to +-20 nats."""
-    return torch.expm1(log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP))
+    return log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP).expm1_()
+
+
+def beyond(value: Tensor, lower: float, upper: float) -> Tensor:
+    """Whether a value lies outside [lower, upper], inclusive, as every bound is compared: in float32."""
+    value = value.to(torch.float32)
+    if lower == -math.inf:
+        return value > upper
+    return value < lower if upper == math.inf else (value < lower) | (value > upper)
 
 
 def divergence(name: str, log_value: Tensor) -> Tensor:

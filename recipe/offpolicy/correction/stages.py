@@ -3,88 +3,30 @@
 ``rollout_stage`` holds what mu and pi_old decide, once per rollout; ``step_stage`` adds what pi and the advantages
 decide, at every gradient step. log(pi/mu) is the sum of the first stage's log(pi_old/mu) and the second stage's
 log(pi/pi_old), so OPSM costs one new sum a step.
+
+Tensors are (B, T), or nested by row with layout ``torch.jagged``, all of them in one layout. Nested ones are worked on
+as they lie, and what comes out is nested likewise. Nothing waits for the device once ``constants`` are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import telemetry
-from .mask_spec import MaskSpec
+from .mask_spec import MaskSpec, Ratio
 from .masks import applies, outside, second_moment_cutoff
-from .ratios import exp_clamped, log_ratio, valid_tokens, weight_dtype
+from .ratios import exp_clamped, finite_log_ratio, log_ratio, weight_dtype
+from .results import BatchConstants, RolloutStage, StepStage
+from .rows import Rows, rows_of
+from .sample import sample_of
 from .spec import CorrectionSpec
 from .statistics import Statistic
-from .units import Level, Units, units_of
+from .units import Units, units_of
 from .weight_spec import WeightSpec
 from .weights import bounded, log_weight, mean_weight, rejected
-
-
-@dataclass(frozen=True)
-class BatchConstants:
-    """What is fixed for a whole batch, so that no split of it into micro-batches or over ranks can matter.
-
-    Attributes:
-        weight_mean: with ``normalize``, what weights are divided by; None otherwise.
-        cutoffs: mask name -> the greatest (log r)^2 that ``second_moment`` keeps.
-    """
-
-    weight_mean: float | None = None
-    cutoffs: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RolloutStage:
-    """What mu and pi_old decide.
-
-    Attributes:
-        spec: the correction that decided; the step stage must be of the same.
-        weight: (B, T) float32 or wider, detached, 0 off ``valid``; 1 where the weight waits for the current policy.
-        keep: (B, T) bool, False off ``valid`` and where a weight or mask that needs neither pi nor advantages rejects.
-        rejected: what rejected it -> (B, T) bool, for the parts decided here, under the keys of the correction.
-        log_ratio: (B, T) log(pi_old / mu), 0 off ``valid``.
-        valid: (B, T) bool, the response mask less tokens whose mu or pi_old is not finite.
-        response_mask: (B, T) bool, as given.
-        old_log_prob, rollout_log_prob: (B, T), as given.
-        units: level -> the units that the correction decides by.
-        statistics: name -> typed statistic, see ``catalogue``.
-        sample, mismatch: what the statistics of the step stage go by; None where nothing is measured.
-    """
-
-    spec: CorrectionSpec
-    weight: Tensor
-    keep: Tensor
-    rejected: dict[str, Tensor]
-    log_ratio: Tensor
-    valid: Tensor
-    response_mask: Tensor
-    old_log_prob: Tensor
-    rollout_log_prob: Tensor
-    units: dict[Level, Units]
-    statistics: dict[str, Statistic]
-    sample: telemetry.Sample | None = None
-    mismatch: telemetry.Mismatch | None = None
-
-
-@dataclass(frozen=True)
-class StepStage:
-    """What one gradient step uses.
-
-    Attributes:
-        weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 off the response mask.
-        keep: (B, T) bool; False off the response mask.
-        rejected: what rejected it -> (B, T) bool, without meaning off the stage's ``valid``.
-        statistics: name -> typed statistic, those of the rollout stage included.
-    """
-
-    weight: Tensor
-    keep: Tensor
-    rejected: dict[str, Tensor]
-    statistics: dict[str, Statistic]
 
 
 def batch_constants(
@@ -97,12 +39,14 @@ def batch_constants(
     versions: Tensor | None = None,
 ) -> BatchConstants:
     """What ``spec`` fixes for the whole batch, from tensors that hold all of its rows; see ``rollout_stage``."""
-    valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
-    log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
+    given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    rows = rows_of(**given)
+    old, mu, mask = (rows.tokens(tensor) for tensor in given.values())
+    valid, log_rho = finite_log_ratio(old, mu, mask.bool())
     weight_mean = None
     if spec.weight is not None and spec.weight.normalize:
-        ids = _ids(spec.weight.level, segment_ids, versions)
-        total, count = mean_weight(spec.weight, log_rho, units_of(spec.weight.level, valid, ids))
+        ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
+        total, count = mean_weight(spec.weight, log_rho, units_of(spec.weight.level, valid, ids, rows))
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
         weight_mean,
@@ -144,20 +88,19 @@ def rollout_stage(
     Raises:
         ValueError: shapes that differ, or a level whose ids are missing.
     """
-    _same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    ids = {level: _ids(level, segment_ids, versions) for level in spec.levels}
-    for name, given in {"segment_ids": segment_ids, "versions": versions}.items():
-        if given is not None:
-            _same_shape(response_mask=response_mask, **{name: given})
-            if given.dtype == torch.bool or given.is_floating_point():
-                raise ValueError(f"{name} of dtype {given.dtype}: expected integers, one number a unit.")
-    if staleness is not None and staleness.shape != response_mask.shape[:1]:
-        raise ValueError(
-            f"staleness of shape {tuple(staleness.shape)}: expected (B,), {tuple(response_mask.shape[:1])}"
-        )
-    mask = response_mask.bool()
-    valid = valid_tokens(mask, old_log_prob, rollout_log_prob)
-    log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
+    given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    rows = rows_of(**given)
+    ids = {level: _ids(level, rows, response_mask, segment_ids, versions) for level in spec.levels}
+    for name, numbers in {"segment_ids": segment_ids, "versions": versions}.items():
+        if numbers is not None:
+            rows_of(response_mask=response_mask, **{name: numbers})
+            if numbers.dtype == torch.bool or numbers.is_floating_point():
+                raise ValueError(f"{name} of dtype {numbers.dtype}: expected integers, one number a unit.")
+    if staleness is not None and staleness.shape != (rows.count,):
+        raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
+    old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
+    mask = rows.tokens(response_mask).bool()
+    valid, log_rho = finite_log_ratio(old, mu, mask)
     if constants is None and not spec.needs_constants:
         constants = BatchConstants()
     elif constants is None:
@@ -165,47 +108,52 @@ def rollout_stage(
             spec,
             old_log_prob=old_log_prob,
             rollout_log_prob=rollout_log_prob,
-            response_mask=mask,
+            response_mask=response_mask,
             segment_ids=segment_ids,
             versions=versions,
         )
 
-    units = {level: units_of(level, valid, ids[level]) for level in spec.levels}
-    dtype = weight_dtype(old_log_prob, rollout_log_prob)
-    weight, weighed = valid.to(dtype), None
-    keep, drops = valid, dict[str, Tensor]()
+    units = {level: units_of(level, valid, ids[level], rows) for level in spec.levels}
+    dtype = weight_dtype(old, mu)
+    weight, weighed = None, None
+    keep = valid
+    drops: dict[str, Tensor] = {}
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
-            seen = torch.where(keep, log_rho, torch.zeros_like(log_rho))
-            basis = units_of(part.level, keep, ids[part.level])
+            seen = torch.where(keep, log_rho, 0.0)
+            basis = units_of(part.level, keep, ids[part.level], rows)
+        drop: Tensor | None
         if isinstance(part, WeightSpec):
             weighed = _weigh(part, seen, basis, valid, _mean(part, constants), dtype)
             weight, drop = weighed.weight, weighed.drop
         else:
             cutoff = constants.cutoffs.get(key.removeprefix("masks."))
-            drop = outside(part, seen, basis, numerator=old_log_prob, denominator=rollout_log_prob, cutoff=cutoff)
-        if isinstance(part, MaskSpec) or part.kind == "reject":
+            drop = outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
+        if drop is not None:
             drops[key] = drop
             keep = keep & ~drop
 
-    sample, mismatch, statistics = None, None, dict[str, Statistic]()
+    sample, mismatch = None, None
+    statistics: dict[str, Statistic] = {}
     if measure != "nothing":
-        sample = telemetry.sample(mask, valid, log_rho.dtype, segment_ids, staleness)
+        segments = None if segment_ids is None else rows.tokens(segment_ids)
+        sample = sample_of(rows, mask, valid, segments, staleness)
         if measure == "all":
-            statistics, mismatch = telemetry.of_rollout(sample, log_rho, old_log_prob, rollout_log_prob)
+            statistics, mismatch = telemetry.of_rollout(sample, log_rho, old, mu)
         if spec.weight is None or not spec.weight.needs_step:
             statistics |= telemetry.of_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
-        weight=weight,
-        keep=keep,
-        rejected=drops,
-        log_ratio=log_rho,
-        valid=valid,
-        response_mask=mask,
+        weight=rows.as_given(valid.to(dtype) if weight is None else weight),
+        keep=rows.as_given(keep),
+        rejected={key: rows.as_given(drop) for key, drop in drops.items()},
+        log_ratio=rows.as_given(log_rho),
+        valid=rows.as_given(valid),
+        response_mask=rows.as_given(mask),
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
+        rows=rows,
         units=units,
         statistics=statistics,
         sample=sample,
@@ -233,42 +181,55 @@ def step_stage(
             f"the rollout stage was decided by {stage.spec.to_mapping()}, the step stage is asked for "
             f"{spec.to_mapping()}: run rollout_stage again with the new correction."
         )
+    rows = stage.rows
     if advantages is None:
-        advantages = _no_advantages(spec, stage)
-    _same_shape(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
-    valid = stage.valid
-    log_r = log_ratio(log_prob, stage.old_log_prob, valid)
-    log_full = stage.log_ratio + log_r
-    operands = {
-        "rollout": (stage.log_ratio, stage.old_log_prob, stage.rollout_log_prob),
-        "full": (log_full, log_prob, stage.rollout_log_prob),
-        "ppo": (log_r, log_prob, stage.old_log_prob),
-    }
+        _no_advantages(spec)
+        rows_of(response_mask=stage.response_mask, log_prob=log_prob)
+        signs = torch.zeros_like(rows.tokens(stage.log_ratio))
+    else:
+        rows_of(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
+        signs = rows.tokens(advantages)
+    valid, log_rho = rows.tokens(stage.valid), rows.tokens(stage.log_ratio)
+    pi, old, mu = (rows.tokens(tensor) for tensor in (log_prob, stage.old_log_prob, stage.rollout_log_prob))
+    all_of_it = stage.mismatch is not None
+    log_r = log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
+    operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (log_rho, old, mu)}
+    if log_r is not None:
+        operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
-    weight, weighed, drops, keep = stage.weight, None, dict(stage.rejected), stage.keep
+    weight, weighed = rows.tokens(stage.weight), None
+    keep = rows.tokens(stage.keep)
+    drops: dict[str, Tensor] = {}
     if spec.weight is not None and spec.weight.needs_step:
-        weighed = _weigh(spec.weight, log_full, stage.units[spec.weight.level], valid, 1.0, stage.weight.dtype)
+        weighed = _weigh(spec.weight, operands["full"][0], stage.units[spec.weight.level], valid, 1.0, weight.dtype)
         weight = weighed.weight
-        if spec.weight.kind == "reject":
+        if weighed.drop is not None:
             drops["weight"] = weighed.drop
             keep = keep & ~weighed.drop
     for name, mask in spec.masks:
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
-            units = stage.units[mask.level]
-            beyond = outside(mask, log_value, units, numerator=numerator, denominator=denominator)
-            drops[f"masks.{name}"] = beyond & applies(mask, advantages, valid)
+            drop = outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
+            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & applies(mask, signs, valid, rows)
             keep = keep & ~drops[f"masks.{name}"]
 
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
         if stage.mismatch is not None:
-            of_step, full = telemetry.of_step(stage.sample, stage.mismatch, log_r, log_full, log_prob, advantages)
+            of_step, full = telemetry.of_step(
+                stage.sample, stage.mismatch, operands["ppo"][0], operands["full"][0], pi, signs
+            )
             statistics |= of_step
         if weighed is not None:
             statistics |= telemetry.of_weight(stage.sample, spec.weight, weighed, full)
-        statistics |= telemetry.of_keep(stage.sample, keep, drops, advantages)
-    return StepStage(weight=weight, keep=keep, rejected=drops, statistics=statistics)
+        before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
+        statistics |= telemetry.of_keep(stage.sample, keep, before | drops, signs)
+    return StepStage(
+        weight=rows.as_given(weight),
+        keep=rows.as_given(keep),
+        rejected=stage.rejected | {key: rows.as_given(drop) for key, drop in drops.items()},
+        statistics=statistics,
+    )
 
 
 def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
@@ -295,11 +256,13 @@ def _weigh(
 ) -> telemetry.Weighed:
     """Raw weight, bounded weight, and what it rejects."""
     by_unit = log_weight(spec, log_value, units)
-    zero = torch.zeros((), dtype=dtype, device=log_value.device)
-    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(dtype), zero)
-    weight = torch.where(valid, bounded(spec, raw), zero)
+    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(dtype), 0.0)
+    weight = bounded(spec, raw)
+    if spec.lower is not None and spec.kind != "reject":
+        weight = torch.where(valid, weight, 0.0)
+    drop = units.spread(rejected(spec, by_unit)) if spec.kind == "reject" else None
     return telemetry.Weighed(
-        units=units, by_unit=by_unit, raw=raw, weight=weight / mean, drop=units.spread(rejected(spec, by_unit))
+        units=units, by_unit=by_unit, raw=raw, weight=weight if mean == 1.0 else weight / mean, drop=drop
     )
 
 
@@ -311,27 +274,26 @@ def _mean(spec: WeightSpec, constants: BatchConstants) -> float:
     return constants.weight_mean
 
 
-def _ids(level: str, segment_ids: Tensor | None, versions: Tensor | None) -> Tensor | None:
+def _ids(
+    level: str, rows: Rows, response_mask: Tensor, segment_ids: Tensor | None, versions: Tensor | None
+) -> Tensor | None:
+    """What tells the units of this level apart, by token."""
     ids, name = {"turn": (segment_ids, "segment_ids"), "version": (versions, "versions")}.get(level, (None, ""))
     if name and ids is None:
         raise ValueError(
             f"level={level} without {name}: nothing says which tokens belong together. Pass {name}, (B, T) integers, "
             f"or set level=sequence."
         )
-    return ids
+    if ids is None:
+        return None
+    rows_of(response_mask=response_mask, **{name: ids})
+    return rows.tokens(ids)
 
 
-def _no_advantages(spec: CorrectionSpec, stage: RolloutStage) -> Tensor:
+def _no_advantages(spec: CorrectionSpec) -> None:
     for name, mask in spec.masks:
         if mask.when != "any":
             raise ValueError(
                 f"correction.masks.{name}.when={mask.when} without advantages: nothing says which rows it looks at. "
                 f"Pass advantages, (B, T), or set correction.masks.{name}.when=any."
             )
-    return torch.zeros_like(stage.log_ratio)
-
-
-def _same_shape(**tensors: Tensor) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 2:
-        raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")

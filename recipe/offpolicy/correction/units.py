@@ -3,99 +3,116 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .rows import Rows, rows_of
 
 Level = Literal["token", "sequence", "turn", "version"]
 
 
 @dataclass(frozen=True)
 class Units:
-    """A partition of each row's valid tokens; U is 1 by sequence, T by token, else the most segments of a row.
+    """A partition of each row's tokens.
+
+    One value a unit is a column by sequence (see ``Rows``) and a tensor of tokens otherwise: a row of T tokens has no
+    more than T units, and to ask for the exact number would be to wait for the device. Those without a valid token sum
+    to 0.
 
     Attributes:
-        valid: (B, T) bool, the tokens that belong to a unit.
-        index: (B, T) int64 in [0, U), the unit of each token; None by token and by sequence.
+        valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
+        index: of their shape, int64: where along the last dimension the value of each token's unit lies; None by token
+            and by sequence.
         level: what a unit is.
+        rows: how tokens lie in rows.
     """
 
     valid: Tensor
     index: Tensor | None
     level: Level
+    rows: Rows
+    _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the tokens of each unit: (B, T), 0 off ``valid``, to (B, U) float64."""
+        """Sum over the tokens of each unit, float64; ``values`` by token, 0 off ``valid``."""
         if self.level == "token":
             return values.double()
         if self.index is None:
-            return values.sum(-1, keepdim=True, dtype=torch.float64)
-        sums = torch.zeros(self.shape, dtype=torch.float64, device=values.device)
-        return sums.scatter_add_(1, self.index, values.double())
+            return self.rows.sum(values)
+        sums = torch.zeros_like(self.valid, dtype=torch.float64)
+        return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the tokens of each unit: (B, T), 0 off ``valid``, to (B, U) float64; 0 for no token."""
+        """Mean over the tokens of each unit, float64, 0 for no token; ``values`` by token, 0 off ``valid``."""
+        if self.level == "token":
+            return values.double()
         return self.total(values) / self.tokens.clamp(min=1)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """Greatest value of each unit: (B, T) to (B, U) float64; -inf for no token."""
+        """Greatest value of each unit, float64, -inf for no token; ``values`` by token."""
         chosen = torch.where(self.valid, values.double(), -math.inf)
         if self.level == "token":
             return chosen
-        index = self.index if self.index is not None else torch.zeros_like(self.valid, dtype=torch.int64)
-        least = torch.full(self.shape, -math.inf, dtype=torch.float64, device=values.device)
-        return least.scatter_reduce_(1, index, chosen, "amax")
+        if self.index is None:
+            return self.rows.greatest(chosen)
+        least = torch.full_like(self.valid, -math.inf, dtype=torch.float64)
+        return least.scatter_reduce_(-1, self.index, chosen, "amax")
 
     def spread(self, values: Tensor) -> Tensor:
-        """The value of each token's unit: (B, U) to (B, T). What it says off ``valid`` has no meaning."""
-        if self.index is None:
-            return values.expand(self.valid.shape)
-        return values.gather(1, self.index)
-
-    @cached_property
-    def tokens(self) -> Tensor:
-        """(B, U) float64, valid tokens of each unit."""
-        return self.total(self.valid)
-
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """(B, U)."""
-        rows, width = self.valid.shape
+        """The value of each token's unit, by token. What it says off ``valid`` has no meaning."""
         if self.level == "token":
-            return rows, width
-        return rows, 1 if self.index is None else int(self.index.max()) + 1 if self.index.numel() else 1
+            return values
+        if self.index is None:
+            return self.rows.beside(values).expand(self.valid.shape)
+        return values.gather(-1, self.index)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Valid tokens of each unit, float64."""
+        # Not a cached property: its lock cannot be compiled.
+        if "tokens" not in self._known:
+            self._known["tokens"] = self.total(self.valid)
+        return self._known["tokens"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of one value a unit."""
+        return self.rows.column_shape if self.level == "sequence" else self.valid.shape
 
 
-def units_of(level: Level, valid: Tensor, ids: Tensor | None) -> Units:
+def units_of(level: Level, valid: Tensor, ids: Tensor | None, rows: Rows | None = None) -> Units:
     """The units of one level.
 
     Args:
-        valid: (B, T) bool.
-        ids: (B, T) integers for ``turn`` and ``version``: tokens of a row with one id form a unit.
+        valid: (B, T) bool, or (N,) packed.
+        ids: integers of that shape for ``turn`` and ``version``: tokens of a row with one id form a unit.
+        rows: how they lie; None: padded.
     """
-    return Units(valid, _compact(ids, valid) if level in ("turn", "version") and ids is not None else None, level)
+    rows = rows_of(valid=valid) if rows is None else rows
+    return Units(
+        valid, _places(ids, valid, rows) if level in ("turn", "version") and ids is not None else None, level, rows
+    )
 
 
 def turns(response_mask: Tensor) -> Tensor:
     """Turn of each token by the runs of the response mask, which tool outputs interrupt: (B, T) int64 from 0.
 
     Args:
-        response_mask: (B, T) bool or 0/1.
+        response_mask: (B, T) bool or 0/1, or nested by row; the turns are then nested likewise.
     """
-    mask = response_mask.bool()
-    starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
-    return (starts.cumsum(-1) - 1).clamp(min=0)
+    rows = rows_of(response_mask=response_mask)
+    mask = rows.tokens(response_mask).bool()
+    starts = mask & ~rows.repeats(mask)
+    return rows.as_given((rows.running(starts) - 1).clamp(min=0))
 
 
-def _compact(ids: Tensor, valid: Tensor) -> Tensor:
-    """Ids renumbered from 0 in each row, in the order of their size; 0 off ``valid``."""
-    # A token opens a unit where its id differs from the one before it in the row sorted by id.
-    ordered, order = torch.where(valid, ids, torch.iinfo(ids.dtype).max).sort(dim=-1, stable=True)
-    opens = torch.zeros_like(ordered)
-    opens[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).to(ordered.dtype)
-    compact = torch.zeros_like(ids, dtype=torch.int64).scatter_(1, order, opens.cumsum(-1).to(torch.int64))
-    return torch.where(valid, compact, 0)
+def _places(ids: Tensor, valid: Tensor, rows: Rows) -> Tensor:
+    """Where the unit of each token lies: those of a row in the order of their ids, from its first place."""
+    # A token opens a unit where its id differs from the one before it in the row sorted by id. Tokens that do not count
+    # join the unit of id 0, to which they add nothing, so that no number that stands there can matter.
+    ordered, order = rows.sorted(ids * valid)
+    number = rows.running(~rows.repeats(ordered)) - 1
+    return rows.place(torch.empty_like(number).scatter_(-1, order, number))

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .ratios import exp_clamped
+from .ratios import beyond, exp_clamped
 from .units import Units
 from .weight_spec import WeightSpec
 
@@ -18,11 +18,11 @@ def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
     ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t.
 
     Args:
-        log_ratio: (B, T) float64, log r_t in nats, 0 where not valid.
+        log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 where not valid.
         units: of ``spec.level``.
 
     Returns:
-        (B, U) float64, in nats; 0 for a unit without a token.
+        One float64 a unit, in nats; 0 for a unit without a token.
     """
     return units.mean(log_ratio) if spec.aggregate == "geometric" else units.total(log_ratio)
 
@@ -43,17 +43,15 @@ def rejected(spec: WeightSpec, log_value: Tensor) -> Tensor:
     Masked importance sampling of Liu et al. 2025: rho 1[lower <= rho <= upper].
 
     Args:
-        log_value: (B, U) from ``log_weight``.
+        log_value: from ``log_weight``.
 
     Returns:
-        (B, U) bool.
+        One bool a unit.
     """
     if spec.kind != "reject":
         return torch.zeros_like(log_value, dtype=torch.bool)
-    value = log_value.to(torch.float32)
     lower = -math.inf if spec.lower is None else math.log(spec.lower)
-    upper = math.inf if spec.upper is None else math.log(spec.upper)
-    return (value < lower) | (value > upper)
+    return beyond(log_value, lower, math.inf if spec.upper is None else math.log(spec.upper))
 
 
 def mean_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
@@ -67,5 +65,5 @@ def mean_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tens
     log_value = log_weight(spec, log_ratio, units)
     weight = bounded(spec, exp_clamped(log_value))
     exists = units.tokens > 0
-    counted = torch.where(exists & ~rejected(spec, log_value), weight, torch.zeros_like(weight))
+    counted = torch.where(exists & ~rejected(spec, log_value), weight, 0.0)
     return counted.sum(), exists.sum(dtype=torch.float64)

@@ -1,0 +1,25 @@
+"""Every option of the Hydra group ``correction``, with a number where it wants one from the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipe.offpolicy.correction import CorrectionSpec
+
+_OPTIONS = Path(__file__).parents[2] / "configs" / "correction"
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items()}
+    return 0.05 if value == "???" else value
+
+
+PRESETS = {
+    path.stem: CorrectionSpec.from_mapping(_filled(yaml.safe_load(path.read_text())))
+    for path in sorted(_OPTIONS.glob("*.yaml"))
+}
+"""Name of the option -> its correction."""
