@@ -76,7 +76,7 @@ def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, l
         one.case.name: set(one.case.causes) for one in results["held_out"]
     }
     assert (whole.precision, whole.recall) == (1.0, 1.0)
-    assert whole.right == 11
+    assert whole.right == 14
 
 
 def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None:
@@ -86,3 +86,21 @@ def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None
     # Log-probs before a temperature of 0.7, held against the trainer's at 0.7.
     assert found["raw-0.7"]["temperature"].evidence["slope"] == pytest.approx(0.7, abs=0.01)
     assert 0 < found["top_p-0.7"]["truncated sampling"].evidence["missing"] < 0.3
+
+
+def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]) -> None:
+    """Where prompts come again beside new ones: in one run with the trainer's weights, in others with older ones."""
+    found = {
+        (part, one.case.name): {c.name: c for c in one.causes}["stale weights"]
+        for part in results
+        for one in results[part]
+    }
+    cache, cleared = found["held_out", "cache-9"], found["held_out", "cache-1"]
+    assert "prefix cache holds keys and values of older weights" in cache.sentence
+    assert "enable_prefix_caching=False" in cache.fix
+    assert cache.evidence["again_low"] > 10
+    assert cleared.evidence["again_high"] < 3
+    for weights in (found["tuning", "stale-4"], found["held_out", "stale-3"]):
+        assert "what the engine samples with is not what the trainer has" in weights.sentence
+        assert "prefix cache holds" not in weights.sentence
+        assert "max_off_policy_threshold" in weights.fix

@@ -30,7 +30,7 @@ class Case:
         steps: of training.
         overrides: Hydra; {models} and {here} stand for the models' folder and this one.
         environment: of ``inject`` and ``conversation``.
-        needs: a model of ``models``, beside the quickstart's own.
+        needs: a model of ``models``, or questions of ``make.questions``, in place of the quickstart's own.
     """
 
     name: str
@@ -61,6 +61,15 @@ def _padded(extra: int) -> tuple[str, ...]:
     return (f"actor_rollout_ref.model.path={{models}}/padded-{extra}",)
 
 
+def _asked(questions: str, rate: float) -> tuple[str, ...]:
+    """Questions that come again; vLLM's cache has blocks of 16 tokens, which they fill."""
+    return (
+        f"data.train_files={{models}}/{questions}/train.parquet",
+        f"+{_ROLLOUT}.engine_kwargs.vllm.block_size=16",
+        f"actor_rollout_ref.actor.optim.lr={rate:g}",
+    )
+
+
 CASES: Final = (
     _case("healthy", "tuning", 1, steps=4),
     _case("top_p-0.9", "tuning", 1, "truncated sampling", steps=4, overrides=(f"{_ROLLOUT}.top_p=0.9", _TRUNCATED)),
@@ -75,6 +84,14 @@ CASES: Final = (
         steps=4, needs="merging", overrides=_CONVERSATION, OFFPOLICY_CONVERSATION="history",
     ),
     _case("turns", "tuning", 1, steps=4, needs="merging", overrides=_CONVERSATION, OFFPOLICY_CONVERSATION="kept"),
+    _case(
+        "cache-3", "tuning", 1, "stale weights",
+        steps=6, needs="again-16", overrides=_asked("again-16", 1e-3), OFFPOLICY_INJECT="cache:3",
+    ),
+    _case(
+        "stale-4", "tuning", 19, "stale weights",
+        steps=3, needs="again-8-new-128", overrides=_asked("again-8-new-128", 6e-4), OFFPOLICY_INJECT="stale:4",
+    ),
     _case("temperature-1.2", "held_out", 2, "temperature", OFFPOLICY_INJECT="temperature:1.2"),
     _case("extra-1024", "held_out", 3, "extra vocabulary", needs="padded-1024", overrides=_padded(1024)),
     _case(
@@ -104,4 +121,20 @@ CASES: Final = (
         steps=4, overrides=("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.optim.lr=3e-3"),
     ),
     _case("turns", "held_out", 15, needs="merging", overrides=_CONVERSATION, OFFPOLICY_CONVERSATION="kept"),
+    _case(
+        "cache-2", "held_out", 16, "stale weights",
+        steps=4, needs="again-16", overrides=_asked("again-16", 5e-4), OFFPOLICY_INJECT="cache:2",
+    ),
+    _case(
+        "cache-9", "held_out", 17, "stale weights",
+        steps=4, needs="again-8-new-128", overrides=_asked("again-8-new-128", 3e-4), OFFPOLICY_INJECT="cache:9",
+    ),
+    _case(
+        "cache-1", "held_out", 18,
+        steps=4, needs="again-8-new-128", overrides=_asked("again-8-new-128", 1e-3), OFFPOLICY_INJECT="cache:1",
+    ),
+    _case(
+        "stale-3", "held_out", 20, "stale weights",
+        steps=4, needs="again-8-new-128", overrides=_asked("again-8-new-128", 3e-4), OFFPOLICY_INJECT="stale:3",
+    ),
 )  # fmt: skip

@@ -6,15 +6,20 @@
     shift:1            log-probs arrive one token late (-1: early)
     stale:3            of every three synchronisations two send the weights of the one before
     round:3            weights reach the rollout server with this many bits of mantissa
+    cache:3            of every three synchronisations one clears the engine's prefix cache; of 1 each one does, as verl
 
-Each acts in the process where the real fault would: the agent loop, or the sender of the weights.
+Each acts in the process where the real fault would: the agent loop, the sender of the weights, or the rollout server.
+OFFPOLICY_INJECT_CACHE=path: ``cache`` writes there what came from the prefix cache, a line of JSON a synchronisation.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,14 +122,81 @@ def _stale() -> None:
     _send(change)
 
 
+class CacheAges:
+    """How old the keys and values were that requests took from the prefix cache.
+
+    A prefix is as old as the last request that computed it. Requests of one synchronisation are sorted when the next
+    one begins, as those that compute a prefix may end after those that take it.
+    """
+
+    def __init__(self) -> None:
+        self.synchronisation = 0
+        self._computed: dict[tuple[int, ...], int] = {}
+        self._requests: list[tuple[tuple[int, ...], int]] = []
+
+    def served(self, prompt: Sequence[int], cached: int) -> None:
+        """A request with this prompt has ended, of which the first ``cached`` tokens came from the cache."""
+        self._requests.append((tuple(prompt), cached))
+
+    def synchronised(self) -> dict[str, Any]:
+        """New weights arrive: what was served since the ones before, and tokens from the cache by their age.
+
+        The age is in synchronisations; 0 is what the weights of the time had computed themselves.
+        """
+        for prompt, cached in self._requests:
+            for length in range(cached + 1, len(prompt) + 1):
+                self._computed[prompt[:length]] = self.synchronisation
+        ages: Counter[int] = Counter()
+        for prompt, cached in self._requests:
+            if cached:
+                ages[self.synchronisation - self._computed[prompt[:cached]]] += cached
+        result = {
+            "synchronisation": self.synchronisation,
+            "requests": len(self._requests),
+            "tokens": sum(len(prompt) for prompt, _ in self._requests),
+            "cached_by_age": {str(age): ages[age] for age in sorted(ages)},
+        }
+        self.synchronisation += 1
+        self._requests = []
+        return result
+
+
+def _cache() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    period, ages, target = int(STRENGTH), CacheAges(), os.environ.get("OFFPOLICY_INJECT_CACHE", "")
+    reset, generate = AsyncLLM.reset_prefix_cache, AsyncLLM.generate
+
+    @functools.wraps(reset)
+    async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = await reset(self, *args, **kwargs) if ages.synchronisation % period == 0 else True
+        line = ages.synchronised()
+        if target:
+            with Path(target).open("a") as sink:
+                sink.write(json.dumps(line) + "\n")
+        return done
+
+    @functools.wraps(generate)
+    async def counted(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        last = None
+        async for last in generate(self, *args, **kwargs):
+            yield last
+        if last is not None:
+            ages.served(last.prompt_token_ids, last.num_cached_tokens or 0)
+
+    AsyncLLM.reset_prefix_cache, AsyncLLM.generate = reset_prefix_cache, counted
+
+
 _LOOP = "verl.trainer.ppo.v1.agent_loop_tq"
 _SENDER = "verl.workers.rollout.vllm_rollout.vllm_rollout"
+_ENGINE = "vllm.v1.engine.async_llm"
 
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "temperature": (_LOOP, _temperature),
     "shift": (_LOOP, _shift),
     "stale": (_SENDER, _stale),
     "round": (_SENDER, _round),
+    "cache": (_ENGINE, _cache),
 }
 """Name -> the module that it waits for, and what it does there."""
 

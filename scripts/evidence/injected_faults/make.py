@@ -14,7 +14,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,19 +49,46 @@ def main(work: Path, names: list[str]) -> int:
 
 
 def prepare(models: Path, name: str) -> None:
-    """Make a model of ``models`` unless it is there."""
+    """Make a model of ``models``, or questions, unless they are there."""
     if not name or (models / name).exists():
         return
     from injected_faults.models import merging_model, pad_vocabulary
     from prepare import prepare_model
-    from task import TaskSettings
+    from task import TaskSettings, splits, write_parquet
     from warm_start import WarmStartSettings
 
     if name == "merging":
         merging_model(models / name, TaskSettings(), WarmStartSettings())
+    elif name.startswith("again-"):
+        (models / name).mkdir(parents=True)
+        write_parquet(questions(name, splits(TaskSettings())["train"]), "train", models / name / "train.parquet")
     else:
         source = prepare_model(ROOT / "outputs" / "quickstart" / "cache", TaskSettings())
         pad_vocabulary(source, models / name, int(name.partition("-")[2]))
+
+
+def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Questions that come again.
+
+    Args:
+        name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N others M times in all,
+            so that of a batch about half has come before.
+        entries: to choose from, the first ones first.
+    """
+    again, _, new = name.removeprefix("again-").partition("-new-")
+    count, others = int(again), int(new or 0)
+    chosen = [of_one_length(entry) for entry in entries[: count + others]]
+    return chosen[:count] * max(others // count, 1) + chosen[count:]
+
+
+def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
+    """A question after as much of its word, over and over, as makes ``letters`` together with the word itself.
+
+    With the quickstart's tokens for the instruction and the turns, 13 letters are a prompt of 17 tokens: a block of 16
+    that can be taken from vLLM's cache, with the whole word in it, and the one that is always computed.
+    """
+    word = entry["metadata"]["word"]
+    return {**entry, "question": (word * letters)[: letters - len(word)] + entry["question"]}
 
 
 def run(case: Case, work: Path, recording: Path) -> None:
@@ -86,8 +115,10 @@ def run(case: Case, work: Path, recording: Path) -> None:
         **os.environ,
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+        "OFFPOLICY_INJECT_CACHE": str(cache_log(recording)),
         **case.environment,
     }
+    cache_log(recording).unlink(missing_ok=True)
     log = recording.with_suffix(".log")
     print(f"{recording.name}: {' '.join(command[2:])}", flush=True)
     with log.open("wb") as sink:
@@ -96,6 +127,11 @@ def run(case: Case, work: Path, recording: Path) -> None:
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:
         raise RuntimeError(f"{recording.name}: {len(made)} of {case.steps} steps were recorded, see {log}")
+
+
+def cache_log(recording: Path) -> Path:
+    """Where ``inject`` says what came from the engine's prefix cache."""
+    return recording.with_name(f"{recording.name}.cache.jsonl")
 
 
 def keep(recording: Path, target: Path, case: Case) -> None:
@@ -115,16 +151,16 @@ def keep(recording: Path, target: Path, case: Case) -> None:
             chosen += group.tolist()
             tokens += int(rows.length[group].sum())
         write(target / source.files[number][0].name, rows.take(chosen), step.spec, step.reasons)
-    card = {
-        "release": source.card.get("release"),
-        "path": source.card.get("path"),
-        "injected": {
-            "causes": sorted(case.causes),
-            "seed": case.seed,
-            "overrides": list(case.overrides),
-            "environment": dict(case.environment),
-        },
+    injected: dict[str, Any] = {
+        "causes": sorted(case.causes),
+        "seed": case.seed,
+        "overrides": list(case.overrides),
+        "environment": dict(case.environment),
     }
+    if cache_log(recording).exists():
+        served = [json.loads(line) for line in cache_log(recording).read_text().splitlines()]
+        injected["served"] = [line for line in served if line["requests"]]
+    card = {"release": source.card.get("release"), "path": source.card.get("path"), "injected": injected}
     (target / "run.json").write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
 
 
