@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from corrections import GSM, TIS, opsm
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +18,8 @@ from recipe.offpolicy.checks import spec_of
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.forward_passes import choose, correction_of, one_mini_batch
 from recipe.offpolicy.training_noise import noise_of, noisy
+from recipe.offpolicy.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.whatif.replay import check_replayable
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
@@ -237,6 +241,18 @@ def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, t
         (actor / "model.pt").touch()
     for spec in by.values():
         assert before_loading(config, spec) is None
+
+
+def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
+    """Options do not name a source of pi_old, and with one gradient step the recorded pi is one."""
+    with composer():
+        mapping = composed_mapping(["correction=tis_token"])
+    assert mapping["proximal"] == "recompute"
+    rows: Any = SimpleNamespace(oldest_version=np.zeros(1), newest_version=np.zeros(1))
+    spec = CorrectionSpec.from_mapping(mapping)
+    check_replayable(spec, CorrectionSpec.from_mapping({"weight": TIS, "proximal": "reuse"}), rows)
+    with pytest.raises(SpecError, match="so that pi_old was not computed"):
+        check_replayable(spec, CorrectionSpec.from_mapping({"proximal": "bypass"}), rows)
 
 
 NOISY: list[tuple[dict[str, Any], list[str]]] = [

@@ -16,6 +16,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "weight": {"weight": TIS},
     "self-normalised": {"weight": TIS | {"normalize": True}},
     "mask": {"masks": {"gsm": GSM}},
+    "reuse": {"weight": TIS, "proximal": "reuse"},
     "bypass": {"proximal": "bypass", "masks": {"opsm": opsm(0.1)}},
 }
 # What each looks at; the others are keep/token_share and nonfinite for all.
@@ -24,6 +25,7 @@ LOOKS_AT = {
     "weight": ("weight/ess", "weight/mean", "kl/k3"),
     "self-normalised": ("weight/ess", "raw_weight/mean", "kl/k3"),
     "mask": ("rollout_ratio/ess", "rollout_ratio/mean", "kl/k3"),
+    "reuse": ("weight/ess", "weight/mean", "kl/k3"),
     "bypass": ("full_ratio/ess", "full_ratio/mean", "full_ratio/chi2"),
 }
 
