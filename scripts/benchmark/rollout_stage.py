@@ -1,10 +1,13 @@
 """Time and memory of ``verl_rollout_correction`` beside verl's own helper, on the same inputs.
 
-    python scripts/benchmark/rollout_stage.py [--json FILE] [--curve FILE.png] [--quick]
+    python scripts/benchmark/rollout_stage.py                                            # a table for the terminal
+    python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # what docs/cost.md shows
+    python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
 Right-padded float32 log-probs and an int64 mask, 30 % of its tokens valid. Time: CPU seconds of one thread, both
 helpers in turn, medians of the pairs. Memory: what the resident set of a fresh process grows by at most, in one call.
-``--curve`` goes from 2^18 to 2^27 tokens with ours alone; the largest takes about 5 GiB.
+``--curve`` goes from 2^18 to 2^27 tokens, verl's helper up to 2^23; the largest takes about 5 GiB and a minute.
+``--first`` adds what the first call of a process takes, where nothing is compiled yet and where it is.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SHAPES = ((256, 2048), (1024, 4096), (1024, 8192))
 CURVE = tuple((2**k // 4096, 4096) for k in range(18, 28))
+VERL_UP_TO = 2**23
+COLUMNS = (
+    *("B x T", "correction", "verl, ms", "ours, ms", "time ratio"),
+    *("verl, MiB", "ours, MiB", "memory ratio", "two threads, x one"),
+)
 Helper = Callable[..., Any]
 
 
@@ -89,6 +99,15 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: A
     answer.put(_status("VmHWM") - before)
 
 
+def _first(options: dict[str, Any], answer: Any) -> None:
+    torch.set_num_threads(1)
+    call, tensors = helper("ours"), inputs(32, 256)
+    from verl.protocol import DataProto  # in a run it has been imported long before
+
+    DataProto.from_dict({"mask": tensors[2]})
+    answer.put(seconds(call, tensors, options)[0])
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
@@ -96,15 +115,36 @@ def _status(field: str) -> int:
     raise KeyError(field)
 
 
-def peak_bytes(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
-    """Greatest growth of the resident set of a fresh process during one call, its answer included."""
-    context = multiprocessing.get_context("spawn")
+def in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand: bool = True) -> float:
+    """What ``work`` puts into the queue that it is given last.
+
+    Args:
+        imports_at_hand: fork a server that has imported verl and computed nothing; otherwise start Python anew.
+    """
+    context: Any = multiprocessing.get_context("forkserver" if imports_at_hand else "spawn")
+    if imports_at_hand:
+        context.set_forkserver_preload(["torch", "verl.trainer.ppo.rollout_corr_helper"])
     answer = context.Queue()
-    process = context.Process(target=_grown, args=(name, shape, options, answer))
+    process = context.Process(target=work, args=(*arguments, answer))
     process.start()
-    grown = int(answer.get(timeout=600))
+    found = float(answer.get(timeout=600))
     process.join()
-    return grown
+    return found
+
+
+def first_call(options: dict[str, Any]) -> dict[str, float]:
+    """CPU seconds of the first call of a process, before and after another has compiled the loops."""
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["NUMBA_CACHE_DIR"] = folder
+        try:
+            return {
+                when: in_fresh_process(_first, options, imports_at_hand=False) for when in ("compiling", "compiled")
+            }
+        finally:
+            os.environ.pop("NUMBA_CACHE_DIR")
+            if given is not None:
+                os.environ["NUMBA_CACHE_DIR"] = given
 
 
 def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
@@ -114,8 +154,8 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
     for call in (ours, verls):
         call(*inputs(2, 8), **options)
     pairs = [(seconds(verls, tensors, options)[0], seconds(ours, tensors, options)[0]) for _ in range(repeats)]
-    walls = [[seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(repeats)]
-    memory = {who: peak_bytes(who, shape, options) for who in ("verl", "ours")}
+    walls = [[seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(3 * repeats)]
+    memory = {who: in_fresh_process(_grown, who, shape, options) for who in ("verl", "ours")}
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
     one, two = (statistics.median(column) for column in zip(*walls, strict=True))
     return {
@@ -133,38 +173,76 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
 
 
 def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
-    """Ours over the number of tokens, with token TIS."""
+    """Both helpers over the number of tokens, with token TIS."""
+    options = CASES["token TIS"]
     points = []
     for shape in shapes:
-        tensors, options = inputs(*shape), CASES["token TIS"]
-        helper("ours")(*inputs(2, 8), **options)
-        taken = [seconds(helper("ours"), tensors, options)[0] for _ in range(repeats)]
+        tokens, tensors = shape[0] * shape[1], inputs(*shape)
+        for who in ("ours", "verl") if tokens <= VERL_UP_TO else ("ours",):
+            call = helper(who)
+            call(*inputs(2, 8), **options)
+            taken = statistics.median(seconds(call, tensors, options)[0] for _ in range(repeats))
+            points.append({"helper": who, "tokens": tokens, "seconds": taken})
         del tensors
-        points.append(
-            {
-                "tokens": shape[0] * shape[1],
-                "seconds": statistics.median(taken),
-                "bytes": peak_bytes("ours", shape, options),
-            }
-        )
+        for point in points[-2:] if tokens <= VERL_UP_TO else points[-1:]:
+            point["bytes"] = in_fresh_process(_grown, point["helper"], shape, options)
     return points
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and memory over tokens, each beside a line of slope 1 through its last point."""
+    """Time and memory over tokens, ours beside a line of slope 1 through its last point."""
     from recipe.offpolicy.pages import figures
 
-    tokens = [point["tokens"] for point in points]
     with figures.style():
         drawing, panels = figures.panels(1, 2)
         for axes, key, scale, label in zip(
             panels, ("seconds", "bytes"), (1e3, 2**-20), ("CPU time (ms)", "memory (MiB)"), strict=True
         ):
-            values = [point[key] * scale for point in points]
-            axes.loglog(tokens, [values[-1] * count / tokens[-1] for count in tokens], color=figures.MUTED, ls=":")
-            axes.loglog(tokens, values, **figures.look(0))
+            for index, (who, name) in enumerate((("ours", "this package"), ("verl", "verl's helper"))):
+                line = [(point["tokens"], point[key] * scale) for point in points if point["helper"] == who]
+                axes.loglog(*zip(*line, strict=True), label=name, **figures.look(index))
+                if who == "ours":
+                    last = line[-1][1] / line[-1][0]
+                    proportional = [count * last for count, _ in line]
+                    axes.loglog([count for count, _ in line], proportional, color=figures.MUTED, ls=":", label="linear")
             axes.set(xlabel="tokens, padding included", ylabel=label)
+            axes.legend()
         figures.save(drawing, path)
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """One row under ``COLUMNS``."""
+    return (
+        "{} x {}".format(*row["shape"]),
+        row["case"],
+        row["verl_seconds"] * 1e3,
+        row["seconds"] * 1e3,
+        row["time_ratio"],
+        row["verl_bytes"] / 2**20,
+        row["bytes"] / 2**20,
+        row["memory_ratio"],
+        row["wall_two_threads"] / row["wall_one_thread"],
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables of docs/cost.md."""
+    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
+    for row in result["cases"]:
+        shape, case, *numbers = cells(row)
+        digits = (0 if numbers[0] >= 100 else 1, 2 if numbers[1] < 10 else 1, 3, 1, 1, 3, 2)
+        lines.append([shape, case, *(f"{number:.{d}f}" for number, d in zip(numbers, digits, strict=True))])
+    if "curve" in result:
+        lines += [[], ["tokens", "helper", "CPU, ms", "MiB", "ns a token"], ["---"] * 5]
+        for point in result["curve"]:
+            taken, tokens = point["seconds"], point["tokens"]
+            power = f"2^{tokens.bit_length() - 1}"
+            memory, rate = point["bytes"] / 2**20, taken / tokens * 1e9
+            lines.append([power, point["helper"], f"{taken * 1e3:.2f}", f"{memory:.1f}", f"{rate:.2f}"])
+    if "first" in result:
+        lines += [[], ["first call of a process", "CPU, s"], ["---"] * 2]
+        lines += [[name, f"{taken:.2f}"] for name, taken in result["first"].items()]
+    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -174,36 +252,29 @@ def main(arguments: Sequence[str]) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--curve", type=Path)
+    parser.add_argument("--markdown", action="store_true", help="rows for docs/cost.md")
+    parser.add_argument("--curve", type=Path, metavar="FILE.png")
+    parser.add_argument("--first", action="store_true", help="the first call of a process")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one small shape, to see that it runs")
     given = parser.parse_args(arguments)
     shapes, repeats = (((32, 256),), 2) if given.quick else (SHAPES, given.repeats)
-    rows = [compare(shape, name, repeats) for shape in shapes for name in CASES]
-    columns = ("B x T", "correction", "verl", "ours", "time ratio", "verl", "ours", "memory ratio", "two threads")
-    units = ("", "", "ms", "ms", "", "MiB", "MiB", "", "x one thread")
-    table = Table(
-        [Column(name, unit) for name, unit in zip(columns, units, strict=True)],
-        [
-            (
-                "{} x {}".format(*row["shape"]),
-                row["case"],
-                row["verl_seconds"] * 1e3,
-                row["seconds"] * 1e3,
-                row["time_ratio"],
-                row["verl_bytes"] / 2**20,
-                row["bytes"] / 2**20,
-                row["memory_ratio"],
-                row["wall_two_threads"] / row["wall_one_thread"],
-            )
-            for row in rows
-        ],
-    )
-    Console().print(to_rich(table))
-    result: dict[str, Any] = {"torch": torch.__version__, "cases": rows}
+    names = list(CASES)[-1:] if given.quick else list(CASES)
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cases": [compare(shape, name, repeats) for shape in shapes for name in names],
+    }
     if given.curve:
-        result["curve"] = curve(CURVE[:2] if given.quick else CURVE, repeats)
+        result["curve"] = curve(CURVE[:1] if given.quick else CURVE, min(repeats, 5))
         draw(result["curve"], given.curve)
+    if given.first:
+        result["first"] = first_call(CASES[names[-1]])
+    if given.markdown:
+        print(markdown(result))
+    else:
+        Console().print(to_rich(Table([Column(name) for name in COLUMNS], [cells(row) for row in result["cases"]])))
+        for name, taken in result.get("first", {}).items():
+            print(f"first call of a process, {name}: {taken:.2f} s of CPU time")
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 

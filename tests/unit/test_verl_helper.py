@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def plain(*tensors: Tensor) -> TorchBatch:
     return TorchBatch(whole(*tensors), *tensors)
 
 
-def assert_same(got: tuple[Columns, Measures], expected: tuple[Columns, Measures], **tolerance: float) -> None:
+def assert_same(got: tuple[Columns, Measures], expected: tuple[Columns, Measures], **tolerance: Any) -> None:
     for name in COLUMNS:
         np.testing.assert_allclose(getattr(got[0], name), getattr(expected[0], name), **tolerance, err_msg=name)
     assert got[1].of_tokens.tolist() == expected[1].of_tokens.tolist()
@@ -345,4 +347,23 @@ def test_loops_compile_where_nothing_can_be_written(
     assert "Set NUMBA_CACHE_DIR to a folder that can be written" in caplog.text
     numbers = np.ones(3)
     compiled(numbers)
-    assert numbers.tolist() == [2.0, 2.0, 2.0]
+    assert "the loop 'double' was compiled for new dtypes in" in caplog.text
+    assert "kept nowhere" in caplog.text
+    caplog.clear()
+    compiled(numbers)
+    assert numbers.tolist() == [4.0, 4.0, 4.0]
+    assert caplog.text == ""
+
+
+def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What one process compiled is read, not compiled again, by the next: here by a second function of one source."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
+        for expected in (f"kept in {folder}", ""):
+            loops._kept_on_disk(loops.row_weights.__wrapped__)(  # type: ignore[attr-defined]
+                *(np.zeros(4, np.float32),) * 2,
+                *(np.ones(4, np.int64), np.array([0]), np.array([4]), np.array([0.5]), weights := np.zeros(4)),
+            )
+            assert weights.tolist() == [0.5] * 4
+            assert (expected in caplog.text) if expected else not caplog.text
+            caplog.clear()

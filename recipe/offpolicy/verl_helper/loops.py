@@ -9,8 +9,10 @@ A compiled function that is kept on disk does not notice when another file chang
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +33,11 @@ _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiled at the first call, once for all processes that share the folder of this file or the user's cache."""
+    """Compiled when dtypes come for the first time, once for all processes that share the folder of this file or the
+    user's cache; a warning says how long it took."""
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
-        compiled: Callable[..., None] = njit(cache=True, **settings)(function)
+        compiled: Any = njit(cache=True, **settings)(function)
     except RuntimeError as error:  # numba finds no folder to write to
         logger.warning(
             "%s: compiled loops are made again by every process, which takes it seconds. "
@@ -42,7 +45,21 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
             error,
         )
         compiled = njit(**settings)(function)
-    return compiled
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> None:
+        known, started = len(compiled.signatures), time.perf_counter()
+        compiled(*arguments)
+        if len(compiled.signatures) > known and compiled.stats.cache_misses.get(compiled.signatures[-1]):
+            folder = compiled.stats.cache_path
+            logger.warning(
+                "the loop %r was compiled for new dtypes in %.1f s; %s",
+                function.__name__,
+                time.perf_counter() - started,
+                f"it is kept in {folder}" if folder else "it is kept nowhere",
+            )
+
+    return call
 
 
 @_exact
