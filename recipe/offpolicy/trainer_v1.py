@@ -3,8 +3,8 @@
 Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
 ``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
 ``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, the number
-``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` /
-``RayWorkerGroup.update_actor(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
+``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
+``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
 """
 
