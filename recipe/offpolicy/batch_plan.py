@@ -17,6 +17,7 @@ from torch import Tensor
 from .baseline import regroup
 from .correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from .correction.denominator import kept_scale, mini_batches
+from .correction.rows import row_counts
 from .versions import EXTRA_FIELDS, row_versions, token_versions
 
 PLAN = "offpolicy_plan"
@@ -129,7 +130,7 @@ def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
 
 
 def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """The response mask and what the rollout stage of ``spec`` keeps of it, each (B, T) bool."""
+    """The response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
     stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
     return stage.response_mask, stage.keep
 
@@ -152,7 +153,7 @@ class Groups:
 def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
     """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
     mask, keep = kept(spec, rows)
-    rejected = mask.any(-1) & ~keep.any(-1)
+    rejected = (row_counts(mask) > 0) & (row_counts(keep) == 0)
     regrouped, silent = regroup(uids, rejected)
     counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
     return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
@@ -161,8 +162,9 @@ def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequen
 def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
     """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
     mask, keep = kept(spec, rows)
-    group = mini_batches(len(mask), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
-    tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, mask.sum(-1))
+    counts = row_counts(mask).long()
+    group = mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
+    tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
     scale = kept_scale(
         dealing.loss_agg_mode,
         response_mask=mask,
@@ -174,11 +176,10 @@ def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dic
 
 
 def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
-    dense = rows.select("old_log_probs", "rollout_log_probs", "response_mask").to_padded_tensor()
-    mask = dense["response_mask"]
+    mask = rows["response_mask"]
     return {
-        "old_log_prob": dense["old_log_probs"],
-        "rollout_log_prob": dense["rollout_log_probs"],
+        "old_log_prob": rows["old_log_probs"],
+        "rollout_log_prob": rows["rollout_log_probs"],
         "response_mask": mask,
         "segment_ids": turns(mask),
         "versions": token_versions(row_versions(rows), mask) if "version" in spec.levels else None,

@@ -8,6 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from .correction.rows import for_each_token
+
 EXTRA_FIELDS = "extra_fields"
 """Key of the rows' mappings in which verl's V1 trainer keeps them."""
 VERSIONS = "offpolicy_versions"
@@ -25,8 +27,8 @@ class RowVersions:
     oldest: Tensor
     newest: Tensor
 
-    def by_token(self, width: int, device: torch.device) -> Tensor:
-        """(B, width) int64.
+    def by_token(self, like: Tensor) -> Tensor:
+        """The version that sampled each token, int64, in the layout and shape of ``like``.
 
         Raises:
             ValueError: a row was sampled by several versions.
@@ -36,7 +38,7 @@ class RowVersions:
                 f"level=version: {mixed} rows were sampled by several versions of the weights, and verl does not say "
                 f"which token by which. Set level=turn or level=sequence."
             )
-        return self.oldest.to(device)[:, None].expand(-1, width)
+        return for_each_token(self.oldest, like)
 
 
 def row_versions(data: TensorDict) -> RowVersions | None:
@@ -53,7 +55,7 @@ def row_versions(data: TensorDict) -> RowVersions | None:
 
 
 def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
-    """(B, T) int64, in the shape of ``like``.
+    """The version that sampled each token, int64, in the layout and shape of ``like``: (B, T), or nested by row.
 
     Raises:
         ValueError: verl does not tell, or not by token.
@@ -62,4 +64,4 @@ def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
         raise ValueError(
             "level=version: verl does not say which version of the weights sampled these rows. Set level=sequence."
         )
-    return versions.by_token(like.shape[-1], like.device)
+    return versions.by_token(like)

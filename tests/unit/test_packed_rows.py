@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from packed import NAMES, both_stages, noisy, pack, packed
 from presets import PRESETS
+from tensordict import TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch_plan import Dealing, constants_of, groups_without_rejected, row_columns
 from recipe.offpolicy.correction import (
     CorrectionSpec,
     batch_constants,
@@ -163,6 +165,44 @@ def test_long_rows_against_float64(level: str, dtype: torch.dtype) -> None:
     logs = [a - b for a, b in zip(old.values().double().tolist(), mu.values().double().tolist(), strict=True)]
     parts = stage.statistics["kl/k1"].parts
     assert float(parts[0]) == pytest.approx(-math.fsum(logs), rel=1e-9)
+
+
+# The plan of a batch ----------------------------------------------------------------------------------------
+
+
+def stored(rows: Rows, **more: Tensor) -> TensorDict:
+    """As verl's V1 trainer stores it."""
+    columns = {"response_mask": rows.mask, "old_log_probs": rows.old, "rollout_log_probs": rows.mu}
+    return TensorDict(columns | more, batch_size=[9])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "turn", "version"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_plan_is_made_without_padding(level: str, mode: str) -> None:
+    """The mean weight, M2PO's cut, the groups of the baseline and the columns of the denominator."""
+    rows, lengths = noisy()
+    rows.old[:] = torch.where(torch.arange(9)[:, None] == 6, rows.mu - 1.0, rows.old)
+    reject = {"kind": "reject", "level": level, "lower": 0.8, "upper": 1.2, "normalize": True}
+    correction = CorrectionSpec.from_mapping(
+        {"weight": reject, "masks": {"m2po": M2PO, "gsm": GSM | {"lower": 0.9, "upper": 1.1}}, "denominator": "kept"}
+    )
+    versions = torch.arange(9)[:, None].expand(9, 2) // 2
+    plans = []
+    for batch in (stored(rows, offpolicy_versions=versions), stored(pack(rows, lengths), offpolicy_versions=versions)):
+        constants = constants_of(correction, batch)
+        one = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"lower": 0.9, "upper": 1.1, "level": level}}})
+        groups = groups_without_rejected(one, batch, [f"prompt {i // 3}" for i in range(9)])
+        columns = row_columns(replace(one, denominator="kept"), batch, Dealing(1, 3, mode))
+        plans.append((constants, groups, columns))
+    (constants, groups, columns), (packed_constants, packed_groups, packed_columns) = plans
+    assert packed_constants.weight_mean == pytest.approx(constants.weight_mean, rel=1e-12)
+    assert packed_constants.cutoffs == constants.cutoffs
+    assert packed_groups == groups
+    assert groups.metrics["offpolicy/baseline/excluded_sequences"] > 0
+    assert columns.keys() == packed_columns.keys() == {"offpolicy_scale", "offpolicy_mini_batch_tokens"}
+    assert columns["offpolicy_scale"].max() > 1
+    for key, column in columns.items():
+        assert torch.equal(packed_columns[key], column), key
 
 
 # What cannot be read ----------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .rows import rows_of
+
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 """verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
 
@@ -18,14 +20,16 @@ def kept_scale(mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Te
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
-        response_mask, keep: (B, T) bool, all rows of the batch.
+        response_mask, keep: (B, T) bool, or nested by row: all rows of the batch.
         mini_batch: (B,) int64, the mini-batch that each row belongs to, over all ranks.
         mini_batch_rows: rows that verl counts in a mini-batch.
 
     Returns:
         (B,) float64; 1 for a mini-batch of which nothing is kept, whose loss is 0 either way.
     """
-    tokens, kept = response_mask.sum(-1).double(), (response_mask & keep).sum(-1).double()
+    rows = rows_of(response_mask=response_mask, keep=keep)
+    mask = rows.tokens(response_mask)
+    tokens, kept = rows.sum(mask).flatten(), rows.sum(mask & rows.tokens(keep)).flatten()
     if mode == "token-mean":
         return _without(_by_group(tokens, mini_batch), _by_group(tokens - kept, mini_batch))
     lost_rows = ((kept == 0) & (tokens > 0)).double()

@@ -228,6 +228,19 @@ def rows_of(**given: Tensor) -> Rows:
     return _packed_rows(given)
 
 
+def row_counts(tokens: Tensor) -> Tensor:
+    """(B,) float64, how many of each row's tokens are true: bool or 0/1, (B, T) or nested by row."""
+    rows = rows_of(tokens=tokens)
+    return rows.sum(rows.tokens(tokens)).flatten()
+
+
+def for_each_token(by_row: Tensor, like: Tensor) -> Tensor:
+    """The value of each token's row, (B,) spread over the rows of ``like``, (B, T) or nested by row."""
+    rows = rows_of(like=like)
+    tokens = rows.tokens(like)
+    return rows.as_given(rows.beside(rows.column(by_row.to(tokens.device))).expand(tokens.shape))
+
+
 def _packed_rows(given: dict[str, Tensor]) -> Packed:
     first, *others = given
     offsets, length = _offsets(given[first]), given[first].values().shape[0]
