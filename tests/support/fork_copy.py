@@ -1,0 +1,76 @@
+"""A small project and a small checkout of verl, between which files are copied."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "fork"))
+
+import fork_main
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ".offpolicy-manifest.json"
+PROJECT = {
+    "setup.py": 'setup(\n    name="verl-offpolicy",\n    version="1.2.3",\n)\n',
+    "recipe/offpolicy/__init__.py": "",
+    "recipe/offpolicy/main.py": "one\n",
+    "recipe/offpolicy/run.sh": "#!/bin/sh\n",
+    "recipe/offpolicy/deep/er.py": "two\n",
+    "verl_patches/__init__.py": "three\n",
+    "configs/base.yaml": "a: 1\n",
+    "configs/correction/gsm.yaml": "b: 2\n",
+}
+COPIED = {
+    "recipe/offpolicy/__init__.py": "",
+    "recipe/offpolicy/main.py": "one\n",
+    "recipe/offpolicy/run.sh": "#!/bin/sh\n",
+    "recipe/offpolicy/deep/er.py": "two\n",
+    "recipe/offpolicy/config/base.yaml": "a: 1\n",
+    "recipe/offpolicy/config/correction/gsm.yaml": "b: 2\n",
+    "verl_patches/__init__.py": "three\n",
+}
+
+
+def put(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+def call(*arguments: object) -> int:
+    return fork_main.main([str(argument) for argument in arguments])
+
+
+def copy(fork: Path, *options: str) -> int:
+    return call(fork, "--no-smoke", *options)
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, str]]:
+    """Every path below `root` with its mode and its content or target."""
+    found = {}
+    for path in root.rglob("*"):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            content = os.readlink(path)
+        else:
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(mode) else ""
+        found[path.relative_to(root).as_posix()] = (mode, content)
+    return found
+
+
+def new_files(root: Path, before: dict[str, tuple[int, str]]) -> dict[str, str]:
+    """Path -> content of the files that `before` has not; what it has must be as it was."""
+    now = snapshot(root)
+    assert {path: now.get(path) for path in before} == before
+    added = [root / path for path in now.keys() - before.keys()]
+    assert not [path for path in added if path.is_symlink()]
+    return {path.relative_to(root).as_posix(): path.read_text() for path in added if path.is_file()}
+
+
+def git_free() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}

@@ -1,0 +1,38 @@
+"""Malformed corrections, and what their refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from corrections import GSM, TIS, opsm
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+
+STACK: dict[str, Any] = {
+    "weight": TIS,
+    "masks": {"gsm": GSM, "opsm": opsm(0.1)},
+    "allow_truncated_sampling": False,
+}
+
+
+def refused(mapping: Any, *parts: str) -> str:
+    """The message of the refusal, which must hold each of the parts."""
+    with pytest.raises(SpecError) as caught:
+        CorrectionSpec.from_mapping(mapping)
+    message = str(caught.value)
+    for part in parts:
+        assert part in message, message
+    return message
+
+
+def weight(**changes: Any) -> dict[str, Any]:
+    return {"weight": TIS | changes}
+
+
+def mask(**changes: Any) -> dict[str, Any]:
+    return {"masks": {"gsm": GSM | changes}}
+
+
+def without(mapping: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in keys}
