@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .reading import Reading, fetch
+
 MARGIN = 0.1
 """Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
 MOST_ELEMENTS = 1 << 18
@@ -78,7 +80,17 @@ class Tally:
 def tally(
     trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
 ) -> Tally:
-    """Count agreements on one batch or micro-batch.
+    """``agreements`` on the host."""
+    (found,) = fetch([agreements(trainer_log_prob, rollout_log_prob, response_mask, groups)])
+    assert isinstance(found, Tally)
+    return found
+
+
+@torch.no_grad()
+def agreements(
+    trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
+) -> Reading[Tally]:
+    """Count agreements on one batch, or on rows of it.
 
     Args:
         trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached.
@@ -86,17 +98,17 @@ def tally(
         response_mask: (B, T) bool or 0/1.
         groups: of each row, its prompt; so that rows mixed up within one prompt are seen as well.
     """
-    trainer, mu = trainer_log_prob.float(), rollout_log_prob.float()
-    usable = response_mask.bool() & torch.isfinite(trainer) & torch.isfinite(mu)
     # Many rows tell more than many tokens of a few.
-    trainer, mu, usable = (t[:, :MOST_POSITIONS] for t in (trainer, mu, usable))
-    order = torch.arange(len(mu)) if groups is None else torch.tensor(_sorted(groups), dtype=torch.long)
-    chosen = order[_spread(len(mu), mu.shape[-1])]
-    trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
-    alike = None
+    trainer, mu = (t[:, :MOST_POSITIONS].float() for t in (trainer_log_prob, rollout_log_prob))
+    usable = response_mask[:, :MOST_POSITIONS].bool() & torch.isfinite(trainer) & torch.isfinite(mu)
+    chosen = _chosen(len(mu), mu.shape[-1], groups)
+    if chosen is not None:
+        trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
+    alike, kinds = None, 0
     if groups is not None:
         names = {name: number for number, name in enumerate(sorted(set(groups)))}
-        alike = torch.tensor([names[groups[int(row)]] for row in chosen], device=mu.device)
+        rows = range(len(groups)) if chosen is None else chosen.tolist()
+        alike, kinds = torch.tensor([names[groups[row]] for row in rows], device=mu.device), len(names)
     strangers, siblings = [], []
     for offset in _offsets(len(mu)):
         there = tuple(t.roll(offset, 0) for t in (trainer, mu, usable))
@@ -107,7 +119,12 @@ def tally(
         siblings.append(((trainer, mu, usable & same), there))
         strangers.append(((trainer, mu, usable & ~same), there))
     later, earlier = (tuple(t[:, cut] for t in (trainer, mu, usable)) for cut in (slice(1, None), slice(None, -1)))
-    return Tally(_count(strangers, alike), _count(siblings), _count([(later, earlier)]))
+    counts = [_count(strangers, mu, alike, kinds), _count(siblings, mu), _count([(later, earlier)], mu)]
+    return Reading(torch.cat(counts), _tally)
+
+
+def _tally(numbers: list[int]) -> Tally:
+    return Tally(*(Count(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:])))
 
 
 class AlignmentError(RuntimeError):
@@ -188,23 +205,36 @@ Side = tuple[Tensor, ...]
 """(trainer, mu, usable), each (B, T)."""
 
 
-def _count(sides: Sequence[tuple[Side, Side]], groups: Tensor | None = None) -> Count:
-    """Pairs of equal (row, position) in both sides, with mu of both taken at each lag."""
-    pairs, agreeing, rows = [0, 0, 0], [0, 0, 0], None
+def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0) -> Tensor:
+    """Pairs of equal (row, position) in both sides, with mu of both taken at each lag.
+
+    Args:
+        like: on the device of all.
+        groups: (B,) numbers below ``kinds``, of each row its prompt; None: each row tells by itself.
+
+    Returns:
+        (7,) int64 of a ``Count``: pairs and agreeing by lag, and rows.
+    """
+    nothing = torch.zeros((), dtype=torch.int64, device=like.device)
+    pairs, agreeing, rows = [nothing] * len(LAGS), [nothing] * len(LAGS), None
     for here, there in sides:
         apart, valid = here[0] - there[0], here[2] & there[2]
+        mu_apart_here = here[1] - there[1]
+        clear, mu_clear = valid & (apart.abs() > MARGIN), valid & (mu_apart_here.abs() > MARGIN)
+        greater, mu_greater = apart > 0, mu_apart_here > 0
         for place, lag in enumerate(LAGS):
-            mu_apart, mu_valid = _moved(here[1] - there[1], lag), _moved(valid, lag)
-            telling = valid & mu_valid & (apart.abs() > MARGIN) & (mu_apart.abs() > MARGIN)
-            pairs[place] += int(telling.sum())
-            agreeing[place] += int((telling & ((apart > 0) == (mu_apart > 0))).sum())
+            telling = clear & _moved(mu_clear, lag)
+            pairs[place] = pairs[place] + telling.sum()
+            agreeing[place] = agreeing[place] + (telling & (greater == _moved(mu_greater, lag))).sum()
             if lag == 0:
                 rows = telling.any(-1) if rows is None else rows | telling.any(-1)
-    counted = 0 if rows is None else int(rows.sum())
+    counted = nothing if rows is None else rows.sum()
     if rows is not None and groups is not None:
         # Rows of one prompt differ from those of another all in the same way, and tell little more than one.
-        counted = min(counted, ROWS_OF_A_GROUP * len(groups[rows].unique()))
-    return Count(tuple(pairs), tuple(agreeing), counted)
+        telling_groups = torch.zeros(kinds, dtype=torch.int64, device=like.device)
+        telling_groups.scatter_reduce_(0, groups, rows.long(), "amax")
+        counted = torch.minimum(counted, ROWS_OF_A_GROUP * telling_groups.sum())
+    return torch.stack([*pairs, *agreeing, counted])
 
 
 def _moved(values: Tensor, lag: int) -> Tensor:
@@ -223,11 +253,20 @@ def _sorted(groups: Sequence[str]) -> list[int]:
     return sorted(range(len(groups)), key=lambda row: groups[row])
 
 
-def _spread(rows: int, width: int) -> Tensor:
-    """Indices of the rows to look at: all, or runs of 4 neighbours, evenly, where the batch is large."""
+def _chosen(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
+    """Indices of the rows to look at, those of one prompt side by side; None: all, in their own order."""
+    spread = _spread(rows, width)
+    if groups is None:
+        return spread
+    order = torch.tensor(_sorted(groups), dtype=torch.long)
+    return order if spread is None else order[spread]
+
+
+def _spread(rows: int, width: int) -> Tensor | None:
+    """Places of the rows to look at: None for all, or runs of 4 neighbours, evenly, where the batch is large."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if rows <= most:
-        return torch.arange(rows)
+        return None
     starts = torch.linspace(0, rows - 4, most // 4).long()
     return (starts[:, None] + torch.arange(4)).flatten().unique()
 
@@ -237,4 +276,4 @@ def _offsets(rows: int) -> Iterator[int]:
     yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})
 
 
-__all__ = ["AlignmentError", "AlignmentWatch", "Count", "Tally", "tally"]
+__all__ = ["AlignmentError", "AlignmentWatch", "Count", "Tally", "agreements", "tally"]

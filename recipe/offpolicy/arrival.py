@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from .reading import Reading, fetch
 
 LEAST_TOKENS = 8
 """Tokens of a row, or of a batch, below which nothing is concluded."""
@@ -51,25 +55,40 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
 
 
 def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor) -> None:
-    """That rows of nothing but zeros are rows that the trainer's policy is sure of as well.
+    """That rows of nothing but zeros are rows that the trainer's policy is sure of as well; see ``zeros``.
+
+    Raises:
+        ArrivalError: zeros stand in for the log-probs of some rows, or of all.
+    """
+    fetch([zeros(rollout_log_prob, trainer_log_prob, response_mask)])
+
+
+@torch.no_grad()
+def zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor) -> Reading[None]:
+    """What there is of rows of nothing but zeros; it raises ``ArrivalError`` when read, where they stand in for mu.
 
     Args:
         rollout_log_prob: (B, T) log mu.
         trainer_log_prob: (B, T) log pi_old.
         response_mask: (B, T) bool or 0/1.
-
-    Raises:
-        ArrivalError: zeros stand in for the log-probs of some rows, or of all.
     """
     mask = response_mask.bool()
     tokens = mask.sum(-1)
     unsure = -torch.where(mask, trainer_log_prob.float().nan_to_num(), 0.0).sum(-1)
     zero = ((rollout_log_prob == 0) | ~mask).all(-1) & (unsure > UNSURE * tokens)
     telling = zero & (tokens >= LEAST_TOKENS)
+    return Reading(
+        torch.stack([zero.sum(), telling.sum(), (tokens * zero).sum(), tokens.sum()]),
+        partial(_judge_zeros, len(tokens)),
+    )
+
+
+def _judge_zeros(rows: int, numbers: list[int]) -> None:
+    zero, telling, tokens_of_zero, tokens = numbers
     # Rows too short to tell by themselves tell together.
-    together = int(tokens[zero].sum()) >= max(LEAST_TOKENS, int(tokens.sum()) // 2)
-    if telling.any() or together:
+    together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
+    if telling or together:
         raise ArrivalError(
-            f"{_KEY} have stopped arriving: {int(zero.sum())} of {len(tokens)} rows hold nothing but zeros, where the "
+            f"{_KEY} have stopped arriving: {zero} of {rows} rows hold nothing but zeros, where the "
             f"trainer's policy is unsure by more than {UNSURE:g} nats a token. {_FIX}"
         )

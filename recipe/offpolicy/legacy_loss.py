@@ -28,7 +28,7 @@ from .calibration.online_bounds import with_bounds
 from .correction import StepStage
 from .handover import Handover
 from .kl_term import BoundLoss, clipped_kl
-from .packet import METRIC_KEY, Packet
+from .packet import METRIC_KEY
 from .proof import prove
 from .worker_loss import OffPolicyLoss
 
@@ -212,10 +212,7 @@ class LegacyUpdate:
 
     def _uncorrected(self, policy_loss: Callable[..., Any], **call: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = policy_loss(**call)
-        packet = Packet(self.spec.fingerprint())
-        if mb.ROLLOUT_LOG_PROBS in self.micro.rows.keys():
-            data = self._data()
-            packet.statistics = self.loss.statistics(mb.read({"log_probs": call["log_prob"]}, data), data)
+        packet = self.loss.uncorrected({"log_probs": call["log_prob"]}, self._data())
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -228,7 +225,7 @@ class LegacyUpdate:
         packet = self.loss.packet_of(batch)
         loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
         if self.handover.prove and log_prob.requires_grad:
-            packet.proof = prove(self.loss, batch, model_output, data, loss)
+            packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
             loss.register_hook(partial(_same_scale, self.micro.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}

@@ -7,20 +7,22 @@ response.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import no_padding_2_padding
 
 from .batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
 from .correction import CorrectionSpec, Statistic, StepStage, proximal_log_prob, rollout_stage, step_stage, turns
 from .correction.telemetry import Measure
+from .layout import Layout, dense
+from .reading import Reading, fetch
+from .row_hash import row_hashes
 from .shadow import shadow_statistics
 from .versions import RowVersions, row_versions, token_versions
 
@@ -38,6 +40,7 @@ class MicroBatch:
         versions: of the weights that sampled each row; None where verl does not tell.
         plan: what the trainer fixed for the whole batch; None where it sent none.
         scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
+        counted: raises when read if that was counted over other mini-batches than the engine's.
     """
 
     responses: Tensor
@@ -49,6 +52,17 @@ class MicroBatch:
     versions: RowVersions | None = None
     plan: SharedPlan | None = None
     scale: Tensor | None = None
+    counted: Reading[None] | None = None
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return int(self.response_mask.shape[1])
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """(B, T) int64, see ``correction.turns``."""
+        return turns(self.response_mask)
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
@@ -65,17 +79,20 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
                 else "this path of verl does not ship it to the loss"
             )
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
-    dense = data.select(*_NEEDED).to_padded_tensor()
+    # The legacy actors' rows are padded, all of them, and come without their prompts.
+    layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
+    columns = {key: data[key] if layout is None else dense(data[key], layout, key) for key in _NEEDED}
     return MicroBatch(
-        responses=dense["responses"],
-        response_mask=dense["response_mask"].bool(),
-        rollout_log_prob=dense[ROLLOUT_LOG_PROBS],
-        old_log_prob=dense["old_log_probs"],
-        log_prob=padded(model_output, data),
-        advantages=dense["advantages"],
+        responses=columns["responses"],
+        response_mask=columns["response_mask"].bool(),
+        rollout_log_prob=columns[ROLLOUT_LOG_PROBS],
+        old_log_prob=columns["old_log_probs"],
+        log_prob=padded(model_output, data, layout),
+        advantages=columns["advantages"],
         versions=row_versions(data),
         plan=tu.get_non_tensor_data(data, PLAN, None),
-        scale=_scale(data),
+        scale=data[SCALE] if SCALE in data.keys() else None,
+        counted=_counted(data),
     )
 
 
@@ -91,7 +108,7 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
         old_log_prob=proximal(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.response_mask,
-        segment_ids=turns(batch.response_mask),
+        segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
         versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
         staleness=staleness(batch),
@@ -113,7 +130,7 @@ def decide_shadows(
         response_mask=batch.response_mask,
         log_prob=batch.log_prob,
         advantages=batch.advantages,
-        segment_ids=turns(batch.response_mask),
+        segment_ids=batch.turns,
         versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
         staleness=staleness(batch),
         constants=_plan(batch).shadow_constants if needy else None,
@@ -170,12 +187,16 @@ def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[st
     return sent
 
 
-def padded(model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-    """log pi of the responses, (B, T), zeros on padding; differentiable."""
-    log_probs = model_output["log_probs"]
-    # The legacy actors' forward pass has cut out and padded the responses already.
-    already = not log_probs.is_nested and log_probs.dim() == 2
-    return log_probs if already else no_padding_2_padding(log_probs, data)
+def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None = None) -> Tensor:
+    """log pi of the responses, (B, T), zeros on padding; differentiable.
+
+    Args:
+        layout: of ``data``, where it is known already.
+    """
+    log_probs: Tensor = model_output["log_probs"]
+    if _is_padded(log_probs):
+        return log_probs
+    return (layout or Layout.of(data)).responses_of(flat(log_probs))
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
@@ -242,21 +263,13 @@ def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Te
         response_mask: (B, T) bool or 0/1.
         rollout_log_prob: (B, T) log mu, of any float dtype.
     """
-    mask = response_mask.bool()
-    lengths = mask.sum(-1).tolist()
-    mu = rollout_log_prob[mask].contiguous()
-    # The valid tokens of all rows, end to end, leave the device once, and no row copies its share.
-    tokens = responses[mask].to(torch.int64).cpu().numpy().data.cast("B")
-    log_probs = mu.view(torch.uint8).cpu().numpy().data
-    dtype, size = str(mu.dtype).encode(), mu.element_size()
-    checksums, end = [], 0
-    for length in filter(None, lengths):
-        start, end = end, end + length
-        checksum = hashlib.blake2b(tokens[8 * start : 8 * end], digest_size=8)
-        checksum.update(dtype)
-        checksum.update(log_probs[size * start : size * end])
-        checksums.append(int.from_bytes(checksum.digest(), "big"))
-    return checksums
+    (found,) = fetch([Reading(row_hashes(responses, response_mask, rollout_log_prob), checksums)])
+    return list(found)
+
+
+def checksums(hashes: list[int]) -> list[int]:
+    """``row_checksums`` of what ``row_hash.row_hashes`` gives."""
+    return [one for one in hashes if one]
 
 
 def sampled_checksums(data: TensorDict) -> list[int]:
@@ -265,20 +278,28 @@ def sampled_checksums(data: TensorDict) -> list[int]:
     return row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
 
 
+def _is_padded(log_probs: Tensor) -> bool:
+    """Whether the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
+    return not log_probs.is_nested and log_probs.dim() == 2
+
+
 def _plan(batch: MicroBatch) -> SharedPlan:
     if batch.plan is None:
         raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: what it fixes for the batch is lost.")
     return batch.plan
 
 
-def _scale(data: TensorDict) -> Tensor | None:
-    """The factors of ``denominator=kept``, once the count behind them is known to be the engine's own."""
+def _counted(data: TensorDict) -> Reading[None] | None:
+    """Whether the count behind ``denominator=kept`` is the engine's own."""
     if SCALE not in data.keys():
         return None
-    counted, engine = data[MINI_BATCH_TOKENS], tu.get_non_tensor_data(data, "batch_num_tokens", None)
-    if bool((counted != engine).any()):
-        raise ValueError(
-            f"denominator=kept was counted over mini-batches of {sorted(set(counted.tolist()))} response tokens, and "
-            f"the engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
-        )
-    return data[SCALE]
+    engine = tu.get_non_tensor_data(data, "batch_num_tokens", None)
+
+    def judge(counted: list[int]) -> None:
+        if any(one != engine for one in counted):
+            raise ValueError(
+                f"denominator=kept was counted over mini-batches of {sorted(set(counted))} response tokens, and the "
+                f"engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
+            )
+
+    return Reading(data[MINI_BATCH_TOKENS].long(), judge)

@@ -2,25 +2,37 @@
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet
 rides along as one opaque object a micro-batch and is taken out before that reduction.
+
+Until it leaves the worker a packet holds the rows that it reports on, as tensors on their device. All packets of one
+loss share a ``Ledger``. Whichever of them leaves first, be it into ``all_gather_object`` at the end of a mini-batch,
+into Ray's answer, or into ``take_packets`` where nothing leaves the process, is pickled or read, and that settles all
+of them: rows are measured together, and their numbers come to the host by one transfer. What was measured of several
+micro-batches is in the packet of the first. A packet that nobody wants, as on a rank that verl does not collect from,
+takes its rows with it, unmeasured.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .alignment import Tally
 from .correction import Statistic
+from .measurement import Name, Observation, measure, together
 from .proof import Proof
+from .reading import Reading, fetch
 
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+AT_ONCE = 1 << 18
+"""Padded tokens that wait at most; more of them are measured before anybody asks, and their numbers wait."""
 
 
 @dataclass
 class Packet:
-    """What one micro-batch reports: plain Python, no tensors.
+    """What one micro-batch reports: plain Python once it is settled.
 
     Attributes:
         fingerprint: of the spec that the worker holds.
@@ -40,10 +52,94 @@ class Packet:
     alignment: Tally | None = None
     proof: Proof | None = None
 
+    def __post_init__(self) -> None:
+        self._ledger: Ledger | None = None
+        self._observed: Observation | None = None
+        self._readings: dict[Name, Reading[Any]] = {}
+
+    def settle(self) -> None:
+        """Have everything on the host."""
+        if self._ledger is not None:
+            self._ledger.settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _take(self, name: Name, found: Any) -> None:
+        match name:
+            case "statistics" | "attribution" | "shadows":
+                self.statistics = self.statistics | found
+            case "histograms":
+                self.histograms = found
+            case "alignment":
+                self.alignment = found
+            case "rows":
+                self.rows = found
+
+
+class Ledger:
+    """The packets of one loss that are not settled. It keeps none of them alive, and never leaves its process."""
+
+    def __init__(self) -> None:
+        self._packets: list[weakref.ref[Packet]] = []
+
+    def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
+        return Ledger, ()
+
+    def enter(self, packet: Packet, observation: Observation) -> None:
+        """Let ``packet`` report on ``observation``."""
+        waiting = [other for other in self._alive() if other._observed is not None]
+        if waiting and not _fit(waiting, observation):
+            self._measure()
+        packet._ledger, packet._observed = self, observation
+        self._packets = [*(weakref.ref(other) for other in self._alive()), weakref.ref(packet)]
+        if observation.batch.response_mask.numel() >= AT_ONCE:
+            self._measure()
+
+    def settle(self) -> None:
+        """Measure what waits, and fetch all numbers."""
+        self._measure()
+        packets = [packet for packet in self._alive() if packet._readings]
+        found = iter(fetch([reading for packet in packets for reading in packet._readings.values()]))
+        for packet in packets:
+            for name in packet._readings:
+                packet._take(name, next(found))
+            packet._readings = {}
+        for packet in self._alive():
+            packet._ledger = None
+        self._packets = []
+
+    def _alive(self) -> list[Packet]:
+        return [packet for reference in self._packets if (packet := reference()) is not None]
+
+    def _measure(self) -> None:
+        """Turn the rows that wait into numbers on the device, which the first of their packets keeps."""
+        waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
+        if not waiting:
+            return
+        waiting[0][0]._readings = measure(together([observed for _, observed in waiting]))
+        for packet, _ in waiting:
+            packet._observed = None
+
+
+def _fit(waiting: list[Packet], observation: Observation) -> bool:
+    """Whether the rows can wait with those that do, and all of them are not too many."""
+    batches = [other._observed.batch for other in waiting if other._observed is not None] + [observation.batch]
+    padded = sum(len(batch.response_mask) for batch in batches) * max(batch.width for batch in batches)
+    first = waiting[0]._observed
+    return padded <= AT_ONCE and first is not None and first.fits(observation)
+
 
 def take_packets(metrics: dict[str, Any]) -> list[Packet]:
-    """Remove and return the packets of one update, from every rank, mini-batch and micro-batch."""
-    return list(_flatten(metrics.pop(METRIC_KEY, [])))
+    """Remove and return the packets of one update, settled, from every rank, mini-batch and micro-batch."""
+    packets = list(_flatten(metrics.pop(METRIC_KEY, [])))
+    for packet in packets:
+        packet.settle()
+    return packets
 
 
 def _flatten(value: Any) -> Iterator[Any]:

@@ -7,7 +7,9 @@ copied earlier.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,25 +21,22 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
-from .alignment import tally
-from .arrival import check_zeros
-from .attribution.statistics import attributed
+from .arrival import zeros
 from .calibration.online_bounds import bounds_of, fingerprint, with_bounds
-from .calibration.online_histogram import Side, measured
-from .correction import CorrectionSpec, Statistic, StepStage, turns
-from .correction.proximal import OF_THE_TRAINER
-from .correction.statistics import to_host
+from .calibration.online_histogram import Side
+from .correction import CorrectionSpec, Statistic, StepStage
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
-from .packet import METRIC_KEY, Packet
+from .measurement import Observation
+from .packet import METRIC_KEY, Ledger, Packet
 from .proof import prove
+from .reading import Reading, fetch
 from .recording.settings import RecordSettings
 from .recording.source import recorded
-from .versions import token_versions
 
-_FATAL = {
-    "nonfinite/log_prob": "log-probs of the current policy (its weights or its forward pass have diverged)",
-    "nonfinite/advantages": "advantages (a reward or its normalisation is broken)",
-}
+_FATAL = (
+    "log-probs of the current policy (its weights or its forward pass have diverged)",
+    "advantages (a reward or its normalisation is broken)",
+)
 
 
 class OffPolicyLoss:
@@ -57,6 +56,7 @@ class OffPolicyLoss:
         fingerprint: of what does not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the same, with the KL term as the correction wants it.
+        ledger: of the packets that this process has made and not sent; None: they report nothing.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class OffPolicyLoss:
         self.record = record
         self.moving = dict(moving or {})
         self.fingerprint = fingerprint(spec, self.moving)
+        self.ledger: Ledger | None = Ledger()
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
         if spec.kl_clip is not None:
@@ -92,10 +93,8 @@ class OffPolicyLoss:
                 backward pass.
         """
         if self.spec.is_none:
-            packet = Packet(self.fingerprint)
             loss, metrics = self.base_loss(model_output, data, dp_group)
-            if mb.ROLLOUT_LOG_PROBS in data.keys():
-                packet.statistics = self.statistics(mb.read(model_output, data), data)
+            packet = self.uncorrected(model_output, data)
         else:
             batch = mb.read(model_output, data)
             if self.moving:
@@ -103,18 +102,26 @@ class OffPolicyLoss:
             packet = self.packet_of(batch)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
-                packet.proof = prove(self, batch, model_output, data, loss)
+                packet.proof = prove(self.for_trials(), batch, model_output, data, loss)
         return loss, {**metrics, METRIC_KEY: packet}
 
     def packet_of(self, batch: mb.MicroBatch) -> Packet:
-        """A packet that says which rollout's log-probs, and which bounds, this micro-batch came with."""
+        """A packet that says what this micro-batch came with, and is going to say what it shows."""
         packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
-        if torch.is_grad_enabled():
-            packet.histograms = self._histograms(batch)
-            packet.rows = mb.row_checksums(batch.responses, batch.response_mask, batch.rollout_log_prob)
-            if self.spec.proximal != "recompute":
-                check_zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask)
-                packet.alignment = tally(batch.log_prob.detach(), batch.rollout_log_prob, batch.response_mask)
+        if self.ledger is not None:
+            trained = torch.is_grad_enabled() and not self.spec.is_none
+            rows = replace(batch, log_prob=batch.log_prob.detach())
+            self.ledger.enter(packet, Observation(rows, self.spec, self.shadows, self.moving, trained))
+        return packet
+
+    def uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
+        """The packet of a micro-batch under ``correction=none``: statistics, where mu came with it."""
+        if mb.ROLLOUT_LOG_PROBS not in data.keys():
+            return Packet(self.fingerprint)
+        batch = mb.read(model_output, data)
+        packet = self.packet_of(batch)
+        if self.record is not None:
+            packet.statistics = recorded(self.record, self.spec, batch, self._decided(batch), data)
         return packet
 
     def corrected(
@@ -124,67 +131,60 @@ class OffPolicyLoss:
         data: TensorDict,
         dp_group: Any = None,
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """verl's loss with the correction in it: (scalar loss, verl's metrics, statistics in floats)."""
+        """verl's loss with the correction in it: (scalar loss, verl's metrics, what the recorder did)."""
         if mb.WEIGHTS in data.keys():
             raise ValueError(
                 f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
-        step = mb.decide(self.spec, batch)
-        statistics = to_host(step.statistics)
-        for name, what in _FATAL.items():
-            if bad := statistics[name].value():
-                raise FloatingPointError(
-                    f"{bad:.0f} {what} are not finite, and no mask can keep that out of the gradient. "
-                    f"The optimizer has not stepped."
-                )
-        statistics |= self._recorded(batch, step, data)
+        step = self._decided(batch)
+        # The one transfer of a micro-batch: what has to be known before the backward pass.
+        fetch(self._guards(batch))
+        statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
-        return loss, metrics, statistics | self._attributed(batch) | self._shadow_statistics(batch)
+        return loss, metrics, statistics
 
-    def statistics(self, batch: mb.MicroBatch, data: TensorDict) -> dict[str, Statistic]:
-        """What there is to report of a micro-batch that is not corrected, in floats."""
-        step = mb.decide(self.spec, batch)
-        statistics = to_host(step.statistics) | self._attributed(batch)
-        return statistics | self._recorded(batch, step, data) | self._shadow_statistics(batch)
+    def for_trials(self) -> OffPolicyLoss:
+        """The very same loss, for calls whose packets nobody is to see."""
+        trial = copy.copy(self)
+        trial.ledger = None
+        return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
         """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
         old_log_prob = mb.proximal(self.spec, batch)
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
-        return mb.with_tensors(data, **{mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob})
+        handed = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        if data["advantages"].is_nested:
+            # verl's loss pads these itself, and longer than this takes.
+            handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
+        return mb.with_tensors(data, **handed)
 
-    def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
-        return {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
+    def _decided(self, batch: mb.MicroBatch) -> StepStage:
+        return mb.decide(self.spec, batch, measure="nothing")
 
-    def _attributed(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
-        return attributed(
-            rollout_log_prob=batch.rollout_log_prob,
-            old_log_prob=mb.proximal(self.spec, batch),
-            log_prob=batch.log_prob,
-            response_mask=batch.response_mask,
-            staleness=mb.staleness(batch) if self.spec.proximal in OF_THE_TRAINER else None,
-        )
+    def _guards(self, batch: mb.MicroBatch) -> list[Reading[None]]:
+        guards = [_finite(batch)]
+        if batch.counted is not None:
+            guards.append(batch.counted)
+        if self.spec.proximal != "recompute" and torch.is_grad_enabled():
+            guards.append(zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
+        return guards
 
-    def _histograms(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
-        if not self.moving:
-            return {}
-        return measured(
-            self.spec,
-            self.moving,
-            old_log_prob=mb.proximal(self.spec, batch),
-            rollout_log_prob=batch.rollout_log_prob,
-            log_prob=batch.log_prob,
-            response_mask=batch.response_mask,
-            advantages=batch.advantages,
-            segment_ids=turns(batch.response_mask),
-            versions=token_versions(batch.versions, batch.response_mask) if "version" in self.spec.levels else None,
-            staleness=mb.staleness(batch),
-        )
 
-    def _shadow_statistics(self, batch: mb.MicroBatch) -> dict[str, Statistic]:
-        return to_host(mb.decide_shadows(self.spec, self.shadows, batch)) if self.shadows else {}
+def _finite(batch: mb.MicroBatch) -> Reading[None]:
+    lost = [~torch.isfinite(t.detach()) & batch.response_mask for t in (batch.log_prob, batch.advantages)]
+    return Reading(torch.stack(lost).sum((1, 2)), _judge_finite)
+
+
+def _judge_finite(counts: list[int]) -> None:
+    for bad, what in zip(counts, _FATAL, strict=True):
+        if bad:
+            raise FloatingPointError(
+                f"{bad} {what} are not finite, and no mask can keep that out of the gradient. "
+                f"The optimizer has not stepped."
+            )
 
 
 def loss_of(

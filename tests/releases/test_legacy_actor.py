@@ -259,7 +259,7 @@ def test_without_a_correction_the_update_is_verls_to_the_bit(handover: bool, con
     assert all(torch.equal(own[name], got[name]) for name in own)
     packets = take_packets(metrics)
     assert len(packets) == handover * len(metrics["actor/entropy"])
-    assert all("log_prob_difference/abs_mean" in packet.statistics for packet in packets)
+    assert [len(packet.statistics) > 0 for packet in packets] == [True] * handover + [False] * (len(packets) - handover)
     assert metrics == own_metrics
 
 

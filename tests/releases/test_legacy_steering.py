@@ -55,6 +55,7 @@ def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]
 
 
 def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
+    from recipe.offpolicy.correction.statistics import merge_all
     from recipe.offpolicy.packet import take_packets
 
     start = la.parameters(la.model())
@@ -66,7 +67,7 @@ def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
     packets = take_packets(metrics)
     assert [packet.bounds for packet in packets] == [MOVED] * 2
     # Eight rows, of which four have a negative advantage.
-    counted = {name: sum(sum(packet.histograms[name].parts) for packet in packets) for name in packets[0].histograms}
+    counted = {name: sum(one.parts) for name, one in merge_all(packet.histograms for packet in packets).items()}
     assert counted["gsm/distance"] == 8.0
     assert counted["opsm/distance"] == 4.0
 

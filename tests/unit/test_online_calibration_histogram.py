@@ -12,10 +12,10 @@ from drawn import Rows, batches, examples
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from recipe.offpolicy.calibration.extremes import extremes
 from recipe.offpolicy.calibration.online_histogram import (
     EDGES,
     Side,
-    extremes,
     histogram,
     measured,
     moving_sides,
@@ -26,6 +26,7 @@ from recipe.offpolicy.correction.masks import outside
 from recipe.offpolicy.correction.ratios import log_ratio, valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import units_of
+from recipe.offpolicy.reading import fetch
 
 AGGREGATES = [
     ("product", 0.5, 2.0),
@@ -53,7 +54,7 @@ def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> d
     pi = tensor(given.get("pi", given["old"]))
     advantages = tensor(given.get("advantages", [1.0] * len(mu)))[:, None].expand(mu.shape)
     staleness = given.get("staleness")
-    return measured(
+    reading = measured(
         correction,
         sides,
         old_log_prob=old,
@@ -63,6 +64,8 @@ def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> d
         advantages=advantages,
         staleness=None if staleness is None else torch.as_tensor(staleness),
     )
+    (found,) = fetch([reading])
+    return dict(found)
 
 
 def bins(statistic: Statistic) -> dict[int, float]:
@@ -89,7 +92,8 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
         for aggregate, lower, upper in AGGREGATES:
             mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
             units = units_of(mask.level, valid, batch.turns if level == "turn" else None)
-            below, above = extremes(mask, units, log_rho, batch.old, batch.mu)
+            values = extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
+            below, above = (value.float() for value in values)
             least, greatest = mask.limits
             beyond = units.spread((below < least) | (above > greatest))
             expected = outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
@@ -180,7 +184,7 @@ def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
     sides: dict[str, Side] = {"gsm": "both", "opsm": "both", "icepop": "upper"}
 
     def of(part: Rows) -> dict[str, Statistic]:
-        return measured(
+        reading = measured(
             correction,
             sides,
             old_log_prob=part.old,
@@ -189,6 +193,8 @@ def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
             response_mask=part.mask,
             advantages=part.advantages,
         )
+        (found,) = fetch([reading])
+        return dict(found)
 
     assert merge_all([of(batch[:cut]), of(batch[cut:])]) == of(batch)
 

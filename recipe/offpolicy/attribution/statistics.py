@@ -10,6 +10,7 @@ from typing import Final, Literal
 from torch import Tensor
 
 from ..correction.statistics import Reduction, Statistic
+from ..reading import Reading
 from .shares import shares
 from .sums import sums_by_row
 
@@ -57,11 +58,11 @@ def attributed(
     log_prob: Tensor,
     response_mask: Tensor,
     staleness: Tensor | None,
-) -> dict[str, Statistic]:
-    """The shares of a micro-batch, in floats, by one transfer to the host; arguments as ``sums.sums_by_row`` has them.
+) -> Reading[dict[str, Statistic]]:
+    """The shares of some rows; arguments as ``sums.sums_by_row`` has them.
 
     Staleness is to be None as well where pi_old is no forward pass of the weights that the step began with: then the
     backend cannot be told from the rest.
     """
     sums = sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
-    return share_statistics(sums.sum(0).flatten().tolist())
+    return Reading(sums.sum(0).flatten(), share_statistics)

@@ -7,6 +7,7 @@ staleness together, and only what fresh tokens of the same probability show tell
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -61,9 +62,8 @@ def sums_by_row(
         dim=-1,
     )
     rows, ages, bins, width = len(valid), *SHAPE
-    edges = torch.tensor(EDGES, dtype=torch.float64, device=valid.device)
     mu = torch.where(valid, rollout_log_prob.detach().double(), 0.0)
-    place = torch.bucketize(mu, edges, right=True)
+    place = torch.bucketize(mu, _edges(valid.device), right=True)
     if staleness is None:
         age = torch.full((rows,), AGES.index("unknown"), device=valid.device)
     else:
@@ -74,3 +74,8 @@ def sums_by_row(
     # Off valid tokens all columns are 0.
     sums.index_add_(0, place.flatten(), columns.reshape(-1, width))
     return sums.reshape(rows, *SHAPE)
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    return torch.tensor(EDGES, dtype=torch.float64, device=device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Final, Literal
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec, MaskSpec, Reduction, Statistic
 from ..correction.masks import applies
-from ..correction.ratios import divergence, log_ratio, valid_tokens
+from ..correction.ratios import log_ratio, valid_tokens
 from ..correction.units import Units, units_of
+from ..reading import Reading, fetch
+from .extremes import extremes
 
 Side = Literal["both", "upper", "lower"]
 
@@ -44,8 +46,8 @@ def measured(
     segment_ids: Tensor | None = None,
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
-) -> dict[str, Statistic]:
-    """What one micro-batch shows of the masks that ``sides`` names, see the stages for the arguments.
+) -> Reading[dict[str, Statistic]]:
+    """What rows of one update show of the masks that ``sides`` names, see the stages for the arguments.
 
     Units are counted where the mask looks: of a mask for negative advantages, those that hold a token with one. A unit
     beyond a bound on the side that does not move counts as infinitely far. Backend noise is the distance of
@@ -53,7 +55,7 @@ def measured(
     their advantage is, but for those beyond a bound that does not move, which no other bound can keep.
 
     Returns:
-        ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
+        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
     """
     valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
     log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
@@ -70,7 +72,7 @@ def measured(
         units = units_of(mask.level, valid, {"turn": segment_ids, "version": versions}.get(mask.level))
         there = units.tokens > 0
         looked = there & (units.greatest(applies(mask, advantages, valid).expand(valid.shape).double()) > 0)
-        below, above = extremes(mask, units, *operands[mask.ratio])
+        below, above = _compared(mask, units, *operands[mask.ratio])
         lower, upper = mask.limits
         inside = (below >= lower) & (above <= upper)
         counted[f"{name}/{KEPT}"] = torch.stack([(inside & looked).sum(), looked.sum()]).double()
@@ -79,34 +81,17 @@ def measured(
         counted[f"{name}/{DISTANCE}"] = _counts(distance.masked_fill(fixed, float("inf")), looked)
         if mask.ratio == "full":
             equal = there if staleness is None else there & (staleness == 0)[:, None]
-            noise = extremes(mask, units, *operands["rollout"])
+            noise = _compared(mask, units, *operands["rollout"])
             movable = equal & ~_beyond_fixed(mask, sides[name], *noise)
             counted[f"{name}/{NOISE}"] = _counts(_distance(mask, sides[name], *noise), movable)
-    return _on_host(counted)
+    return _read(counted)
 
 
-def extremes(
+def _compared(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Least and greatest value that a mask compares with its bounds, by unit, rounded as it compares them.
-
-    Equal where a unit has one value; a unit lies inside if and only if both do, see ``correction.masks.outside``.
-
-    Returns:
-        (B, U) float32 each, in nats of log ratio for aggregates that are ratios.
-    """
-    if mask.aggregate in ("any", "binary_tv"):
-        value = log_value
-        if mask.aggregate == "binary_tv":
-            value = numerator.detach().double().exp() - denominator.detach().double().exp()
-        least, greatest = -units.greatest(-value), units.greatest(value)
-    elif mask.aggregate in ("product", "geometric"):
-        least = greatest = units.total(log_value) if mask.aggregate == "product" else units.mean(log_value)
-    else:
-        measure, reduction = mask.aggregate.split("_")
-        values = torch.where(units.valid, divergence(measure, log_value), 0.0)
-        reduce = {"sum": units.total, "mean": units.mean, "max": units.greatest}[reduction]
-        least = greatest = reduce(values)
+    """``extremes.extremes``, (B, U) float32 each, rounded as the mask compares them."""
+    least, greatest = extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     return least.float(), greatest.float()
 
 
@@ -125,7 +110,8 @@ def histogram(distance: Tensor, counted: Tensor) -> Statistic:
         distance: any shape, >= 0.
         counted: bool of that shape.
     """
-    return Statistic(Reduction.SUM, tuple(_counts(distance, counted).tolist()))
+    (counts,) = fetch([Reading(_counts(distance, counted), tuple)])
+    return Statistic(Reduction.SUM, counts)
 
 
 def _counts(distance: Tensor, counted: Tensor) -> Tensor:
@@ -142,15 +128,18 @@ def _edges(device: torch.device) -> Tensor:
     return torch.tensor(EDGES, dtype=torch.float64, device=device)
 
 
-def _on_host(counted: Mapping[str, Tensor]) -> dict[str, Statistic]:
-    """Vectors of counts as statistics in floats, moved by one packed transfer."""
-    numbers = iter(torch.cat(list(counted.values())).tolist() if counted else [])
-    return {
-        name: Statistic(
-            Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM, tuple(islice(numbers, len(counts)))
-        )
-        for name, counts in counted.items()
-    }
+def _read(counted: Mapping[str, Tensor]) -> Reading[dict[str, Statistic]]:
+    """Vectors of counts as statistics."""
+    sizes = {name: len(counts) for name, counts in counted.items()}
+
+    def says(numbers: list[float]) -> dict[str, Statistic]:
+        found, start = {}, 0
+        for name, size in sizes.items():
+            reduction = Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM
+            found[name], start = Statistic(reduction, tuple(numbers[start : start + size])), start + size
+        return found
+
+    return Reading(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), says)
 
 
 def quantile(counts: Sequence[float | Tensor], share: float) -> float:

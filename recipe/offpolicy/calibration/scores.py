@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec, MaskSpec, SpecError
 from ..correction.masks import applies
-from ..correction.ratios import divergence, log_ratio, valid_tokens
-from ..correction.units import Units, units_of
+from ..correction.ratios import log_ratio, valid_tokens
+from ..correction.units import units_of
 from ..correction.weights import log_weight
 from ..recording import RecordingError, Rows, Step
 from ..whatif.blocks import Block, blocks
 from ..whatif.replay import check_replayable, proximal
+from .extremes import extremes
 from .parts import Part
 
 Arrays = TypeVar("Arrays", "Scores", "RowState")
@@ -148,7 +149,7 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
     ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
     units = units_of(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
-        low, high = aggregated(part.spec, value, units, numerator=above, denominator=below)
+        low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
         looked = applies(part.spec, block.advantages, valid)
     else:
         low = high = log_weight(part.spec, value, units)
@@ -170,40 +171,6 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
         row=row + before,
         group=group[row],
     )
-
-
-def aggregated(
-    spec: MaskSpec, log_value: Tensor, units: Units, *, numerator: Tensor, denominator: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Least and greatest of what ``masks.outside`` compares with the bounds of ``spec``.
-
-    Args:
-        log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
-        units: of ``spec.level``.
-        numerator, denominator: (B, T) log-probs of the two policies of the ratio.
-
-    Returns:
-        (B, U) float64 each, one and the same but for aggregates that bind each token by itself; (log r)^2 for
-        ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
-    """
-    match spec.aggregate:
-        case "product":
-            value = units.total(log_value)
-        case "geometric":
-            value = units.mean(log_value)
-        case "any":
-            return -units.greatest(-log_value), units.greatest(log_value)
-        case "binary_tv":
-            gap = numerator.double().exp() - denominator.double().exp()
-            return -units.greatest(-gap), units.greatest(gap)
-        case "second_moment":
-            value = log_value.square()
-        case _:
-            measure, reduction = spec.aggregate.split("_")
-            tokens = torch.where(units.valid, divergence(measure, log_value), 0.0)
-            reduce = {"max": units.greatest, "mean": units.mean, "sum": units.total}[reduction]
-            value = reduce(tokens)
-    return value, value
 
 
 def _by_budget(tokens: Scores) -> Scores:

@@ -1,0 +1,91 @@
+"""Where the responses of a micro-batch stand in verl's two layouts, and how they come out of them padded.
+
+verl's own ``no_padding_2_padding`` cuts row by row, by lengths that it asks the device for, and nested columns take
+torch a pass each. Here one table of places serves every column, without a word to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of one micro-batch.
+
+    Attributes:
+        prompts, responses: (B,) int64, tokens of each row.
+        width: T, tokens of the longest response, or as far as verl has padded them.
+        tokens: of all responses together; None where they are padded, and the host does not know.
+    """
+
+    prompts: Tensor
+    responses: Tensor
+    width: int
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, data: TensorDict) -> Layout:
+        """From "prompts" and "responses", nested, or padded with "attention_mask"."""
+        prompts, responses = data["prompts"], data["responses"]
+        if responses.is_nested:
+            # torch keeps it beside a nested tensor that was made from rows, as verl's micro-batches are, and asks the
+            # device for that of any other.
+            width = int(responses._get_max_seqlen())
+            return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(responses.values()))
+        mask, cut = data["attention_mask"], prompts.shape[1]
+        return cls(mask[:, :cut].sum(-1), mask[:, cut:].sum(-1), responses.shape[1])
+
+    @cached_property
+    def absent(self) -> Tensor:
+        """(B, T) bool, true on padding."""
+        return self._positions >= self.responses[:, None]
+
+    def column(self, values: Tensor) -> Tensor:
+        """(B, T) of the responses end to end, zeros on padding."""
+        return self._gathered(values, self._of_responses)
+
+    def responses_of(self, values: Tensor) -> Tensor:
+        """(B, T) of what a model says of prompts and responses end to end, zeros on padding; differentiable.
+
+        Args:
+            values: (total tokens,), at each token what belongs to the one after it.
+        """
+        ends = (self.prompts + self.responses).cumsum(0)
+        return self._gathered(values, self._places(ends - self.responses - 1))
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        return torch.arange(self.width, device=self.responses.device)
+
+    @cached_property
+    def _of_responses(self) -> Tensor:
+        return self._places(self.responses.cumsum(0) - self.responses)
+
+    def _places(self, starts: Tensor) -> Tensor:
+        return (starts[:, None] + self._positions).masked_fill_(self.absent, 0)
+
+    def _gathered(self, values: Tensor, places: Tensor) -> Tensor:
+        return values[places].masked_fill(self.absent, 0)
+
+
+def dense(column: Tensor, layout: Layout, key: str) -> Tensor:
+    """A column of the responses, (B, T), zeros on padding; one that is padded as it is.
+
+    Raises:
+        ValueError: a nested column has more or fewer tokens than the responses.
+    """
+    if not column.is_nested:
+        return column
+    values = column.values()
+    if layout.tokens is not None and len(values) != layout.tokens:
+        raise ValueError(
+            f"{key} in the micro-batch has {len(values)} tokens and the responses have {layout.tokens}: something "
+            f"between rollout and loss cut or filled one of them."
+        )
+    return layout.column(values)
