@@ -1,0 +1,296 @@
+"""What a correction costs in the worker: forward and backward pass of a mini-batch with verl's loss, and with ours.
+
+    python scripts/benchmark/worker_stage.py [--model quickstart] [--rows 64] [--micro-batches 1] [--json FILE]
+
+The model's forward pass, verl's ``ppo_loss`` (A) or the same with a correction in it (B), the backward pass, of each
+micro-batch; then the packets are pickled, as verl gathers metrics after each mini-batch, so that B's statistics are
+measured and fetched. The optimizer step is left out, and so is what verl's engine does around a forward pass. Weight,
+masks, a shadow, statistics and attribution are on; the proof of the first update is not. A and B take turns, in turn
+first; medians. On a CPU: CPU seconds of one thread; on a GPU: wall seconds between synchronisations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+MODELS = ("quickstart", "qwen2-0.5b", "tiny")
+CORRECTION = {
+    "weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0},
+    "masks": {
+        "gsm": {
+            "ratio": "rollout",
+            "level": "sequence",
+            "aggregate": "geometric",
+            "lower": 0.99,
+            "upper": 1.01,
+            "when": "any",
+        },
+        "opsm_trl": {
+            "ratio": "full",
+            "level": "sequence",
+            "aggregate": "geometric",
+            "delta": 0.1,
+            "when": "negative",
+        },
+    },
+}
+"""The quickstart's: [tis_token, gsm, opsm_trl]."""
+SHADOW = {
+    "weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0},
+}
+Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a mini-batch.
+
+    Attributes:
+        rows: of a micro-batch.
+        prompt: tokens of each prompt.
+        response: tokens of the longest response; the others have half of it or more.
+        micro_batches: of the mini-batch.
+    """
+
+    rows: int = 64
+    prompt: int = 13
+    response: int = 10
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one mini-batch: of everything, and those of them in calls of the loss and in packing its metrics."""
+
+    whole: float
+    loss: float
+
+
+def model_of(name: str, device: str) -> Any:
+    """A model with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    if name == "quickstart":
+        quickstart = _quickstart()
+        tokenizer = quickstart.build_tokenizer("Spell the word backward:")
+        model = quickstart.build_model(quickstart.ModelSettings(), tokenizer)
+    else:
+        sizes = {
+            "qwen2-0.5b": dict(
+                hidden_size=896,
+                intermediate_size=4864,
+                num_hidden_layers=24,
+                num_attention_heads=14,
+                num_key_value_heads=2,
+                vocab_size=151936,
+            ),
+            "tiny": dict(
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                vocab_size=32,
+            ),
+        }[name]
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    return model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def micro_batch(model: Any, sizes: Sizes, seed: int) -> TensorDict:
+    """Rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    least = max(1, sizes.response // 2)
+    lengths = torch.randint(least, sizes.response + 1, (sizes.rows,), generator=generator)
+    lengths[0] = sizes.response
+    vocabulary = model.config.vocab_size
+    whole = [
+        torch.randint(vocabulary, (sizes.prompt + int(length),), generator=generator).to(device) for length in lengths
+    ]
+    signs = [1.0 if row % 2 else -1.0 for row in range(sizes.rows)]
+
+    def nested(rows: Sequence[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    responses = [row[sizes.prompt :] for row in whole]
+    columns = {
+        "prompts": nested([row[: sizes.prompt] for row in whole]),
+        "responses": nested(responses),
+        "input_ids": nested(whole),
+        "response_mask": nested([torch.ones_like(row) for row in responses]),
+        "advantages": nested(
+            [torch.full(row.shape, s, device=device) for row, s in zip(responses, signs, strict=True)]
+        ),
+    }
+    data = TensorDict(columns, batch_size=sizes.rows)
+    with torch.no_grad():
+        found = log_probs(model, data).unbind()
+    old = [row[sizes.prompt - 1 : -1].float() for row in found]
+    noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
+    data["old_log_probs"] = nested(old)
+    data["rollout_log_probs"] = nested([row + apart for row, apart in zip(old, noise, strict=True)])
+    tokens = int(lengths.sum()) * sizes.micro_batches
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=sizes.rows * sizes.micro_batches)
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1)})
+    return data
+
+
+def log_probs(model: Any, data: TensorDict) -> Tensor:
+    """Of each token given those before it, shifted left by one as verl's engine gives them, nested."""
+    ids = data["input_ids"]
+    padded = ids.to_padded_tensor(0)
+    logits = model(input_ids=padded, use_cache=False).logits.float()
+    labels = padded.roll(-1, dims=-1)
+    # Padding is on the right, where nothing before it attends to it.
+    flat = logits.gather(-1, labels[..., None])[..., 0] - logits.logsumexp(-1)
+    there = torch.arange(padded.shape[1], device=padded.device) < ids.offsets().diff()[:, None]
+    return torch.nested.nested_tensor_from_jagged(flat[there], ids.offsets())
+
+
+def mini_batch(model: Any, batches: Sequence[TensorDict], loss: Loss) -> Spent:
+    """Gradients of one mini-batch, and its metrics as they leave the worker."""
+    clock = _clock(next(model.parameters()).device)
+    model.zero_grad(set_to_none=True)
+    metrics, in_loss, start = [], 0.0, clock()
+    for data in batches:
+        output = {"log_probs": log_probs(model, data)}
+        called = clock()
+        value, found = loss(model_output=output, data=data)
+        in_loss += clock() - called
+        metrics.append(found)
+        value.backward()
+    called = clock()
+    pickle.dumps(metrics)
+    end = clock()
+    return Spent(whole=end - start, loss=in_loss + end - called)
+
+
+def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, Any]:
+    """The figures, with their units in their names."""
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    torch.set_num_threads(1)
+    rows = sizes.rows * sizes.micro_batches
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=sizes.rows
+    )
+    model = model_of(name, device)
+    batches = [micro_batch(model, sizes, seed) for seed in range(sizes.micro_batches)]
+    shadow = CorrectionSpec.from_mapping(SHADOW)
+    losses: dict[str, Loss] = {
+        "verl": partial(ppo_loss, config),
+        "ours": OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows={"tis_sequence": shadow}),
+    }
+    for loss in losses.values():
+        mini_batch(model, batches, loss)
+    spent: dict[str, list[Spent]] = {who: [] for who in losses}
+    for turn in range(pairs):
+        for who in ("verl", "ours") if turn % 2 else ("ours", "verl"):
+            spent[who].append(mini_batch(model, batches, losses[who]))
+    whole = {who: [one.whole for one in taken] for who, taken in spent.items()}
+    in_loss = {who: statistics.median(one.loss for one in taken) for who, taken in spent.items()}
+    verl = statistics.median(whole["verl"])
+    return {
+        "model": name,
+        "device": device if device == "cpu" else torch.cuda.get_device_name(),
+        "rows": sizes.rows,
+        "prompt": sizes.prompt,
+        "response": sizes.response,
+        "micro_batches": sizes.micro_batches,
+        "pairs": pairs,
+        "verl_seconds": verl,
+        "seconds": statistics.median(whole["ours"]),
+        "verl_loss_seconds": in_loss["verl"],
+        "loss_seconds": in_loss["ours"],
+        "time_ratio": statistics.median(b / a for a, b in zip(whole["verl"], whole["ours"], strict=True)),
+        "share_in_loss": (in_loss["ours"] - in_loss["verl"]) / verl,
+    }
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The figures in words."""
+    return (
+        f"{found['model']} on {found['device']}: {found['micro_batches']} micro-batch(es) of {found['rows']} rows, "
+        f"{found['prompt']} + {found['response']} tokens at most, {found['pairs']} pairs\n"
+        f"forward and backward with verl's loss: {1e3 * found['verl_seconds']:.1f} ms, with a correction: "
+        f"{1e3 * found['seconds']:.1f} ms, median ratio of a pair {found['time_ratio']:.3f}\n"
+        f"of it in the loss and its metrics: {1e3 * found['verl_loss_seconds']:.2f} ms and "
+        f"{1e3 * found['loss_seconds']:.2f} ms; the difference is {100 * found['share_in_loss']:.1f} % of A"
+    )
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    if device.type == "cpu":
+        return time.process_time
+
+    def synchronised() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return synchronised
+
+
+def _quickstart() -> Any:
+    """scripts/quickstart/model.py, by its path: verl's wheel installs a package ``scripts`` of its own."""
+    spec = importlib.util.spec_from_file_location("quickstart_model", ROOT / "scripts" / "quickstart" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="quickstart")
+    for name, value in (("rows", 64), ("prompt", 13), ("response", 10), ("micro-batches", 1), ("pairs", 25)):
+        parser.add_argument(f"--{name}", type=_count, default=value)
+    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args(arguments)
+    sizes = Sizes(given.rows, given.prompt, given.response, given.micro_batches)
+    found = compare(given.model, sizes, given.pairs, given.device)
+    print(shown(found))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What a correction costs in the worker on a CUDA device, beside a model of half a billion parameters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "worker_stage.py"
+MOST = 0.01
+"""Share of forward and backward pass."""
+
+
+def test_the_loss_takes_a_hundredth_of_a_mini_batch_at_most(tmp_path: Path) -> None:
+    sizes = ["--rows", "8", "--prompt", "256", "--response", "1024", "--micro-batches", "4", "--pairs", "15"]
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT), "--model", "qwen2-0.5b", "--device", "cuda", *sizes, "--json", str(figures)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-2000:]
+    print(result.stdout)
+    found = json.loads(figures.read_text())
+    assert found["share_in_loss"] <= MOST
