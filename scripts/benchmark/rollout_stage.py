@@ -13,6 +13,7 @@ helpers in turn, medians of the pairs. Memory: what the resident set of a fresh 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -93,6 +94,7 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: A
     torch.set_num_threads(1)
     call, tensors = helper(name), inputs(*shape)
     call(*inputs(2, 8), **options)  # imports and compiles
+    ctypes.CDLL(None).malloc_trim(0)  # what making the inputs has left would be taken again, unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _status("VmRSS")
     call(*tensors, **options)
@@ -205,6 +207,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
                     last = line[-1][1] / line[-1][0]
                     proportional = [count * last for count, _ in line]
                     axes.loglog([count for count, _ in line], proportional, color=figures.MUTED, ls=":", label="linear")
+            axes.set_xscale("log", base=2)
             axes.set(xlabel="tokens, padding included", ylabel=label)
             axes.legend()
         figures.save(drawing, path)
