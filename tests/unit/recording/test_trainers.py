@@ -51,7 +51,7 @@ def test_the_card_of_a_run_names_the_configured_correction(
     made: Any = object.__new__(module.with_correction(Verls))
     monkeypatch.setattr(type(made), "_hand_over_loss", lambda self: None)
     made.config = OmegaConf.create({"correction": CONFIGURED})
-    made.actor_rollout_wg = SimpleNamespace(update_actor=None)
+    made.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)
     made._resumed = resumed
     getattr(made, begins)()
     assert named == [CorrectionSpec.from_mapping(CONFIGURED)]
