@@ -98,6 +98,8 @@ class Padded(Rows):
         return by_row[:, None]
 
     def sum(self, tokens: Tensor) -> Tensor:
+        if tokens.dtype is torch.bool:
+            return tokens.view(torch.uint8).sum(-1, keepdim=True).double()
         return tokens.sum(-1, keepdim=True, dtype=torch.float64)
 
     def least(self, tokens: Tensor) -> Tensor:

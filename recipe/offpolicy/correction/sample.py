@@ -84,7 +84,7 @@ class Sample:
 @torch.no_grad()
 def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | None, staleness: Tensor | None) -> Sample:
     """Sort tokens and rows into the groups that statistics are given by; see ``stages.rollout_stage``."""
-    valid_number = valid.double()
+    valid_number = number(valid)
     tokens, length = rows.sum(mask), rows.sum(valid_number)
     age = None if staleness is None else rows.column(staleness.detach().double())
     turns = {}
@@ -92,14 +92,14 @@ def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | Non
         unseen = torch.iinfo(segment_ids.dtype).max
         ids = torch.where(mask, segment_ids, unseen)
         first = mask & (ids == rows.beside(rows.least(ids)))
-        turns = dict(zip(TURNS, (first.double(), (mask & ~first).double()), strict=True))
+        turns = dict(zip(TURNS, (number(first), number(mask & ~first)), strict=True))
     return Sample(
         rows=rows,
         mask=mask,
         valid=valid,
         valid_number=valid_number,
         invalid_number=1 - valid_number,
-        first=valid_number.argmax() if valid.numel() else None,
+        first=valid.view(torch.uint8).argmax() if valid.numel() else None,
         tokens=tokens,
         length=length,
         rows_with_length=(length > 0).double(),
@@ -113,6 +113,11 @@ def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | Non
 def dot(one: Tensor, other: Tensor) -> Tensor:
     """Sum of products, over all places."""
     return torch.dot(one.flatten(), other.flatten())
+
+
+def number(mask: Tensor) -> Tensor:
+    """0 and 1 in float64: faster by way of bytes than straight from bool on CPU."""
+    return mask.view(torch.uint8).double()
 
 
 def square_sum(values: Tensor) -> Tensor:

@@ -256,4 +256,4 @@ def _out_of_bounds(spec: WeightSpec, raw: Tensor, valid: Tensor) -> Tensor:
 
 def _not_finite(values: Tensor, mask: Tensor) -> Tensor:
     """How many values are not finite where the mask is true: x - x is 0 or NaN."""
-    return torch.count_nonzero((values - values != 0) & mask).double()
+    return ((values - values).nan_to_num(1.0) * mask.view(torch.uint8)).sum(dtype=torch.float64)
