@@ -78,9 +78,14 @@ unset PYTHONHOME
 use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-trap 'exit 130' INT TERM
 stages=()
+beside=""
+clean_up() {
+    [[ -z $beside ]] || kill -INT -- "-$beside" 2>/dev/null
+    rm -rf "$logs"
+}
+trap clean_up EXIT
+trap 'exit 130' INT TERM
 
 # Runs one stage in a subshell: its output is shown, its verdict and duration are kept for the summary.
 stage() {
@@ -146,7 +151,8 @@ others() {
     local words
     mapfile -t words < <(tests_of "$1")
     use "$1"
-    bounded -n 2 --dist loadfile -m "not program$selection" "${words[@]}"
+    # One thread each: those of two processes would wait for each other, busily.
+    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile -m "not program$selection" "${words[@]}"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a
@@ -196,17 +202,21 @@ else
     for release in "${plan[@]}"; do
         stages+=("programs-$release" "tests-$release")
     done
+    set -m # a process group of its own, which is interrupted with this script
     (
         renice -n 19 $BASHPID >/dev/null
         for release in "${plan[@]}"; do
-            # Gone once an interrupt has ended this script.
+            # Gone once this script has ended.
             [[ -d $logs ]] && stage "tests-$release" others "$release"
         done
     ) >"$logs/others" 2>&1 &
+    beside=$!
+    set +m
     for release in "${plan[@]}"; do
         stage "programs-$release" programs "$release"
     done
     wait
+    beside=""
     cat "$logs/others"
 fi
 

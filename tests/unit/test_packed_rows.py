@@ -253,3 +253,11 @@ def test_the_padded_layout_is_what_it_was() -> None:
     rows, _ = noisy()
     step = decide(spec(TIS, gsm=GSM), rows)
     assert not any(getattr(step, field.name).is_nested for field in fields(step)[:2])
+
+
+def test_answers_know_their_longest_row() -> None:
+    """torch pads a nested tensor that does not to the number of all tokens."""
+    rows, lengths = noisy()
+    stage, step = both_stages(spec(weight=TIS), pack(rows, lengths))
+    for answer in (stage.weight, step.keep, turns(packed(rows.response_mask, lengths))):
+        assert answer._get_max_seqlen() == max(lengths) < sum(lengths)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -184,3 +189,36 @@ def test_no_tests_run_without_their_environment(tree: Path) -> None:
     assert status == 2
     installs = [("", "0.10.0"), ("-0.7.1", "0.7.1")]
     assert called == [f"install {tree}/.venv{end} --release {release}" for end, release in installs]
+
+
+def test_an_interrupt_ends_what_runs_beside(tree: Path) -> None:
+    notes = tree / "notes"
+    kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
+    started = subprocess.Popen(
+        ["bash", "scripts/test.sh"],
+        cwd=tree,
+        env={**kept, "NOTES": str(notes), "HANG_IN": ".venv-0.7.1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def of_this_run() -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("NOTES") == str(notes) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, of_this_run()
+            time.sleep(0.05)
+
+    wait_for(lambda: sum(command == "sleep 60" for command in of_this_run()) == 2)
+    # As a terminal does it: to the group of the script, of which what runs beside is none.
+    os.killpg(started.pid, signal.SIGINT)
+    assert started.wait(30) == 130
+    wait_for(lambda: not of_this_run())

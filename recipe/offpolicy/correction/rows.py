@@ -138,10 +138,12 @@ class Packed(Rows):
     Attributes:
         offsets: (B + 1,) integers, where each row begins, and N.
         length: N.
+        like: what a caller gave, nested.
     """
 
     offsets: Tensor
     length: int
+    like: Tensor
     _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -164,7 +166,10 @@ class Packed(Rows):
         return given.values()
 
     def as_given(self, tokens: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(tokens, self.offsets)
+        # Made from offsets alone it would not know its longest row, and torch would pad it to the number of all tokens.
+        nested = torch.empty_like(self.like, dtype=tokens.dtype, requires_grad=False)
+        nested.values().copy_(tokens)
+        return nested
 
     def column(self, by_row: Tensor) -> Tensor:
         return by_row
@@ -259,7 +264,7 @@ def _packed_rows(given: dict[str, Tensor]) -> Packed:
                 f"rows of {name} ({len(theirs) - 1} of {here} tokens in all) are not as long as those of {first} "
                 f"({len(offsets) - 1} of {length}): expected nested tensors with equal offsets."
             )
-    return Packed(offsets, length)
+    return Packed(offsets, length, given[first])
 
 
 def _offsets(nested: Any) -> Tensor:
