@@ -258,6 +258,6 @@ def test_the_padded_layout_is_what_it_was() -> None:
 def test_answers_know_their_longest_row() -> None:
     """torch pads a nested tensor that does not to the number of all tokens."""
     rows, lengths = noisy()
-    stage, step = both_stages(spec(weight=TIS), pack(rows, lengths))
-    for answer in (stage.weight, step.keep, turns(packed(rows.response_mask, lengths))):
+    stage, step = both_stages(spec(TIS), pack(rows, lengths))
+    for answer in (stage.weight, step.keep, turns(packed(rows.mask, lengths))):
         assert answer._get_max_seqlen() == max(lengths) < sum(lengths)
