@@ -3,9 +3,9 @@
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
 #   (default)      lint, types, the tests of the newest release, and of the oldest one, whose workers are of
-#                  another kind
-#   --release R    every test of one release, or of `all`; lint and types come with the newest one. The default
-#                  leaves out what is marked `extended`: the oldest release with workers of the newest one's kind
+#                  another kind, those that the newest does not run: without what is marked `extended`, the oldest
+#                  release with workers of the newest one's kind
+#   --release R    every test of one release, or of `all`; lint and types come with the newest one
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
@@ -124,9 +124,11 @@ tests_of() {
     elif $quick; then
         suites=(tests/unit)
     elif [[ $1 == "$newest" ]]; then
-        # The longest files first: two processes share what follows evenly.
+        # The longest first: two processes share what follows evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
     fi
+    # Of an older release, what no environment of this run has.
+    [[ -n $asked || $1 == "$newest" || -n ${VENV:-} ]] || printf '%s\n' --not-in "$newest"
     ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}"
     for suite in "${suites[@]}"; do
         [[ ${#paths[@]} -gt 0 || -d $suite ]] && printf '%s\n' "$suite"
@@ -152,7 +154,7 @@ others() {
     mapfile -t words < <(tests_of "$1")
     use "$1"
     # One thread each: those of two processes would wait for each other, busily.
-    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile -m "not program$selection" "${words[@]}"
+    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a

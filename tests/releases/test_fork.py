@@ -156,25 +156,22 @@ def exported(printed: str) -> str:
 def _run_as_printed(fork: Path, printed: str) -> None:
     """The printed commands themselves, in a shell that knows nothing else; and the checkout's other recipes beside."""
     # With bytecode, as a user would run it: the undo has to cope.
-    where = f"cd {fork} && {exported(printed)} && {sys.executable}"
-    module = "-m recipe.offpolicy.main_offpolicy"
-    job = run("bash", "-c", f"{where} {module} 'correction=[tis_token,gsm]' --cfg job", cwd=fork.parent)
-    assert job.returncode == 0, job.stderr
-    assert re.search(r"^  masks:\n    gsm:$", job.stdout, re.M)
     launch = (fork / place_in(fork) / "recipe/offpolicy/run_dense_fsdp.sh").relative_to(fork)
     assert f"bash {launch} " in printed
     started = run(
         "bash",
         "-c",
-        f"cd {fork} && {exported(printed)} && bash {launch} --cfg job",
+        f"cd {fork} && {exported(printed)} && bash {launch} --cfg job 'correction=[tis_token,gsm]'",
         cwd=fork.parent,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
     assert started.returncode == 0, started.stderr
     assert re.search(r"^    adv_estimator: grpo$|^  adv_estimator: grpo$", started.stdout, re.M)
+    assert re.search(r"^  masks:\n    gsm:$", started.stdout, re.M)
     if (fork / "recipe/dapo").is_dir():
         beside = "import recipe.dapo.main_dapo as dapo, recipe.offpolicy; print(dapo.NAME)"
-        done = run("bash", "-c", f'{where} -c "{beside}"', cwd=fork.parent)
+        there = f"cd {fork} && {exported(printed)} && {sys.executable}"
+        done = run("bash", "-c", f'{there} -c "{beside}"', cwd=fork.parent)
         assert done.stdout.strip() == "dapo", done.stderr
     theirs = [*(fork / "verl").rglob("__pycache__"), *(fork / "recipe/dapo").rglob("__pycache__")]
     for cache in theirs:

@@ -4,6 +4,8 @@
 that the test is for; several marks all count. In the environment of another release the test is deselected, and a
 module so marked is not even imported, so it may import at its top what other releases lack. In the environment of a
 release that it names the test must run: being skipped there is a failure, except for tests marked ``gpu``.
+
+``--not-in RELEASE`` leaves out what that release runs too.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ SUPPORTED = sorted(
 
 @dataclass
 class State:
-    """What this run knows: the installed release, and the modules that are for others."""
+    """What this run knows: the installed release, one whose tests run elsewhere, and the modules that are left out."""
 
     installed: Version | None
+    elsewhere: Version | None = None
     left_out: list[str] = field(default_factory=list)
 
 
@@ -74,6 +77,10 @@ def module_marks(path: Path) -> dict[str, list[tuple[object, ...]]]:
     return marks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--not-in", metavar="RELEASE", type=Version, help="leave out tests that this release runs too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(specifier): for these releases of verl; left out in others")
     config.addinivalue_line("markers", "extended: a long run that the default command leaves to --release")
@@ -81,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
         installed = Version(importlib.metadata.version("verl"))
     except importlib.metadata.PackageNotFoundError:
         installed = None
-    config.stash[STATE] = State(installed)
+    config.stash[STATE] = State(installed, config.getoption("--not-in"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -110,9 +117,13 @@ def _for(item: pytest.Item, installed: Version | None) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests for other releases."""
-    installed = config.stash[STATE].installed
-    kept = [item for item in items if _for(item, installed)]
+    """Deselects tests for other releases, and those that run elsewhere."""
+    state = config.stash[STATE]
+    kept = [
+        item
+        for item in items
+        if _for(item, state.installed) and (state.elsewhere is None or not _for(item, state.elsewhere))
+    ]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept

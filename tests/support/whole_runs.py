@@ -34,9 +34,15 @@ class Trained:
 
 
 def train(run_program: Callable[..., Any], *overrides: str, **environment: str) -> Trained:
-    """One quickstart with these Hydra overrides, which must end by itself within ``LIMIT``."""
+    """One quickstart without validation, with these Hydra overrides, which must end by itself within ``LIMIT``."""
+    command = [
+        "bash",
+        str(ROOT / "scripts" / "quickstart.sh"),
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
     finished = run_program(
-        ["bash", str(ROOT / "scripts" / "quickstart.sh"), *overrides],
+        [*command, *overrides],
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
@@ -63,7 +69,6 @@ def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Trai
     """A run with a fault of ``faults.py`` in it, which must end with the error of its training."""
     run = train(
         run_program,
-        "trainer.val_before_train=false",
         *overrides,
         OFFPOLICY_FAULT=fault,
         VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",

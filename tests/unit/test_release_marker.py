@@ -29,7 +29,7 @@ def test_every(): pass
 """
 
 
-def run(folder: Path, installed: str | None, **modules: str) -> tuple[int, str]:
+def run(folder: Path, installed: str | None, *options: str, **modules: str) -> tuple[int, str]:
     """Exit status and output of pytest over the modules, with a verl of that version or none in the environment."""
     site = folder / "site"
     if installed is not None:
@@ -62,7 +62,7 @@ def run(folder: Path, installed: str | None, **modules: str) -> tuple[int, str]:
         "-v",
     ]
     done = subprocess.run(
-        [*command, "-rs", "-c", os.devnull, "--rootdir", str(folder), str(folder)],
+        [*command, *options, "-rs", "-c", os.devnull, "--rootdir", str(folder), str(folder)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -147,3 +147,9 @@ def test_a_mark_that_would_run_nowhere_is_refused(form: str, mark: str, message:
     status, out = run(tmp_path, "0.7.1", test_it="import pytest\n" + form.format(mark))
     assert status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
     assert message in out
+
+
+def test_what_another_release_runs_too_can_be_left_out(tmp_path: Path) -> None:
+    status, output = run(tmp_path, "0.7.1", "--not-in", "0.9.1", test_one=MARKED)
+    assert status == 0
+    assert set(re.findall(r"::(test_\w+) PASSED", output)) == {"test_old", "test_both_marks_count"}

@@ -75,6 +75,8 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
 
 
 OTHERS = "tests/releases tests/contract"
+SIDE_BY_SIDE = "-n 2 --dist loadfile --no-loadscope-reorder"
+ALONE = "--not-in 0.10.0 " + OTHERS
 ALL = "tests/releases tests/contract tests/integration tests/unit"
 DEFAULT = " and not extended"
 
@@ -85,7 +87,7 @@ def calls(folders: list[str], suites: list[str], selection: str = "", arguments:
     return [
         *(f"{folder} python -m pytest -m program{selection} {arguments}{suite}" for folder, suite in pairs),
         *(
-            f"{folder} python -m pytest -n 2 --dist loadfile -m not program{selection} {arguments}{suite}"
+            f"{folder} python -m pytest {SIDE_BY_SIDE} -m not program{selection} {arguments}{suite}"
             for folder, suite in pairs
         ),
     ]
@@ -101,7 +103,7 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
         f"install {tree}/.venv --release 0.10.0",
         f"install {tree}/.venv-0.7.1 --release 0.7.1",
         *LINT,
-        *calls([".venv-0.7.1", ".venv"], [OTHERS, ALL], DEFAULT),
+        *calls([".venv-0.7.1", ".venv"], [ALONE, ALL], DEFAULT),
     ]
     summary = lines[lines.index("--- summary") + 1 :]
     stages = ["install-0.7.1", "install-0.10.0", "lint", "types"]
@@ -133,7 +135,7 @@ def test_all_releases_end_with_the_newest(tree: Path) -> None:
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
     _, called, _ = run(tree, "--quick")
     selection = "not program and not extended and not slow and not gpu"
-    assert called[-1] == f".venv python -m pytest -n 2 --dist loadfile -m {selection} tests/unit"
+    assert called[-1] == f".venv python -m pytest {SIDE_BY_SIDE} -m {selection} tests/unit"
     assert len([call for call in called if "python -m pytest" in call]) == 1
     assert not [call for call in called if "0.7.1" in call]
     _, called, _ = run(tree, "tests/unit/test_one.py::test_it", "-k", "it")
@@ -154,7 +156,7 @@ def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)
     assert status == 1
-    assert called[-4:] == calls([".venv-0.7.1", ".venv"], [OTHERS, ALL], DEFAULT), "the others still run"
+    assert called[-4:] == calls([".venv-0.7.1", ".venv"], [ALONE, ALL], DEFAULT), "the others still run"
     assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
 
 
