@@ -124,7 +124,7 @@ tests_of() {
     elif $quick; then
         suites=(tests/unit)
     elif [[ $1 == "$newest" ]]; then
-        # The longest first: two processes share what follows evenly.
+        # The longest first: processes share what follows evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
     fi
     # Of an older release, what no environment of this run has.
@@ -153,8 +153,8 @@ others() {
     local words
     mapfile -t words < <(tests_of "$1")
     use "$1"
-    # One thread each: those of two processes would wait for each other, busily.
-    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
+    # One thread each: those of several processes would wait for each other, busily.
+    OMP_NUM_THREADS=1 bounded -n 3 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a

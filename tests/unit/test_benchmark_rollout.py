@@ -56,7 +56,7 @@ def test_peak_memory_is_that_of_one_call(benchmark: Any) -> None:
     options, shape = benchmark.CASES["token TIS"], (256, 4096)
     ours, verls = (benchmark.in_fresh_process(benchmark._grown, who, shape, options) for who in ("ours", "verl"))
     tokens = shape[0] * shape[1]
-    assert 0.3 * 4 * tokens < ours < 4 * tokens
+    assert 0.3 * 4 * tokens < ours < 1.25 * 4 * tokens  # and what else a process grows by
     assert verls > 5 * ours
 
 
