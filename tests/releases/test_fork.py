@@ -161,7 +161,7 @@ def _run_as_printed(fork: Path, printed: str) -> None:
     started = run(
         "bash",
         "-c",
-        f"cd {fork} && {exported(printed)} && bash {launch} --cfg job 'correction=[tis_token,gsm]'",
+        f"cd {fork} && {exported(printed)} && bash {launch} 'correction=[tis_token,gsm]' --cfg job",
         cwd=fork.parent,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
