@@ -69,6 +69,7 @@ def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Trai
     """A run with a fault of ``faults.py`` in it, which must end with the error of its training."""
     run = train(
         run_program,
+        "trainer.val_before_train=false",
         *overrides,
         OFFPOLICY_FAULT=fault,
         VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",
