@@ -34,15 +34,9 @@ class Trained:
 
 
 def train(run_program: Callable[..., Any], *overrides: str, **environment: str) -> Trained:
-    """One quickstart without validation, with these Hydra overrides, which must end by itself within ``LIMIT``."""
-    command = [
-        "bash",
-        str(ROOT / "scripts" / "quickstart.sh"),
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-    ]
+    """One quickstart with these Hydra overrides, which must end by itself within ``LIMIT``."""
     finished = run_program(
-        [*command, *overrides],
+        ["bash", str(ROOT / "scripts" / "quickstart.sh"), *overrides],
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
