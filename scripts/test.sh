@@ -3,8 +3,7 @@
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
 #   (default)      lint, types, the tests of the newest release, and of the oldest one, whose workers are of
-#                  another kind, those that the newest does not run: without what is marked `extended`, the oldest
-#                  release with workers of the newest one's kind
+#                  another kind, those that the newest does not run; without the long runs marked `extended`
 #   --release R    every test of one release, or of `all`; lint and types come with the newest one
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
@@ -154,7 +153,7 @@ others() {
     mapfile -t words < <(tests_of "$1")
     use "$1"
     # One thread each: those of several processes would wait for each other, busily.
-    OMP_NUM_THREADS=1 bounded -n 3 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
+    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a

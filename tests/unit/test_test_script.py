@@ -75,14 +75,14 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
 
 
 OTHERS = "tests/releases tests/contract"
-SIDE_BY_SIDE = "-n 3 --dist loadfile --no-loadscope-reorder"
+SIDE_BY_SIDE = "-n 2 --dist loadfile --no-loadscope-reorder"
 ALONE = "--not-in 0.10.0 " + OTHERS
 ALL = "tests/releases tests/contract tests/integration tests/unit"
 DEFAULT = " and not extended"
 
 
 def calls(folders: list[str], suites: list[str], selection: str = "", arguments: str = "") -> list[str]:
-    """Programs in turn, and beside them everything else on three processes."""
+    """Programs in turn, and beside them everything else on two processes."""
     pairs = list(zip(folders, suites, strict=True))
     return [
         *(f"{folder} python -m pytest -m program{selection} {arguments}{suite}" for folder, suite in pairs),
