@@ -9,7 +9,6 @@ import pytest
 from fresh_python import CPU, ok, python
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.timeout(240)
 
 PATCHES = (
     "megatron_attention",

@@ -13,7 +13,6 @@ from fresh_python import CPU, ok, python
 from packaging.version import Version
 
 pytest.importorskip("verl")
-pytestmark = pytest.mark.timeout(600)
 
 RELEASE = Version(importlib.metadata.version("verl"))
 ALWAYS = ("torch_cpu", "process_group", "pin_memory", "sync_module_states", "vllm_version")

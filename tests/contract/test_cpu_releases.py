@@ -15,7 +15,7 @@ from fresh_python import CPU, ok, python
 
 from verl_patches.contract import PatchError
 
-pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.verl("<0.9")
 
 # Each notes what it finds, or why it fails.
 FACTS = """

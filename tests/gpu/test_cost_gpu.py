@@ -19,7 +19,7 @@ def test_the_loss_takes_a_hundredth_of_a_mini_batch_at_most(tmp_path: Path) -> N
     sizes = ["--rows", "8", "--prompt", "256", "--response", "1024", "--micro-batches", "4", "--pairs", "15"]
     figures = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), "--model", "qwen2-0.5b", "--device", "cuda", *sizes, "--json", str(figures)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     print(result.stdout)
     found = json.loads(figures.read_text())

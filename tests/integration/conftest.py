@@ -19,6 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
 CLEAN_UP_SECONDS = 60
+LONGEST_WAIT = 300
+"""Seconds that a text which starts the limit may take to be printed, as in supervise.py."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +49,36 @@ Runner = Callable[..., Finished]
 
 @pytest.fixture
 def run_program(tmp_path: Path) -> Iterator[Runner]:
-    """A function (command, *, limit, may_leave=False, cwd=tmp_path, **environment) -> Finished.
+    """A function (command, *, limit, after=None, may_leave=False, cwd=tmp_path, **environment) -> Finished.
 
-    It fails the test when the program left processes or shared memory behind, unless `may_leave`. One
-    program at a time on a machine: Ray and vLLM take all of its cores.
+    The limit in seconds counts from when the program has printed the text `after`, or from its start. It fails the
+    test when the program left processes or shared memory behind, unless `may_leave`. One program at a time on a
+    machine: Ray and vLLM take all of its cores.
     """
 
     def run(
-        command: Sequence[str], *, limit: float, may_leave: bool = False, cwd: Path = tmp_path, **environment: str
+        command: Sequence[str],
+        *,
+        limit: float,
+        after: str | None = None,
+        may_leave: bool = False,
+        cwd: Path = tmp_path,
+        **environment: str,
     ) -> Finished:
         log, report = tmp_path / "output.log", tmp_path / "report.json"
         report.unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        condition = [] if after is None else ["--after", after, str(log)]
         with log.open("wb") as sink:
             supervisor = subprocess.Popen(
-                [sys.executable, str(SUPERVISOR), str(limit), str(report), *command],
+                [sys.executable, str(SUPERVISOR), *condition, str(limit), str(report), *command],
                 cwd=cwd,
                 env={**os.environ, "PYTHONPATH": path, **environment},
                 stdout=sink,
                 stderr=subprocess.STDOUT,
             )
             try:
-                supervisor.wait(limit + CLEAN_UP_SECONDS)
+                supervisor.wait(limit + (LONGEST_WAIT if condition else 0) + CLEAN_UP_SECONDS)
             finally:
                 supervisor.terminate()
                 supervisor.wait(CLEAN_UP_SECONDS)

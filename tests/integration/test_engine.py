@@ -148,7 +148,6 @@ def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
         [sys.executable, str(script), str(worker.model_config.path), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=100,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == 0, result.stderr[-2000:]

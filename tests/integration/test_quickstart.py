@@ -85,9 +85,8 @@ def assert_recorded(step: Step, metrics: dict[str, Any]) -> None:
 
 
 def test_an_interrupt_while_engines_start_leaves_nothing(run_program: Callable[..., Any]) -> None:
-    """The limit sends SIGINT in the midst of Ray's and vLLM's start; run_program looks for what was left."""
-    finished = run_program(QUICKSTART, limit=75.0, cwd=ROOT, **environment())
+    """SIGINT comes in the midst of Ray's and vLLM's start; run_program looks for what was left."""
+    finished = run_program(QUICKSTART, limit=20.0, after="starting Ray and vLLM", cwd=ROOT, **environment())
     assert finished.timed_out
     assert finished.returncode == 130
-    assert "starting Ray and vLLM" in finished.output
     assert "no process is left" in finished.output

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 Runner = Callable[..., Any]
-pytestmark = pytest.mark.timeout(100)
 
 # A grandchild in a session of its own whose parent ends at once: what a Ray daemon looks like.
 HIDE = (
@@ -50,6 +49,14 @@ def test_leaked_shared_memory_is_found_and_removed(run_program: Runner) -> None:
     done = run_program([sys.executable, "-c", LEAK], limit=20, may_leave=True)
     assert done.leaked == [done.output.strip()]
     assert not Path("/dev/shm", done.leaked[0]).exists()
+
+
+def test_the_limit_counts_from_what_is_printed(run_program: Runner) -> None:
+    program = "import time; time.sleep(3); print('now', flush=True); time.sleep(60)"
+    done = run_program([sys.executable, "-c", program], limit=1, after="now")
+    assert done.timed_out
+    assert done.output.startswith("now")
+    assert 4 <= done.seconds < 40
 
 
 def test_the_limit_strikes_and_leaves_other_processes_alone(run_program: Runner) -> None:

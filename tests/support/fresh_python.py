@@ -25,7 +25,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**inherited, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=230,
         check=False,
     )
 

@@ -1,6 +1,9 @@
 """Runs a program under a hard time limit, ends all that it started and reports what it left behind.
 
     python supervise.py LIMIT_SECONDS REPORT.json COMMAND...
+    python supervise.py --after TEXT OUTPUT LIMIT_SECONDS REPORT.json COMMAND...
+
+The limit counts from the start, or from the time when the file OUTPUT holds TEXT.
 
 A process of its own, because it adopts the orphans of the run (Ray's daemons leave their parents and their
 process group), and because it cleans up also when the test that started it is interrupted.
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from os import environ
 from pathlib import Path
 from types import FrameType
@@ -24,13 +28,15 @@ from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, 
 TICK = 0.5
 PATIENCE = 15.0
 """Seconds that an interrupted program has to clean up, and that its daemons have to notice its end."""
+LONGEST_WAIT = 300.0
+"""Seconds within which the text must have been printed."""
 
 
 class Stop(BaseException):
     """The supervisor itself was asked to end."""
 
 
-def main(limit: float, report: Path, command: list[str]) -> None:
+def main(limit: float, report: Path, command: list[str], begun: Callable[[], bool] = lambda: True) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stop
 
@@ -42,15 +48,16 @@ def main(limit: float, report: Path, command: list[str]) -> None:
         command, env={**environ, MARKER: run_id}, stdin=subprocess.DEVNULL, start_new_session=True
     )
 
-    def until_it_ends(seconds: float) -> bool:
+    def until_it_ends(seconds: float, enough: Callable[[], bool] = lambda: False) -> bool:
         deadline = time.monotonic() + seconds
-        while program.poll() is None and time.monotonic() < deadline:
+        while program.poll() is None and time.monotonic() < deadline and not enough():
             watch.observe(lambda: processes_of_run(run_id))
             time.sleep(TICK)
         return program.poll() is not None
 
     lingering: list[str] = []
     try:
+        until_it_ends(LONGEST_WAIT, enough=begun)
         if not until_it_ends(limit):
             timed_out = True
             program.send_signal(signal.SIGINT)  # as a user would; the program must clean up behind itself
@@ -79,4 +86,10 @@ def main(limit: float, report: Path, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    arguments = sys.argv[1:]
+    condition = {}
+    if arguments[0] == "--after":
+        text, printed = arguments[1], Path(arguments[2])
+        condition = {"begun": lambda: text in printed.read_text(errors="replace")}
+        arguments = arguments[3:]
+    main(float(arguments[0]), Path(arguments[1]), arguments[2:], **condition)

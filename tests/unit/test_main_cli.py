@@ -300,7 +300,6 @@ def program(cwd: Path, words: list[str], **variables: str) -> subprocess.Complet
         env={**os.environ, **environment, **variables},
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
 

@@ -27,9 +27,7 @@ CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT
 def run(command: list[str], cwd: Path, **environment: str) -> str:
     """The standard output of a command that must succeed."""
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -119,7 +117,7 @@ def test_the_package_admits_the_releases_that_have_an_environment() -> None:
 )
 def test_the_installer_says_what_it_cannot_do(arguments: list[str], message: str, tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "install_cpu.sh"), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert message in done.stderr
     assert not list(tmp_path.iterdir()), "nothing was made"
@@ -179,7 +177,6 @@ def ways(kind: str, environment: Path, checkout: Path, wheel: Path) -> Iterator[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["checkout", "wheel", "editable"])
 def test_main_composes_its_configuration(kind: str, empty_environment: Path, checkout: Path, wheel: Path) -> None:
     """From a foreign directory, beside the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""

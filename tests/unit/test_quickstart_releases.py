@@ -63,7 +63,6 @@ def test_a_release_that_cannot_be_is_refused(arguments: list[str], environment: 
         env={"PATH": "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 2

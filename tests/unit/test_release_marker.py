@@ -67,7 +67,6 @@ def run(folder: Path, installed: str | None, *options: str, **modules: str) -> t
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

@@ -63,7 +63,6 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
         env={**kept, "NOTES": str(notes), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     called = notes.read_text().splitlines() if notes.exists() else []

@@ -12,7 +12,7 @@ SAY = "from recipe.offpolicy.voice import be_heard, logger\nbe_heard(); be_heard
 
 def said(setup: str = "", **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", setup + SAY], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", setup + SAY], env=environment, capture_output=True, text=True, check=True
     )
     return done.stderr
 

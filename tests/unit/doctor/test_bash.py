@@ -78,7 +78,6 @@ def of_bash(script: Path) -> list[list[str]]:
         env={**ENVIRONMENT, "LOG": str(log)},
         check=False,
         capture_output=True,
-        timeout=20,
     )
     calls: list[list[str]] = []
     for word in log.read_text().split("\0")[:-1]:
@@ -118,7 +117,6 @@ def test_our_launch_scripts_are_read_as_bash_runs_them(name: str, arguments: lis
         env={**environment, "LOG": str(log)},
         check=False,
         capture_output=True,
-        timeout=60,
     )
     if not log.exists():  # a release without the asynchronous trainer
         assert done.returncode == 1

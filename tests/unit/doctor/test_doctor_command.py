@@ -106,7 +106,6 @@ def test_as_a_program(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(RUN.parents[1]), "RAY_TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == 2, done.stderr[-2000:]
