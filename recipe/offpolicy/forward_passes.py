@@ -9,13 +9,15 @@ counts as different.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
 from .correction import CorrectionSpec, SpecError
+from .correction.proximal import Proximal
 from .training_noise import noise_of
 from .verl_keys.estimators import WITHOUT_PI_OLD
 from .verl_keys.reading import ACTOR, ROLLOUT, active
@@ -44,12 +46,25 @@ class Choice:
 
 def correction_of(config: DictConfig) -> Any:
     """The plain values under ``correction`` for ``CorrectionSpec.from_mapping``, with ``auto`` resolved; None if there
-    are none."""
+    are none.
+
+    Raises:
+        SpecError: ``proximal`` is nothing that there is.
+    """
     node = config.get("correction")
     values: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
-    if isinstance(values, dict) and values.get("proximal") == AUTO:
-        return values | {"proximal": choose(config).proximal}
-    return values
+    if not isinstance(values, dict) or "proximal" not in values:
+        return values
+    options = (AUTO, *get_args(Proximal))
+    if (given := values["proximal"]) not in options:
+        near = difflib.get_close_matches(str(given), options, 1)
+        raise SpecError(
+            f"{KEY}={given!r}: set one of {', '.join(options)}.",
+            key=KEY,
+            value=given,
+            overrides={KEY: (*near, AUTO)[0]},
+        )
+    return values | {"proximal": choose(config).proximal} if given == AUTO else values
 
 
 def choose(config: DictConfig) -> Choice:

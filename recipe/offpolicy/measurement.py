@@ -24,7 +24,7 @@ from .reading import Reading, of_statistics
 from .row_hash import row_hashes
 from .versions import RowVersions, token_versions
 
-Name = Literal["statistics", "attribution", "shadows", "histograms", "alignment", "rows"]
+Name = Literal["statistics", "attribution", "histograms", "alignment", "rows"]
 
 _COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
@@ -90,12 +90,11 @@ def measure(observation: Observation) -> dict[Name, Reading[Any]]:
         "response_mask": batch.response_mask,
     }
     staleness = mb.staleness(batch)
+    statistics, of_shadows = mb.decide_beside(spec, observation.shadows, batch)
     readings: dict[Name, Reading[Any]] = {
-        "statistics": of_statistics(mb.decide(spec, batch).statistics),
+        "statistics": of_statistics(statistics | of_shadows),
         "attribution": attributed(**policies, staleness=staleness if spec.proximal in OF_THE_TRAINER else None),
     }
-    if observation.shadows:
-        readings["shadows"] = of_statistics(mb.decide_shadows(spec, observation.shadows, batch))
     if not observation.trained:
         return readings
     readings["rows"] = Reading(row_hashes(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.checksums)

@@ -17,8 +17,20 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_patches import response_padding
+from verl_patches.response_padding import Padded
+
 from .batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
-from .correction import CorrectionSpec, Statistic, StepStage, proximal_log_prob, rollout_stage, step_stage, turns
+from .correction import (
+    CorrectionSpec,
+    RolloutStage,
+    Statistic,
+    StepStage,
+    proximal_log_prob,
+    rollout_stage,
+    step_stage,
+    turns,
+)
 from .correction.telemetry import Measure
 from .layout import Layout, dense
 from .reading import Reading, fetch
@@ -28,6 +40,9 @@ from .versions import RowVersions, row_versions, token_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
+LAST = "update_lr_scheduler"
+"""What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
+after the last of an update."""
 _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
 
 
@@ -41,6 +56,8 @@ class MicroBatch:
         plan: what the trainer fixed for the whole batch; None where it sent none.
         scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
         counted: raises when read if that was counted over other mini-batches than the engine's.
+        last: of the update's last mini-batch, as far as verl tells.
+        layout: where the responses stand in what the model says; None where they are cut out and padded already.
     """
 
     responses: Tensor
@@ -53,6 +70,8 @@ class MicroBatch:
     plan: SharedPlan | None = None
     scale: Tensor | None = None
     counted: Reading[None] | None = None
+    last: bool = True
+    layout: Layout | None = None
 
     @property
     def width(self) -> int:
@@ -93,6 +112,8 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         plan=tu.get_non_tensor_data(data, PLAN, None),
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
+        last=bool(tu.get_non_tensor_data(data, LAST, True)),
+        layout=layout,
     )
 
 
@@ -103,7 +124,37 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
         KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
         ValueError: level ``version``, where verl does not say which version sampled each token.
     """
-    stage = rollout_stage(
+    return _stepped(spec, _first_stage(spec, batch, measure), batch)
+
+
+def decide_beside(
+    spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
+) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
+    """All statistics of ``decide``, and what corrections that are off would have done to this micro-batch.
+
+    They see the pi_old of ``spec``.
+    """
+    stage = _first_stage(spec, batch, "all")
+    statistics = _stepped(spec, stage, batch).statistics
+    levels = {level for spec in shadows.values() for level in spec.levels}
+    needy = any(spec.needs_constants for spec in shadows.values())
+    return statistics, shadow_statistics(
+        shadows,
+        old_log_prob=stage.old_log_prob,
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.response_mask,
+        log_prob=batch.log_prob,
+        advantages=batch.advantages,
+        segment_ids=batch.turns,
+        versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
+        staleness=staleness(batch),
+        constants=_plan(batch).shadow_constants if needy else None,
+        beside=stage,
+    )
+
+
+def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> RolloutStage:
+    return rollout_stage(
         spec,
         old_log_prob=proximal(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
@@ -114,27 +165,10 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
         staleness=staleness(batch),
         measure=measure,
     )
+
+
+def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> StepStage:
     return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
-
-
-def decide_shadows(
-    spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
-) -> dict[str, Statistic]:
-    """What corrections that are off would have done to this micro-batch, beside ``spec``, whose pi_old they see."""
-    levels = {level for spec in shadows.values() for level in spec.levels}
-    needy = any(spec.needs_constants for spec in shadows.values())
-    return shadow_statistics(
-        shadows,
-        old_log_prob=proximal(spec, batch),
-        rollout_log_prob=batch.rollout_log_prob,
-        response_mask=batch.response_mask,
-        log_prob=batch.log_prob,
-        advantages=batch.advantages,
-        segment_ids=batch.turns,
-        versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
-        staleness=staleness(batch),
-        constants=_plan(batch).shadow_constants if needy else None,
-    )
 
 
 def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
@@ -193,10 +227,27 @@ def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | N
     Args:
         layout: of ``data``, where it is known already.
     """
-    log_probs: Tensor = model_output["log_probs"]
+    log_probs = model_output["log_probs"]
+    if isinstance(log_probs, Padded):
+        return log_probs.tensor
     if _is_padded(log_probs):
         return log_probs
     return (layout or Layout.of(data)).responses_of(flat(log_probs))
+
+
+def with_padded(model_output: Mapping[str, Any], batch: MicroBatch) -> Mapping[str, Any]:
+    """The model's output with what verl's loss reads of it padded already, which it takes from here on.
+
+    Raises:
+        PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
+    """
+    if batch.layout is None:
+        return model_output
+    response_padding.install()
+    changed = {**model_output, "log_probs": Padded(batch.log_prob)}
+    if model_output.get("entropy") is not None:
+        changed["entropy"] = Padded(batch.layout.responses_of(flat(model_output["entropy"])))
+    return changed
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:

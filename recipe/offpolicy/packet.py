@@ -4,11 +4,11 @@ verl gathers the metrics of all micro-batches and ranks into lists before the tr
 rides along as one opaque object a micro-batch and is taken out before that reduction.
 
 Until it leaves the worker a packet holds the rows that it reports on, as tensors on their device. All packets of one
-loss share a ``Ledger``. Whichever of them leaves first, be it into ``all_gather_object`` at the end of a mini-batch,
-into Ray's answer, or into ``take_packets`` where nothing leaves the process, is pickled or read, and that settles all
-of them: rows are measured together, and their numbers come to the host by one transfer. What was measured of several
-micro-batches is in the packet of the first. A packet that nobody wants, as on a rank that verl does not collect from,
-takes its rows with it, unmeasured.
+loss share a ``Ledger``. verl gathers metrics after every mini-batch: a packet that leaves before the update's last
+mini-batch is left waiting here, and its copy goes without numbers. The first to leave after that, be it into
+``all_gather_object``, into Ray's answer, or into ``take_packets`` where nothing leaves the process, takes those of the
+whole update along: rows are measured together, and their numbers come to the host by one transfer. A packet that nobody
+wants, as on a rank that verl does not collect from, takes its rows with it, unmeasured.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from .alignment import Tally
 from .correction import Statistic
+from .correction.statistics import merge_all
 from .measurement import Name, Observation, measure, together
 from .proof import Proof
 from .reading import Reading, fetch
@@ -42,6 +43,8 @@ class Packet:
         histograms: of these masks, see ``calibration.online_histogram``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
+
+    Statistics, rows, histograms and alignment are those of all packets that waited with it.
     """
 
     fingerprint: int
@@ -55,15 +58,16 @@ class Packet:
     def __post_init__(self) -> None:
         self._ledger: Ledger | None = None
         self._observed: Observation | None = None
-        self._readings: dict[Name, Reading[Any]] = {}
+        self._readings: list[dict[Name, Reading[Any]]] = []
 
     def settle(self) -> None:
-        """Have everything on the host."""
+        """Have everything on the host, of all packets that wait with this one."""
         if self._ledger is not None:
-            self._ledger.settle()
+            self._ledger.settle(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()
+        if self._ledger is not None:
+            self._ledger.leave(self)
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,57 +75,72 @@ class Packet:
 
     def _take(self, name: Name, found: Any) -> None:
         match name:
-            case "statistics" | "attribution" | "shadows":
-                self.statistics = self.statistics | found
+            case "statistics" | "attribution":
+                self.statistics = merge_all([self.statistics, found])
             case "histograms":
-                self.histograms = found
+                self.histograms = merge_all([self.histograms, found])
             case "alignment":
-                self.alignment = found
+                self.alignment = found if self.alignment is None else self.alignment + found
             case "rows":
-                self.rows = found
+                self.rows = self.rows + found
 
 
 class Ledger:
-    """The packets of one loss that are not settled. It keeps none of them alive, and never leaves its process."""
+    """The packets of one loss that are not settled. It never leaves its process.
+
+    It keeps none of them alive but those that have left before the last mini-batch of their update.
+    """
 
     def __init__(self) -> None:
         self._packets: list[weakref.ref[Packet]] = []
+        self._kept: list[Packet] = []
+        self._more = False
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()
 
-    def enter(self, packet: Packet, observation: Observation) -> None:
-        """Let ``packet`` report on ``observation``."""
+    def enter(self, packet: Packet, observation: Observation, *, more: bool = False) -> None:
+        """Let ``packet`` report on ``observation``.
+
+        Args:
+            more: the update has another mini-batch after this one.
+        """
         waiting = [other for other in self._alive() if other._observed is not None]
         if waiting and not _fit(waiting, observation):
             self._measure()
+        self._more = more
         packet._ledger, packet._observed = self, observation
         self._packets = [*(weakref.ref(other) for other in self._alive()), weakref.ref(packet)]
         if observation.batch.response_mask.numel() >= AT_ONCE:
             self._measure()
 
-    def settle(self) -> None:
-        """Measure what waits, and fetch all numbers."""
+    def leave(self, packet: Packet) -> None:
+        """Before a copy of ``packet`` goes: settle, or keep it until the last mini-batch."""
+        if not self._more:
+            self.settle(packet)
+        elif all(packet is not kept for kept in self._kept):
+            self._kept.append(packet)
+
+    def settle(self, packet: Packet) -> None:
+        """Measure what waits, fetch all numbers, and hand them to ``packet``."""
         self._measure()
-        packets = [packet for packet in self._alive() if packet._readings]
-        found = iter(fetch([reading for packet in packets for reading in packet._readings.values()]))
-        for packet in packets:
-            for name in packet._readings:
-                packet._take(name, next(found))
-            packet._readings = {}
-        for packet in self._alive():
-            packet._ledger = None
-        self._packets = []
+        alive = self._alive()
+        readings = [pair for other in alive for found in other._readings for pair in found.items()]
+        for (name, _), found in zip(readings, fetch([reading for _, reading in readings]), strict=True):
+            packet._take(name, found)
+        for other in alive:
+            other._ledger, other._readings = None, []
+        self._packets, self._kept = [], []
 
     def _alive(self) -> list[Packet]:
         return [packet for reference in self._packets if (packet := reference()) is not None]
 
     def _measure(self) -> None:
-        """Turn the rows that wait into numbers on the device, which the first of their packets keeps."""
+        """Turn the rows that wait into numbers on the device, which the last of their packets keeps."""
         waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
         if not waiting:
             return
-        waiting[0][0]._readings = measure(together([observed for _, observed in waiting]))
+        waiting[-1][0]._readings.append(measure(together([observed for _, observed in waiting])))
         for packet, _ in waiting:
             packet._observed = None
 

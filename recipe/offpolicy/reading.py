@@ -7,7 +7,7 @@ something returns a ``Reading``, readings are kept, and ``fetch`` brings any num
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -49,7 +49,11 @@ def fetch(readings: Sequence[Reading[Any]]) -> list[Any]:
 
 
 def of_statistics(statistics: Mapping[str, Statistic]) -> Reading[dict[str, Statistic]]:
-    """The same statistics in floats; a part that several of them share travels once, one that is a float does not."""
+    """The same statistics in floats; a part that several of them share travels once, one that is a float does not.
+
+    Args:
+        statistics: with parts of float64, detached, or floats.
+    """
     places: dict[int, int] = {}
     parts: list[Tensor] = []
     for statistic in statistics.values():
@@ -63,8 +67,8 @@ def of_statistics(statistics: Mapping[str, Statistic]) -> Reading[dict[str, Stat
         def number(part: Tensor | float) -> float:
             return numbers[places[id(part)]] if isinstance(part, Tensor) else part
 
-        return {name: replace(one, parts=tuple(map(number, one.parts))) for name, one in kept.items()}
+        return {name: Statistic(one.reduction, tuple(map(number, one.parts)), one.about) for name, one in kept.items()}
 
     if not parts:
         return Reading(torch.zeros(0, dtype=torch.float64), says)
-    return Reading(torch.stack([part.detach().double() for part in parts]), says)
+    return Reading(torch.stack(parts), says)

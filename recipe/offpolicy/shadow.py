@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .correction import BatchConstants, CorrectionSpec, SpecError, Statistic, rollout_stage, step_stage
+from .correction import BatchConstants, CorrectionSpec, RolloutStage, SpecError, Statistic, rollout_stage, step_stage
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
 _KEY = "offpolicy.shadow"
@@ -38,6 +38,7 @@ def shadow_statistics(
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
     constants: Mapping[str, BatchConstants] | None = None,
+    beside: RolloutStage | None = None,
 ) -> dict[str, Statistic]:
     """What each correction would have kept and weighed, under ``shadow/<name>/``; see ``correction.catalogue``.
 
@@ -47,6 +48,7 @@ def shadow_statistics(
         segment_ids, versions: (B, T) integers, for the levels that need them.
         staleness: (B,) integers; accepted as the stages accept it.
         constants: name -> what is fixed for the batch; None: these rows are the whole batch.
+        beside: measured stage of the correction that is on, for the very same tensors; spares what all of them share.
 
     Raises:
         ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
@@ -67,6 +69,7 @@ def shadow_statistics(
                 staleness=staleness,
                 constants=(constants or {}).get(name),
                 measure="decisions",
+                beside=beside,
             )
             step = step_stage(spec, stage, log_prob=log_prob, advantages=advantages)
         except ValueError as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .correction.dialects.verl import verl_rejections, verl_weight_bounds
 from .correction.ratios import EXP_CLAMP
+from .correction.rows import Rows, rows_of
 from .correction.spec import SpecError
 from .verl_helper.by_torch import TorchBatch
 from .verl_helper.columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
@@ -23,7 +24,6 @@ from .verl_helper.metrics import (
     total_rejection_metrics,
     weight_metrics,
 )
-from .verl_helper.rows import Rows
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -70,7 +70,7 @@ def verl_rollout_correction(
         ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
     """
     tensors = (old_log_prob, rollout_log_prob, response_mask)
-    rows = Rows.of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    rows = rows_of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     if rollout_is not in (None, "token", "sequence"):
         raise SpecError(f"rollout_is={rollout_is!r}: set one of null, token, sequence.")
     weight = _weight(rollout_is_threshold) if rollout_is else None

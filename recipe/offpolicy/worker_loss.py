@@ -57,6 +57,7 @@ class OffPolicyLoss:
         verl_loss: the base loss as verl runs it.
         base_loss: the same, with the KL term as the correction wants it.
         ledger: of the packets that this process has made and not sent; None: they report nothing.
+        takes_padded: the base loss takes what ``micro_batch.with_padded`` gives.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class OffPolicyLoss:
         self.moving = dict(moving or {})
         self.fingerprint = fingerprint(spec, self.moving)
         self.ledger: Ledger | None = Ledger()
+        self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
         if spec.kl_clip is not None:
@@ -111,7 +113,8 @@ class OffPolicyLoss:
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             rows = replace(batch, log_prob=batch.log_prob.detach())
-            self.ledger.enter(packet, Observation(rows, self.spec, self.shadows, self.moving, trained))
+            observation = Observation(rows, self.spec, self.shadows, self.moving, trained)
+            self.ledger.enter(packet, observation, more=not batch.last)
         return packet
 
     def uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
@@ -141,6 +144,8 @@ class OffPolicyLoss:
         # The one transfer of a micro-batch: what has to be known before the backward pass.
         fetch(self._guards(batch))
         statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
+        if self.takes_padded:
+            model_output = mb.with_padded(model_output, batch)
         loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
         return loss, metrics, statistics
 

@@ -1,12 +1,13 @@
-"""What a correction costs in the worker: forward and backward pass of a mini-batch with verl's loss, and with ours.
+"""What a correction costs in the worker: forward and backward passes of an update with verl's loss, and with ours.
 
-    python scripts/benchmark/worker_stage.py [--model quickstart] [--rows 64] [--micro-batches 1] [--json FILE]
+    python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
 
 The model's forward pass, verl's ``ppo_loss`` (A) or the same with a correction in it (B), the backward pass, of each
-micro-batch; then the packets are pickled, as verl gathers metrics after each mini-batch, so that B's statistics are
-measured and fetched. The optimizer step is left out, and so is what verl's engine does around a forward pass. Weight,
-masks, a shadow, statistics and attribution are on; the proof of the first update is not. A and B take turns, in turn
-first; medians. On a CPU: CPU seconds of one thread; on a GPU: wall seconds between synchronisations.
+micro-batch; the packets are pickled after each mini-batch, as verl gathers metrics, so that B's statistics are measured
+and fetched after the last. Optimizer steps are left out, and so is what verl's engine does around a forward pass. The
+quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on another one as well; the proof
+of the first update is off. A and B take turns, in turn first; medians. On a CPU: CPU seconds of one thread; on a GPU:
+wall seconds between synchronisations.
 """
 
 from __future__ import annotations
@@ -61,24 +62,31 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a mini-batch.
+    """Of an update; by default those of the quickstart.
 
     Attributes:
         rows: of a micro-batch.
         prompt: tokens of each prompt.
         response: tokens of the longest response; the others have half of it or more.
-        micro_batches: of the mini-batch.
+        micro_batches: of a mini-batch.
+        mini_batches: of the update.
     """
 
     rows: int = 64
     prompt: int = 13
     response: int = 10
     micro_batches: int = 1
+    mini_batches: int = 2
+
+    @property
+    def in_all(self) -> int:
+        """Micro-batches of the update."""
+        return self.micro_batches * self.mini_batches
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one mini-batch: of everything, and those of them in calls of the loss and in packing its metrics."""
+    """Seconds of one update: of everything, and those of them in calls of the loss and in packing its metrics."""
 
     whole: float
     loss: float
@@ -116,11 +124,16 @@ def model_of(name: str, device: str) -> Any:
     return model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
-def micro_batch(model: Any, sizes: Sizes, seed: int) -> TensorDict:
-    """Rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart."""
+def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> TensorDict:
+    """Rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
+
+    Args:
+        last: of the update's last mini-batch.
+    """
     from verl.utils import tensordict_utils as tu
 
     from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+    from recipe.offpolicy.micro_batch import LAST
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -155,7 +168,7 @@ def micro_batch(model: Any, sizes: Sizes, seed: int) -> TensorDict:
     data["rollout_log_probs"] = nested([row + apart for row, apart in zip(old, noise, strict=True)])
     tokens = int(lengths.sum()) * sizes.micro_batches
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=sizes.rows * sizes.micro_batches)
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1)})
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1), LAST: last})
     return data
 
 
@@ -171,25 +184,27 @@ def log_probs(model: Any, data: TensorDict) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(flat[there], ids.offsets())
 
 
-def mini_batch(model: Any, batches: Sequence[TensorDict], loss: Loss) -> Spent:
-    """Gradients of one mini-batch, and its metrics as they leave the worker."""
+def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
+    """Gradients of each mini-batch, and its metrics as they leave the worker."""
     clock = _clock(next(model.parameters()).device)
-    model.zero_grad(set_to_none=True)
-    metrics, in_loss, start = [], 0.0, clock()
-    for data in batches:
-        output = {"log_probs": log_probs(model, data)}
+    in_loss, start = 0.0, clock()
+    for micro_batches in mini_batches:
+        model.zero_grad(set_to_none=True)
+        metrics = []
+        for data in micro_batches:
+            output = {"log_probs": log_probs(model, data)}
+            called = clock()
+            value, found = loss(model_output=output, data=data)
+            in_loss += clock() - called
+            metrics.append(found)
+            value.backward()
         called = clock()
-        value, found = loss(model_output=output, data=data)
+        pickle.dumps(metrics)
         in_loss += clock() - called
-        metrics.append(found)
-        value.backward()
-    called = clock()
-    pickle.dumps(metrics)
-    end = clock()
-    return Spent(whole=end - start, loss=in_loss + end - called)
+    return Spent(whole=clock() - start, loss=in_loss)
 
 
-def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, Any]:
+def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = False) -> dict[str, Any]:
     """The figures, with their units in their names."""
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -203,21 +218,27 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, Any]:
         strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=sizes.rows
     )
     model = model_of(name, device)
-    batches = [micro_batch(model, sizes, seed) for seed in range(sizes.micro_batches)]
-    shadow = CorrectionSpec.from_mapping(SHADOW)
+    batches = [
+        [
+            micro_batch(model, sizes, mini * sizes.micro_batches + micro, last=mini == sizes.mini_batches - 1)
+            for micro in range(sizes.micro_batches)
+        ]
+        for mini in range(sizes.mini_batches)
+    ]
+    shadows = {"tis_sequence": CorrectionSpec.from_mapping(SHADOW)} if shadow else {}
     losses: dict[str, Loss] = {
         "verl": partial(ppo_loss, config),
-        "ours": OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows={"tis_sequence": shadow}),
+        "ours": OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows),
     }
     for loss in losses.values():
-        mini_batch(model, batches, loss)
+        update(model, batches, loss)
     spent: dict[str, list[Spent]] = {who: [] for who in losses}
     for turn in range(pairs):
         for who in ("verl", "ours") if turn % 2 else ("ours", "verl"):
-            spent[who].append(mini_batch(model, batches, losses[who]))
+            spent[who].append(update(model, batches, losses[who]))
     whole = {who: [one.whole for one in taken] for who, taken in spent.items()}
-    in_loss = {who: statistics.median(one.loss for one in taken) for who, taken in spent.items()}
-    verl = statistics.median(whole["verl"])
+    in_loss = {who: statistics.median(one.loss for one in taken) / sizes.in_all for who, taken in spent.items()}
+    verl, ours = (statistics.median(whole[who]) / sizes.in_all for who in ("verl", "ours"))
     return {
         "model": name,
         "device": device if device == "cpu" else torch.cuda.get_device_name(),
@@ -225,9 +246,11 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, Any]:
         "prompt": sizes.prompt,
         "response": sizes.response,
         "micro_batches": sizes.micro_batches,
+        "mini_batches": sizes.mini_batches,
         "pairs": pairs,
+        "shadow": shadow,
         "verl_seconds": verl,
-        "seconds": statistics.median(whole["ours"]),
+        "seconds": ours,
         "verl_loss_seconds": in_loss["verl"],
         "loss_seconds": in_loss["ours"],
         "time_ratio": statistics.median(b / a for a, b in zip(whole["verl"], whole["ours"], strict=True)),
@@ -238,10 +261,11 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str) -> dict[str, Any]:
 def shown(found: dict[str, Any]) -> str:
     """The figures in words."""
     return (
-        f"{found['model']} on {found['device']}: {found['micro_batches']} micro-batch(es) of {found['rows']} rows, "
-        f"{found['prompt']} + {found['response']} tokens at most, {found['pairs']} pairs\n"
-        f"forward and backward with verl's loss: {1e3 * found['verl_seconds']:.1f} ms, with a correction: "
-        f"{1e3 * found['seconds']:.1f} ms, median ratio of a pair {found['time_ratio']:.3f}\n"
+        f"{found['model']} on {found['device']}: updates of {found['mini_batches']} x {found['micro_batches']} "
+        f"micro-batches of {found['rows']} rows, {found['prompt']} + {found['response']} tokens at most, "
+        f"{found['pairs']} pairs\n"
+        f"forward and backward of a micro-batch with verl's loss: {1e3 * found['verl_seconds']:.1f} ms, "
+        f"with a correction: {1e3 * found['seconds']:.1f} ms, median ratio of a pair {found['time_ratio']:.3f}\n"
         f"of it in the loss and its metrics: {1e3 * found['verl_loss_seconds']:.2f} ms and "
         f"{1e3 * found['loss_seconds']:.2f} ms; the difference is {100 * found['share_in_loss']:.1f} % of A"
     )
@@ -272,13 +296,21 @@ def _quickstart() -> Any:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="quickstart")
-    for name, value in (("rows", 64), ("prompt", 13), ("response", 10), ("micro-batches", 1), ("pairs", 25)):
+    for name, value in (
+        ("rows", 64),
+        ("prompt", 13),
+        ("response", 10),
+        ("micro-batches", 1),
+        ("mini-batches", 2),
+        ("pairs", 25),
+    ):
         parser.add_argument(f"--{name}", type=_count, default=value)
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--shadow", action="store_true", help="report on sequence weights beside the correction")
     given = parser.parse_args(arguments)
-    sizes = Sizes(given.rows, given.prompt, given.response, given.micro_batches)
-    found = compare(given.model, sizes, given.pairs, given.device)
+    sizes = Sizes(given.rows, given.prompt, given.response, given.micro_batches, given.mini_batches)
+    found = compare(given.model, sizes, given.pairs, given.device, shadow=given.shadow)
     print(shown(found))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, StepStage, rollout_stage, step_stage
+from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, Statistic, StepStage, rollout_stage, step_stage
+from recipe.offpolicy.reading import fetch, of_statistics
 
 GSM: dict[str, Any] = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.99, upper=1.01, when="any")
 TIS: dict[str, Any] = dict(level="token", kind="truncate", lower=None, upper=2.0)
@@ -33,6 +34,11 @@ def spec(weight: Mapping[str, Any] | None = None, **masks: Mapping[str, Any]) ->
 
 def tensor(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.as_tensor(values, dtype=dtype)
+
+
+def on_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
+    """The same in floats, as they leave a worker."""
+    return dict(fetch([of_statistics(statistics)])[0])
 
 
 def first_stage(

@@ -25,7 +25,7 @@ from recipe.offpolicy.correction import (
     step_stage,
 )
 
-examples = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+examples = settings(max_examples=60, derandomize=True, database=None)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "worker_stage.py"
-SIZES = {"rows": 3, "prompt": 2, "response": 4, "micro_batches": 2, "pairs": 2}
+SIZES = {"rows": 3, "prompt": 2, "response": 4, "micro_batches": 2, "mini_batches": 3, "pairs": 2}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,12 +19,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
-    result = run("--model", "tiny", *sizes, "--json", str(tmp_path / "figures.json"))
+    result = run("--model", "tiny", *sizes, "--shadow", "--json", str(tmp_path / "figures.json"))
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads((tmp_path / "figures.json").read_text())
     share = found.pop("share_in_loss")
     assert {name: found.pop(name) for name in SIZES} == SIZES
-    assert (found.pop("model"), found.pop("device")) == ("tiny", "cpu")
+    assert (found.pop("model"), found.pop("device"), found.pop("shadow")) == ("tiny", "cpu", True)
     assert set(found) == {"verl_seconds", "seconds", "verl_loss_seconds", "loss_seconds", "time_ratio"}
     assert all(value > 0 for value in found.values())
     extra = found["loss_seconds"] - found["verl_loss_seconds"]

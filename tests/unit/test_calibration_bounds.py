@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corrections import on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import NONE, drawn_rows
@@ -21,7 +22,7 @@ from recipe.offpolicy.calibration.scores import Scores, scores_of
 from recipe.offpolicy.calibration.tables import remarks
 from recipe.offpolicy.calibration.thresholds import for_kept_share, kept_share, needed
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
-from recipe.offpolicy.correction.statistics import merge_all, to_host
+from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step
 
 GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
@@ -156,7 +157,7 @@ def test_rejecting_weight() -> None:
     assert replayed_share(with_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     aggregate=st.sampled_from(["product", "geometric", "any", "k1_sum", "k1_max", "k2_mean", "k3_sum", "tv_max"]),
@@ -350,7 +351,7 @@ def test_whole_corrections_are_replayed_by_the_stages() -> None:
         rollout = {name: tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")}
         stage = rollout_stage(spec, **rollout)
         after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
-        logged.append(to_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
+        logged.append(on_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
     merged = merge_all(logged)
     whole = joint(steps, spec)
     assert 0 < whole.rows < 1

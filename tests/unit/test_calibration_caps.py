@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corrections import on_host
 from recordings import NONE, drawn_rows
 
 from recipe.offpolicy.calibration.caps import ess_curve, ess_within, for_ess
 from recipe.offpolicy.calibration.parts import Part, parts_of, with_values
 from recipe.offpolicy.calibration.scores import Scores, scores_of
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
-from recipe.offpolicy.correction.statistics import merge_all, to_host
+from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Rows, Step
 
 TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
@@ -46,7 +47,7 @@ def logged_ess(spec: CorrectionSpec, *steps: Rows) -> float:
         tensors = rows.padded("rollout_log_prob", "old_log_prob", "turn")
         tensors["segment_ids"] = tensors.pop("turn").long()
         stage = rollout_stage(spec, **tensors)
-        seen.append(to_host({"ess": stage.statistics["weight/ess"]}))
+        seen.append(on_host({"ess": stage.statistics["weight/ess"]}))
     return merge_all(seen)["ess"].value()
 
 

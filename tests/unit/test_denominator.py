@@ -58,7 +58,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches())
 def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     mask, keep, loss = batch

@@ -91,7 +91,7 @@ def assert_like_skyrl(keys: dict[str, Any], data: list[Row]) -> None:
         torch.testing.assert_close(got[i, : len(values)], expected, rtol=2e-6, atol=0)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(skyrl_keys(), rows)
 def test_skyrl_decides_the_same(keys: dict[str, Any], data: list[Row]) -> None:
     assert_like_skyrl(keys, data)

@@ -63,7 +63,7 @@ trl_keys = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(trl_keys, rows, st.data())
 def test_trl_decides_the_same(keys: dict[str, Any], data: list[Row], draw: st.DataObject) -> None:
     log_rho, mask = rectangle(data)

@@ -98,7 +98,7 @@ def test_every_rejection_option_of_the_installed_verl_is_known() -> None:
     assert set(THRESHOLDS) == SUPPORTED_ROLLOUT_RS_OPTIONS
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.fixed_dictionaries(
         {

@@ -202,6 +202,13 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(
     assert (choice.proximal, choice.said) == ("recompute", "")
 
 
+@pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
+def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
+    with pytest.raises(SpecError, match="set one of auto, recompute, bypass, reuse, loglinear") as caught:
+        correction_of(configuration(proximal=given))
+    assert caught.value.overrides == {"correction.proximal": mend}
+
+
 @pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
 def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration: Configuration) -> None:
     config = configuration({"correction.weight.ratio": "full"}, proximal=proximal)

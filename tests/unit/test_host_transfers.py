@@ -26,6 +26,7 @@ from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPl
 from recipe.offpolicy.calibration.online_bounds import bounds_of
 from recipe.offpolicy.calibration.online_histogram import Side
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.micro_batch import LAST
 from recipe.offpolicy.packet import METRIC_KEY, Packet, take_packets
 from recipe.offpolicy.worker_loss import OffPolicyLoss
 
@@ -187,6 +188,42 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
     assert "shadow/shadowed/keep_token_share" in arrived[0].statistics
     assert ("gsm/distance" in arrived[0].histograms) == bool(loss.moving)
     assert sum(len(packet.rows) for packet in arrived) == (0 if correction.is_none else 12)
+
+
+def test_mini_batches_before_the_last_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl gathers metrics after each, and keeps only what it gathered."""
+    from verl.utils import tensordict_utils as tu
+
+    correction = spec(gsm=band(0.9, 1.1))
+    loss, gathered = loss_of(correction), []
+    for seed, lengths in enumerate(LENGTHS):
+        model_output, data = micro_batch(correction, lengths, seed)
+        last = seed == len(LENGTHS) - 1
+        tu.assign_non_tensor(data, **{LAST: last})
+        _, metrics = loss(model_output, data)
+        with watched(monkeypatch) as seen:
+            gathered.append(pickle.loads(pickle.dumps(metrics)))
+            pickle.dumps(metrics)
+        assert (seen.waits, seen.fetches) == ([], [4] if last else [])
+        assert bool(gathered[-1][METRIC_KEY].rows) == last
+    tokens = sum(length - length // 4 for lengths in LENGTHS for length in lengths)
+    assert gathered[-1][METRIC_KEY].statistics["keep/token_share"].parts[1] == tokens
+    assert len(gathered[-1][METRIC_KEY].rows) == 12
+
+
+def test_packets_that_nobody_wants_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a rank whose metrics verl drops: only what has been asked for waits for the last mini-batch."""
+    from verl.utils import tensordict_utils as tu
+
+    correction = spec(gsm=band(0.9, 1.1))
+    loss, kept = loss_of(correction), []
+    for seed, lengths in enumerate(LENGTHS):
+        model_output, data = micro_batch(correction, lengths, seed)
+        tu.assign_non_tensor(data, **{LAST: seed == len(LENGTHS) - 1})
+        _, metrics = loss(model_output, data)
+        if seed:
+            kept.append(pickle.loads(pickle.dumps(metrics))[METRIC_KEY])
+    assert [len(packet.rows) for packet in kept] == [0, 8]
 
 
 @pytest.mark.parametrize(

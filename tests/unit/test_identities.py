@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from corrections import GSM, TIS, opsm, spec, values
+from corrections import GSM, TIS, on_host, opsm, spec, values
 from drawn import Rows, batches, constants_of, corrections, decide, examples, masks, weights
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
-from recipe.offpolicy.correction.statistics import merge_all, to_host
+from recipe.offpolicy.correction.statistics import merge_all
 
 MEANS = ("geometric", "any", "k1_mean", "k1_max", "k2_mean", "k2_max", "k3_max", "tv_max", "binary_tv")
 
@@ -166,7 +166,7 @@ def test_micro_batches_add_up_to_the_whole(correction: CorrectionSpec, rows: Row
     constants = constants_of(correction, rows)
     parts = [decide(correction, rows[part], constants) for part in (slice(0, low), slice(low, high), slice(high, None))]
     whole = decide(correction, rows)
-    merged = merge_all(to_host(part.statistics) for part in parts)
+    merged = merge_all(on_host(part.statistics) for part in parts)
     together = replace(
         whole,
         weight=torch.cat([part.weight for part in parts]),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from corrections import tensor
+from corrections import on_host, tensor
 from hypothesis import given
 from hypothesis import strategies as draw
 from torch import Tensor
@@ -20,14 +20,14 @@ SUM, MEAN, STD, ESS, CHI2 = (Reduction(name) for name in ("sum", "mean", "std", 
 
 
 def moments(weights: Tensor) -> Moments:
-    weights = weights.double()
-    empty = not weights.numel()
+    above = weights.double() - 1
+    empty = not above.numel()
     return Moments(
-        excess=(weights - 1).sum(),
-        square=(weights - 1).square().sum(),
-        count=torch.tensor(float(weights.numel()), dtype=torch.float64),
-        least=torch.tensor(math.inf if empty else weights.min().item()),
-        greatest=torch.tensor(-math.inf if empty else weights.max().item()),
+        excess=above.sum(),
+        square=above.square().sum(),
+        count=torch.tensor(float(above.numel()), dtype=torch.float64),
+        least=torch.tensor(math.nan if empty else above.min().item()),
+        greatest=torch.tensor(math.nan if empty else above.max().item()),
     )
 
 
@@ -72,8 +72,8 @@ def test_weights_of_0_have_no_effective_sample() -> None:
 def test_merge_by_hand() -> None:
     """Means travel as sum and count: 1 token of 5 and 3 of 1 give (5 + 3) / 4 = 2, not (5 + 1) / 2 = 3."""
     assert Statistic(MEAN, (5.0, 1.0)).merge(Statistic(MEAN, (3.0, 3.0))).value() == 2.0
-    assert Statistic(Reduction.MIN, (1.0,)).merge(Statistic(Reduction.MIN, (-1.0,))).value() == -1.0
-    assert Statistic(Reduction.MAX, (1.0,)).merge(Statistic(Reduction.MAX, (-1.0,))).value() == 1.0
+    assert Statistic(Reduction.MIN, (1.0, 2.0)).merge(Statistic(Reduction.MIN, (-1.0, 1.0))).value() == -1.0
+    assert Statistic(Reduction.MAX, (1.0, 2.0)).merge(Statistic(Reduction.MAX, (-1.0, 1.0))).value() == 1.0
     assert Statistic(SUM, (1.0,)).merge(Statistic(SUM, (2.0,))).value() == 3.0
 
 
@@ -102,14 +102,21 @@ def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float
     assert result == pytest.approx(expected(size), rel=1e-6)
 
 
-def test_to_host_moves_values_and_leaves_floats() -> None:
-    statistics = moments(tensor([1.0, 5.0])).statistics("w") | {"c": st.total(torch.tensor(3))}
-    host = st.to_host(statistics)
+def test_extremes_of_nothing_do_not_count() -> None:
+    """Whatever stands there."""
+    nothing, some = Statistic(Reduction.MAX, (9.0, 0.0), about=1.0), Statistic(Reduction.MAX, (2.0, 1.0), about=1.0)
+    assert nothing.merge(some).value() == some.merge(nothing).value() == 3.0
+    assert math.isnan(nothing.merge(nothing).value())
+
+
+def test_floats_stay_what_they_are() -> None:
+    statistics = moments(tensor([1.0, 5.0])).statistics("w") | {"c": st.total(torch.tensor(3.0, dtype=torch.float64))}
+    host = on_host(statistics)
     assert {name: one.value() for name, one in host.items()} == {name: one.value() for name, one in statistics.items()}
     assert all(type(part) is float for one in host.values() for part in one.parts)
     assert [one.reduction for one in host.values()] == [one.reduction for one in statistics.values()]
-    assert st.to_host({}) == {}
-    assert st.to_host(host) == host
+    assert on_host({}) == {}
+    assert on_host(host) == host
 
 
 def test_merge_all_merges_by_name() -> None:

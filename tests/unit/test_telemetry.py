@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from corrections import GSM, TIS, band, opsm, run, spec, values
+from corrections import GSM, TIS, band, on_host, opsm, run, spec, values
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 from torch import Tensor
@@ -26,7 +26,7 @@ from recipe.offpolicy.correction import (
     step_stage,
 )
 from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, markdown
-from recipe.offpolicy.correction.statistics import merge_all, to_host
+from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.shadow import shadow_statistics
 
 NAN = math.nan
@@ -458,7 +458,7 @@ def test_chi2_near_1_in_float32() -> None:
 # Any split --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     draw.sampled_from(sorted(CORRECTIONS)),
     draw.integers(0, 2**16),
@@ -479,19 +479,19 @@ def test_any_split_of_the_rows_merges_to_the_whole(name: str, seed: int, cuts: l
     _, whole = stages(correction, batch, constants)
     bounds = [0, *sorted(cuts), 12]
     parts = [order[low:high] for low, high in itertools.pairwise(bounds)]
-    merged = merge_all(to_host(stages(correction, batch[part], constants)[1].statistics) for part in parts)
+    merged = merge_all(on_host(stages(correction, batch[part], constants)[1].statistics) for part in parts)
     assert {key: one.value() for key, one in merged.items()} == pytest.approx(
         values(whole), rel=1e-9, abs=1e-12, nan_ok=True
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(draw.integers(0, 2**16), draw.integers(0, 12))
 def test_shadows_merge_to_the_whole(seed: int, cut: int) -> None:
     batch = random_batch(seed)
     shadows = {name: one for name, one in CORRECTIONS.items() if not one.is_none and not one.needs_constants}
     whole, one, two = (shadow(shadows, part) for part in (batch, batch[:cut], batch[cut:]))
-    merged = merge_all((to_host(one), to_host(two)))
+    merged = merge_all((on_host(one), on_host(two)))
     assert {key: one.value() for key, one in merged.items()} == pytest.approx(
         {key: one.value() for key, one in whole.items()}, rel=1e-9, abs=1e-12, nan_ok=True
     )

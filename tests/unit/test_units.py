@@ -27,7 +27,7 @@ def units(level: str) -> Units:
 
 def test_by_sequence() -> None:
     unit = units("sequence")
-    assert unit.shape == (3, 1)
+    assert unit.tokens.shape == (3, 1)
     assert unit.total(VALUES).tolist() == [[7.0], [8.0], [0.0]]
     assert unit.mean(VALUES).tolist() == [[7 / 3], [8.0], [0.0]]
     assert unit.greatest(VALUES).tolist() == [[4.0], [8.0], [-INF]]
@@ -37,7 +37,7 @@ def test_by_sequence() -> None:
 
 def test_by_token() -> None:
     unit = units("token")
-    assert unit.shape == (3, 4)
+    assert unit.tokens.shape == (3, 4)
     assert unit.total(VALUES).tolist() == unit.mean(VALUES).tolist() == VALUES.tolist()
     assert unit.greatest(VALUES).tolist() == [[1.0, 2.0, -INF, 4.0], [8.0, -INF, -INF, -INF], [-INF] * 4]
     assert unit.tokens.tolist() == VALID.double().tolist()
@@ -97,7 +97,7 @@ def test_without_tokens(level: str, shape: tuple[int, int]) -> None:
     empty = torch.zeros(shape)
     unit = units_of(level, empty.bool(), empty.long())  # type: ignore[arg-type]
     assert unit.spread(unit.total(empty)).shape == unit.spread(unit.greatest(empty)).shape == shape
-    assert unit.mean(empty).shape == unit.shape
+    assert unit.mean(empty).shape == unit.tokens.shape
 
 
 def test_sums_are_in_float64() -> None:

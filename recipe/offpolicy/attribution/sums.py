@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..correction.ratios import divergence, log_ratio, valid_tokens
+from ..correction.ratios import divergence
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
 """log mu at which one bin of probability ends: 0.001, 0.01, 0.1, 0.5, 0.9."""
@@ -45,24 +45,19 @@ def sums_by_row(
     Returns:
         (B, *SHAPE) float64.
     """
-    valid = valid_tokens(response_mask, rollout_log_prob, old_log_prob, log_prob)
-    total = log_ratio(log_prob, rollout_log_prob, valid)
-    gap = log_ratio(old_log_prob, rollout_log_prob, valid)
+    mu = rollout_log_prob.detach().double()
+    differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
+    # Both are finite where all three log-probs are, and a number less itself is 0 where it is finite.
+    valid = response_mask.bool() & (differences - differences == 0).all(0)
+    differences = torch.where(valid, differences, 0.0)
+    squares, k3 = differences.square(), divergence("k3", differences)
+    total, gap = differences.unbind()
     columns = torch.stack(
-        [
-            valid.double(),
-            total,
-            total.square(),
-            gap,
-            gap.square(),
-            gap * total,
-            divergence("k3", gap),
-            divergence("k3", total),
-        ],
+        [valid.double(), total, squares[0], gap, squares[1], gap * total, k3[1], k3[0]],
         dim=-1,
     )
     rows, ages, bins, width = len(valid), *SHAPE
-    mu = torch.where(valid, rollout_log_prob.detach().double(), 0.0)
+    # Off valid tokens all columns are 0, so that it does not matter in which bin they are.
     place = torch.bucketize(mu, _edges(valid.device), right=True)
     if staleness is None:
         age = torch.full((rows,), AGES.index("unknown"), device=valid.device)
@@ -71,7 +66,6 @@ def sums_by_row(
         age = torch.where(known < 0, AGES.index("unknown"), (known > 0).long())
     place = place + bins * (age + ages * torch.arange(rows, device=valid.device))[:, None]
     sums = torch.zeros(rows * ages * bins, width, dtype=torch.float64, device=valid.device)
-    # Off valid tokens all columns are 0.
     sums.index_add_(0, place.flatten(), columns.reshape(-1, width))
     return sums.reshape(rows, *SHAPE)
 

@@ -158,7 +158,7 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
         low, high = units.spread(low), units.spread(high)
         tokens, looked = valid.double(), looked.expand(valid.shape)
     else:
-        tokens, looked = units.tokens, looked.expand(units.shape)
+        tokens, looked = units.tokens, looked.expand(units.tokens.shape)
     there = (tokens > 0).numpy()
     at, _ = np.nonzero(there)
     row = block.rows[at]

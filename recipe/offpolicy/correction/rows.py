@@ -24,11 +24,6 @@ class Rows(ABC):
     def count(self) -> int:
         """B, the number of rows."""
 
-    @property
-    @abstractmethod
-    def column_shape(self) -> torch.Size:
-        """Of one value a row."""
-
     @abstractmethod
     def tokens(self, given: Tensor) -> Tensor:
         """The tensor of tokens behind one that a caller gave."""
@@ -83,10 +78,6 @@ class Padded(Rows):
     @property
     def count(self) -> int:
         return self.shape[0]
-
-    @property
-    def column_shape(self) -> torch.Size:
-        return torch.Size((self.count, 1))
 
     def tokens(self, given: Tensor) -> Tensor:
         return given
@@ -149,10 +140,6 @@ class Packed(Rows):
     @property
     def count(self) -> int:
         return self.offsets.shape[0] - 1
-
-    @property
-    def column_shape(self) -> torch.Size:
-        return torch.Size((self.count,))
 
     @property
     def row(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class Sample:
         rows_with_length: column, float64 of 0 and 1, rows with a valid token.
         count: 0-dim float64, valid tokens.
         groups: of rows.
-        turns: group of tokens -> float64 of 0 and 1 by token, within ``mask``; empty without segment ids.
+        turns: (len(TURNS), tokens in all) float64 of 0 and 1, the tokens of each group within ``mask``; None without
+            segment ids.
         staleness: column, float64, or None.
     """
 
@@ -64,21 +66,30 @@ class Sample:
     rows_with_length: Tensor
     count: Tensor
     groups: Groups
-    turns: dict[str, Tensor]
+    turns: Tensor | None
     staleness: Tensor | None
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest of the valid tokens' values, 0-dim; 0 where there is none.
+        """Least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
 
         Args:
             values: float64 by token, 0 off ``valid``.
         """
         if self.first is None:
-            nothing = values.new_zeros(())
-            return nothing, nothing
+            return values.new_zeros(()), values.new_zeros(())
         # What fills the places that do not count is one of the values that do.
-        filling = values.take(self.first).nan_to_num()
-        return torch.addcmul(values, self.invalid_number, filling).aminmax()
+        return torch.addcmul(values, self.invalid_number, values.take(self.first)).aminmax()
+
+    def by_turn(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Group of turns -> the sum of each column over its tokens, 0-dim float64; empty without segment ids.
+
+        Args:
+            columns: float64 by token.
+        """
+        if self.turns is None:
+            return {}
+        sums = self.turns @ torch.stack([column.flatten() for column in columns], dim=1)
+        return {name: row.unbind() for name, row in zip(TURNS, sums.unbind(), strict=True)}
 
 
 @torch.no_grad()
@@ -87,12 +98,12 @@ def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | Non
     valid_number = number(valid)
     tokens, length = rows.sum(mask), rows.sum(valid_number)
     age = None if staleness is None else rows.column(staleness.detach().double())
-    turns = {}
+    turns = None
     if segment_ids is not None:
         unseen = torch.iinfo(segment_ids.dtype).max
         ids = torch.where(mask, segment_ids, unseen)
         first = mask & (ids == rows.beside(rows.least(ids)))
-        turns = dict(zip(TURNS, (number(first), number(mask & ~first)), strict=True))
+        turns = number(torch.stack((first.flatten(), (mask & ~first).flatten())))
     return Sample(
         rows=rows,
         mask=mask,
@@ -127,18 +138,46 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> Groups:
-    names, members = [""], [tokens > 0]
-    if age is not None:
-        for index, name in enumerate(STALENESS):
-            names.append(f"staleness/{name}")
-            members.append(age >= index if name.startswith("ge") else age == index)
-    others = len(members)
-    names += [f"length/{name}" for name in BUCKETS]
-    # Rows above each bound, of which those above the next belong to a later bucket.
-    members += [length > most for most in (0, *(most for most in BUCKETS.values() if most is not None))]
-    number = _matrix(members, rows).double()
-    number[others:-1] -= number[others + 1 :].clone()
-    return Groups(tuple(names), number)
+    columns = [tokens, length] if age is None else [tokens, length, age]
+    bounds = _bounds(age is not None, tokens.device)
+    above = _matrix(columns, rows).index_select(0, bounds.column) > bounds.bound
+    return Groups(bounds.names, bounds.less_the_next @ above.double())
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What sorts rows into groups: one belongs to that of a bound which its number is above, if not above the next.
+
+    Attributes:
+        names: of the groups.
+        column: (G,) int64, which number: tokens, length, age.
+        bound: (G, 1) float64.
+        less_the_next: (G, G) float64, takes from each group what lies above the next bound of the same number.
+    """
+
+    names: tuple[str, ...]
+    column: Tensor
+    bound: Tensor
+    less_the_next: Tensor
+
+
+@cache
+def _bounds(with_age: bool, device: torch.device) -> _Bounds:
+    lengths = (0, *(most for most in BUCKETS.values() if most is not None))
+    of_column = [{"": 0}, dict(zip((f"length/{name}" for name in BUCKETS), lengths, strict=True))]
+    if with_age:
+        of_column.append({f"staleness/{name}": age - 1 for age, name in enumerate(STALENESS)})
+    found = [(name, column, bound) for column, groups in enumerate(of_column) for name, bound in groups.items()]
+    names, columns, bounds = zip(*found, strict=True)
+    less = torch.eye(len(found), dtype=torch.float64)
+    for this, following in enumerate(range(1, len(found))):
+        less[this, following] = -float(columns[this] == columns[following])
+    return _Bounds(
+        names,
+        torch.tensor(columns, device=device),
+        torch.tensor(bounds, dtype=torch.float64, device=device)[:, None],
+        less.to(device),
+    )
 
 
 def _matrix(columns: list[Tensor], rows: int) -> Tensor:

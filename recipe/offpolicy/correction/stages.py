@@ -69,6 +69,7 @@ def rollout_stage(
     constants: BatchConstants | None = None,
     staleness: Tensor | None = None,
     measure: telemetry.Measure = "all",
+    beside: RolloutStage | None = None,
 ) -> RolloutStage:
     """Weights, masks and statistics that depend on pi_old / mu alone.
 
@@ -84,9 +85,11 @@ def rollout_stage(
         staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use; statistics
             alone read it, as they read ``segment_ids`` whatever the levels are.
         measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
+        beside: measured stage of another correction for the very same tensors; spares what does not depend on the
+            correction.
 
     Raises:
-        ValueError: shapes that differ, or a level whose ids are missing.
+        ValueError: shapes that differ, a level whose ids are missing, or a stage of other tensors.
     """
     given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     rows = rows_of(**given)
@@ -100,7 +103,12 @@ def rollout_stage(
         raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
     old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
     mask = rows.tokens(response_mask).bool()
-    valid, log_rho = finite_log_ratio(old, mu, mask)
+    if beside is None:
+        valid, log_rho = finite_log_ratio(old, mu, mask)
+    elif beside.old_log_prob is not old_log_prob or beside.rollout_log_prob is not rollout_log_prob:
+        raise ValueError("beside is the stage of other tensors: pass the stage of these, or leave it out.")
+    else:
+        valid, log_rho = rows.tokens(beside.valid), rows.tokens(beside.log_ratio)
     if constants is None and not spec.needs_constants:
         constants = BatchConstants()
     elif constants is None:
@@ -137,8 +145,10 @@ def rollout_stage(
     sample, mismatch = None, None
     statistics: dict[str, Statistic] = {}
     if measure != "nothing":
-        segments = None if segment_ids is None else rows.tokens(segment_ids)
-        sample = sample_of(rows, mask, valid, segments, staleness)
+        sample = None if beside is None else beside.sample
+        if sample is None:
+            segments = None if segment_ids is None else rows.tokens(segment_ids)
+            sample = sample_of(rows, mask, valid, segments, staleness)
         if measure == "all":
             statistics, mismatch = telemetry.of_rollout(sample, log_rho, old, mu)
         if spec.weight is None or not spec.weight.needs_step:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 
@@ -20,28 +19,36 @@ class Reduction(Enum):
     SUM = "sum"  # (total,)
     MEAN = "mean"  # (total, count)
     STD = "std"  # (total, square, count), taken about 1 for ratios and about 0 otherwise
-    ESS = "ess"  # (total, square, count)
+    ESS = "ess"  # (total, square, count), taken about 1
     CHI2 = "chi2"  # (total, square, count), taken about 1
     PERPLEXITY = "perplexity"  # (total of log-probs, count)
-    MIN = "min"  # (value,), +inf for nothing
-    MAX = "max"  # (value,), -inf for nothing
+    MIN = "min"  # (value, count), the value without meaning where nothing is counted
+    MAX = "max"  # (value, count), likewise
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Parts of a statistic: 0-dim float64 tensors where it is taken, floats once it has left the device."""
+    """One number to be, in parts that add up.
+
+    Attributes:
+        reduction: how parts become one.
+        parts: 0-dim float64 tensors where it is taken, floats once it has left the device.
+        about: what has been subtracted from each value before its mean, least or greatest was taken.
+    """
 
     reduction: Reduction
     parts: tuple[Tensor | float, ...]
+    about: float = 0.0
 
     def merge(self, other: Statistic) -> Statistic:
         """The statistic of both samples together (host side)."""
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge {self.reduction.value} with {other.reduction.value}")
-        if self.reduction is Reduction.MIN:
-            return replace(self, parts=(min(self.parts[0], other.parts[0]),))
-        if self.reduction is Reduction.MAX:
-            return replace(self, parts=(max(self.parts[0], other.parts[0]),))
+        if self.reduction in (Reduction.MIN, Reduction.MAX):
+            extreme = min if self.reduction is Reduction.MIN else max
+            counted = [one.parts[0] for one in (self, other) if one.parts[1]]
+            value = extreme(counted) if counted else self.parts[0]
+            return replace(self, parts=(value, self.parts[1] + other.parts[1]))
         return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def value(self) -> float:
@@ -50,12 +57,12 @@ class Statistic:
         match self.reduction:
             case Reduction.SUM:
                 return parts[0]
-            case Reduction.MIN | Reduction.MAX:
-                return parts[0] if math.isfinite(parts[0]) else math.nan
             case _ if not parts[-1]:
                 return math.nan
+            case Reduction.MIN | Reduction.MAX:
+                return self.about + parts[0]
             case Reduction.MEAN:
-                return parts[0] / parts[1]
+                return self.about + parts[0] / parts[1]
             case Reduction.PERPLEXITY:
                 return _exp(-parts[0] / parts[1])
         total, square, count = parts
@@ -67,18 +74,21 @@ class Statistic:
                 return (square + 2 * total) / count
             case _:
                 # (sum w)^2 / (n sum w^2), in (0, 1]: the share of the sample that the weights leave.
-                return total * total / (count * square) if square else math.nan
+                weights, squares = count + total, count + 2 * total + square
+                return weights * weights / (count * squares) if squares > 0 else math.nan
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What all statistics of a sample of weights are made of, each a 0-dim float64 tensor.
+    """What all statistics of a sample of weights w are made of: of w - 1, which keeps its digits where w is near 1.
+
+    Each a 0-dim float64 tensor.
 
     Attributes:
-        excess: sum of w - 1, which keeps its digits where weights are near 1.
+        excess: sum of w - 1.
         square: sum of (w - 1)^2.
         count: how many weights.
-        least, greatest: +inf and -inf for nothing.
+        least, greatest: of w - 1; of no meaning for no weight.
     """
 
     excess: Tensor
@@ -89,15 +99,14 @@ class Moments:
 
     def statistics(self, name: str) -> dict[str, Statistic]:
         """Mean, std, min, max, ess and chi2 under ``name``."""
-        about_1 = (self.excess, self.square, self.count)
-        total = self.excess + self.count
+        sums = (self.excess, self.square, self.count)
         return {
-            f"{name}/mean": Statistic(Reduction.MEAN, (total, self.count)),
-            f"{name}/std": Statistic(Reduction.STD, about_1),
-            f"{name}/min": Statistic(Reduction.MIN, (self.least,)),
-            f"{name}/max": Statistic(Reduction.MAX, (self.greatest,)),
-            f"{name}/ess": Statistic(Reduction.ESS, (total, self.square + self.excess + total, self.count)),
-            f"{name}/chi2": Statistic(Reduction.CHI2, about_1),
+            f"{name}/mean": Statistic(Reduction.MEAN, (self.excess, self.count), about=1.0),
+            f"{name}/std": Statistic(Reduction.STD, sums),
+            f"{name}/min": Statistic(Reduction.MIN, (self.least, self.count), about=1.0),
+            f"{name}/max": Statistic(Reduction.MAX, (self.greatest, self.count), about=1.0),
+            f"{name}/ess": Statistic(Reduction.ESS, sums),
+            f"{name}/chi2": Statistic(Reduction.CHI2, sums),
         }
 
 
@@ -106,19 +115,9 @@ def total(value: Tensor) -> Statistic:
     return Statistic(Reduction.SUM, (value,))
 
 
-def mean(value: Tensor, count: Tensor) -> Statistic:
+def mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
     """A sum over a count: means, and shares of a whole."""
-    return Statistic(Reduction.MEAN, (value, count))
-
-
-def to_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
-    """The same statistics in floats, moved by one packed transfer."""
-    parts = [part for statistic in statistics.values() for part in statistic.parts]
-    numbers = iter(torch.stack([torch.as_tensor(p).double() for p in parts]).tolist() if parts else [])
-    return {
-        name: replace(statistic, parts=tuple(next(numbers) for _ in statistic.parts))
-        for name, statistic in statistics.items()
-    }
+    return Statistic(Reduction.MEAN, (value, count), about)
 
 
 def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic]:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from . import statistics as st
 from .catalogue import SIGNS
-from .ratios import beyond, excess, exp_clamped
-from .sample import Sample, dot, square_sum
+from .ratios import beyond, excess
+from .sample import Sample, dot, number, square_sum
 from .statistics import Moments, Reduction, Statistic
 from .units import Units
 from .weight_spec import WeightSpec
@@ -74,9 +74,10 @@ def of_rollout(
     by_row = rows.sum(log_rho)
     k3_by_row = rows.sum(above) - by_row
     log_total = by_row.sum()
-    ratio = _of_log_ratio(sample, log_rho, above)
-    old_total = (old_log_prob.nan_to_num(0.0, 0.0, 0.0) * sample.valid_number).sum()
+    ratio = _of_tokens(sample, above)
+    old_total = dot(old_log_prob.double().nan_to_num(0.0, 0.0, 0.0), sample.valid_number)
     sequences = _of_counted(by_row, sample.rows_with_length)
+    not_finite = _not_finite(sample, rollout_log_prob, old_log_prob)
     statistics = ratio.statistics("rollout_ratio") | sequences.statistics("rollout_ratio_sequence")
     statistics |= {
         "log_prob_difference/mean": st.mean(log_total, count),
@@ -87,8 +88,8 @@ def of_rollout(
         "kl/k3": st.mean(k3_by_row.sum(), count),
         "perplexity/rollout": Statistic(Reduction.PERPLEXITY, (old_total - log_total, count)),
         "perplexity/old": Statistic(Reduction.PERPLEXITY, (old_total, count)),
-        "nonfinite/rollout_log_prob": st.total(_not_finite(rollout_log_prob, sample.mask)),
-        "nonfinite/old_log_prob": st.total(_not_finite(old_log_prob, sample.mask)),
+        "nonfinite/rollout_log_prob": st.total(not_finite[0]),
+        "nonfinite/old_log_prob": st.total(not_finite[1]),
     }
     columns = {
         "rows": sample.tokens > 0,
@@ -105,21 +106,20 @@ def of_rollout(
         elif name.startswith("staleness/"):
             statistics[f"{name}/token_count"] = st.total(sums["tokens"])
             statistics[f"{name}/kl_k3"] = st.mean(sums["k3"], sums["tokens"])
-    for name, turn in sample.turns.items():
-        turn_count, turn_above = dot(turn, sample.valid_number), turn * above
-        turn_excess = turn_above.sum()
-        about_1 = (turn_excess, dot(turn_above, above), turn_count)
-        statistics[f"turn/{name}/token_count"] = st.total(turn_count)
-        statistics[f"turn/{name}/kl_k3"] = st.mean(turn_excess - dot(turn, log_rho), turn_count)
-        statistics[f"turn/{name}/rollout_ratio/mean"] = st.mean(turn_excess + turn_count, turn_count)
-        statistics[f"turn/{name}/rollout_ratio/std"] = Statistic(Reduction.STD, about_1)
+    if sample.turns is not None:
+        by_turn = sample.by_turn(sample.valid_number, above - log_rho, above, above.square())
+        for name, (counted, k3, turn_excess, square) in by_turn.items():
+            statistics[f"turn/{name}/token_count"] = st.total(counted)
+            statistics[f"turn/{name}/kl_k3"] = st.mean(k3, counted)
+            statistics[f"turn/{name}/rollout_ratio/mean"] = st.mean(turn_excess, counted, about=1.0)
+            statistics[f"turn/{name}/rollout_ratio/std"] = Statistic(Reduction.STD, (turn_excess, square, counted))
     if sample.staleness is not None:
-        some = sample.tokens > 0
-        statistics["staleness/mean"] = st.mean(dot(some.double(), sample.staleness), some.sum(dtype=torch.float64))
-        ages = torch.where(some, sample.staleness, -math.inf)
-        statistics["staleness/max"] = Statistic(
-            Reduction.MAX, (ages.amax() if ages.numel() else ages.new_full((), -math.inf),)
-        )
+        some = (sample.tokens > 0).double()
+        # Ages are 0 or more, so that a row of no token is never the oldest.
+        ages = some * sample.staleness
+        counted = some.sum()
+        statistics["staleness/mean"] = st.mean(ages.sum(), counted)
+        statistics["staleness/max"] = Statistic(Reduction.MAX, (_greatest(ages), counted))
     return statistics, Mismatch(ratio, old_total)
 
 
@@ -129,10 +129,11 @@ def of_step(
 ) -> tuple[dict[str, Statistic], Moments]:
     """The drift pi / pi_old and the whole pi / mu at one gradient step, with the latter's moments; by token."""
     current_total = mismatch.old_total + log_r.sum()
-    ppo, full = (_of_log_ratio(sample, value, excess(value)) for value in (log_r, log_full))
+    ppo, full = (_of_tokens(sample, excess(value)) for value in (log_r, log_full))
+    not_finite = _not_finite(sample, log_prob, advantages)
     statistics = {
-        "nonfinite/log_prob": st.total(_not_finite(log_prob, sample.mask)),
-        "nonfinite/advantages": st.total(_not_finite(advantages, sample.mask)),
+        "nonfinite/log_prob": st.total(not_finite[0]),
+        "nonfinite/advantages": st.total(not_finite[1]),
         "perplexity/current": Statistic(Reduction.PERPLEXITY, (current_total, sample.count)),
     }
     return statistics | ppo.statistics("ppo_ratio") | full.statistics("full_ratio"), full
@@ -151,12 +152,11 @@ def of_weight(
     count = sample.count
     if spec is None or weighed is None:
         nothing = torch.zeros_like(count)
-        one = nothing + 1
-        return _unless_empty(Moments(nothing, nothing, count, one, one)).statistics("weight")
+        return Moments(nothing, nothing, count, nothing, nothing).statistics("weight")
     applied = weighed.weight.double()
     if weighed.drop is not None:
         applied = applied * ~weighed.drop
-    statistics = _of_weights(sample, applied, applied - sample.valid_number).statistics("weight")
+    statistics = _of_tokens(sample, applied - sample.valid_number).statistics("weight")
     if ratio is not None:
         raw = ratio if spec.level == "token" else _of_units(weighed, sample.valid)
         statistics |= raw.statistics("raw_weight")
@@ -198,21 +198,15 @@ def of_keep(sample: Sample, keep: Tensor, rejected: Mapping[str, Tensor], advant
                 name = f"{key.replace('masks.', 'mask/')}/{by_sign}"
                 statistics[f"{name}masked_token_share"] = st.mean(sums[f"{key} tokens"], sums["tokens"])
                 statistics[f"{name}masked_sequence_share"] = st.mean(sums[f"{key} rows"], sums["valid_rows"])
-    for name, turn in sample.turns.items():
-        statistics[f"turn/{name}/keep_token_share"] = st.mean((turn * keep).sum(), turn.sum())
+    if sample.turns is not None:
+        for name, (kept, tokens) in sample.by_turn(number(keep), number(sample.mask)).items():
+            statistics[f"turn/{name}/keep_token_share"] = st.mean(kept, tokens)
     return statistics
 
 
-def _of_log_ratio(sample: Sample, log_ratio: Tensor, above: Tensor) -> Moments:
-    """Of one ratio a valid token, from its log and ``above``, the ratio less 1: float64 by token, 0 elsewhere."""
-    least, greatest = sample.extremes(log_ratio)
-    moments = Moments(above.sum(), square_sum(above), sample.count, exp_clamped(least), exp_clamped(greatest))
-    return _unless_empty(moments)
-
-
-def _of_weights(sample: Sample, weights: Tensor, above: Tensor) -> Moments:
-    """Of one weight a valid token, and ``above``, the weight less 1: float64 by token, 0 elsewhere."""
-    return _unless_empty(Moments(above.sum(), square_sum(above), sample.count, *sample.extremes(weights)))
+def _of_tokens(sample: Sample, above: Tensor) -> Moments:
+    """Of one weight a valid token, from ``above``, the weight less 1: float64 by token, 0 elsewhere."""
+    return Moments(above.sum(), square_sum(above), sample.count, *sample.extremes(above))
 
 
 def _of_units(weighed: Weighed, valid: Tensor) -> Moments:
@@ -229,21 +223,12 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
-        least = torch.add(log_weight, none, alpha=far).amin()
-        greatest = torch.sub(log_weight, none, alpha=far).amax()
-    return _unless_empty(
-        Moments(counted.sum(), dot(counted, above), count.sum(), exp_clamped(least), exp_clamped(greatest))
-    )
+        least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
+    return Moments(counted.sum(), dot(counted, above), count.sum(), least, greatest)
 
 
-def _unless_empty(moments: Moments) -> Moments:
-    """With extremes of nothing where nothing is counted."""
-    some = moments.count > 0
-    return replace(
-        moments,
-        least=torch.where(some, moments.least, math.inf),
-        greatest=torch.where(some, moments.greatest, -math.inf),
-    )
+def _greatest(column: Tensor) -> Tensor:
+    return column.amax() if column.numel() else column.sum()
 
 
 def _out_of_bounds(spec: WeightSpec, raw: Tensor, valid: Tensor) -> Tensor:
@@ -254,6 +239,8 @@ def _out_of_bounds(spec: WeightSpec, raw: Tensor, valid: Tensor) -> Tensor:
     return torch.count_nonzero(outside).double()
 
 
-def _not_finite(values: Tensor, mask: Tensor) -> Tensor:
-    """How many values are not finite where the mask is true: x - x is 0 or NaN."""
-    return ((values - values).nan_to_num(1.0) * mask.view(torch.uint8)).sum(dtype=torch.float64)
+def _not_finite(sample: Sample, *values: Tensor) -> tuple[Tensor, ...]:
+    """How many of each are not finite where the mask is true: x - x is 0 or NaN."""
+    table = torch.stack([one.detach().flatten() for one in values])
+    lost = (table - table).nan_to_num_(1.0) * sample.mask.flatten().view(torch.uint8)
+    return lost.sum(1, dtype=torch.float64).unbind()

@@ -77,11 +77,6 @@ class Units:
             self._known["tokens"] = self.total(self.valid)
         return self._known["tokens"]
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of one value a unit."""
-        return self.rows.column_shape if self.level == "sequence" else self.valid.shape
-
 
 def units_of(level: Level, valid: Tensor, ids: Tensor | None, rows: Rows | None = None) -> Units:
     """The units of one level.

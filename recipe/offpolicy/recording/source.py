@@ -71,7 +71,7 @@ def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     }
     found = {f"record/{name}": Statistic(Reduction.SUM, (float(value),)) for name, value in sums.items()}
     stopped = float(here.writes and recorder.stopped is not None)
-    return found | {"record/stopped": Statistic(Reduction.MAX, (stopped,))}
+    return found | {"record/stopped": Statistic(Reduction.MAX, (stopped, 1.0))}
 
 
 def _seen(

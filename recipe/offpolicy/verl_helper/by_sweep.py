@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..correction.ratios import EXP_CLAMP, weight_dtype
+from ..correction.rows import Packed, Rows
 from . import loops
 from .columns import COLUMNS, MEASURES, Columns, Kind, Measures, Numbers, Quantity, Truths
-from .rows import Rows
 
 _CODES: dict[Kind, int] = {
     "raw": loops.RAW,
@@ -46,7 +46,9 @@ class SweptBatch:
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
-        self._starts, self._ends = rows.bounds()
+        self._offsets = _offsets(rows, self._tensors[0])
+        self._starts = self._offsets[:-1]
+        self._ends = self._offsets[1:]
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
         count = self._rows.count
@@ -65,13 +67,13 @@ class SweptBatch:
         bounds = (kinds[0], lower[0], upper[0], caps[0])
         for _, tokens, read in self._parts():
             loops.token_weights(*read, EXP_CLAMP, *bounds, float(factor), weights[tokens])
-        return self._rows.tensor(torch.from_numpy(weights))
+        return self._as_given(torch.from_numpy(weights))
 
     def row_weights(self, rows: Numbers) -> Tensor:
         weights = self._zeros(self._dtype)
         for part, tokens, read in self._parts():
             loops.row_weights(*read, rows[part], weights[tokens])
-        return self._rows.tensor(torch.from_numpy(weights))
+        return self._as_given(torch.from_numpy(weights))
 
     def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         mask, gone = self._zeros(self._dtypes[2]), np.zeros(self._rows.count)
@@ -81,7 +83,10 @@ class SweptBatch:
         keep, given = torch.from_numpy(mask), self._tensors[2]
         if keep.dtype != given.dtype:
             keep = torch.where(keep.view(given.shape), given, torch.zeros((), dtype=given.dtype))
-        return self._rows.tensor(keep), gone
+        return self._as_given(keep), gone
+
+    def _as_given(self, tokens: Tensor) -> Tensor:
+        return self._rows.as_given(tokens.view(self._tensors[0].shape))
 
     def _zeros(self, dtype: torch.dtype) -> NDArray[Any]:
         """(N,); memory that is never written to is never there, and most of it is padding."""
@@ -94,14 +99,25 @@ class SweptBatch:
         if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor, dtype in pairs):
             edges = [0, self._rows.count]
         else:
-            edges = _edges(self._rows.bounds()[1])
+            edges = _edges(self._offsets[1:])
         for first, last in itertools.pairwise(edges):
             rows, offset = slice(first, last), int(self._starts[first]) if first < last else 0
-            old, rollout, mask = (
-                self._rows.part(tensor, first, last).to(dtype).contiguous().numpy() for tensor, dtype in pairs
-            )
+            old, rollout, mask = (self._part(tensor, rows).to(dtype).contiguous().numpy() for tensor, dtype in pairs)
             read = (old, rollout, mask, self._starts[rows] - offset, self._ends[rows] - offset)
             yield rows, slice(offset, offset + len(old)), read
+
+    def _part(self, tokens: Tensor, rows: slice) -> Tensor:
+        """Flat, those of some rows; a copy only where they do not lie together."""
+        if tokens.dim() == 2:
+            return tokens[rows].reshape(-1)
+        return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]
+
+
+def _offsets(rows: Rows, tokens: Tensor) -> NDArray[np.int64]:
+    """(B + 1,), where each row begins among flat tokens, and how many there are."""
+    if isinstance(rows, Packed):
+        return rows.offsets.numpy().astype(np.int64, copy=False)
+    return np.arange(rows.count + 1, dtype=np.int64) * tokens.shape[1]
 
 
 def _edges(stops: NDArray[np.int64]) -> list[int]:

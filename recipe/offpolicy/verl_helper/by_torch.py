@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens, weight_dtype
+from ..correction.rows import Rows
 from .columns import COLUMNS, MEASURES, Columns, Measures, Numbers, Quantity, Truths
-from .rows import Rows
 
 
 class TorchBatch:
@@ -47,24 +47,27 @@ class TorchBatch:
         columns = [rows.sum(each) for each in sums] + [rows.greatest(each).clamp(min=0) for each in (k2, k3)]
         measures = [column for quantity in quantities for column in self._measure(quantity)]
         # One transfer from the device for everything.
-        table = torch.stack([*columns, *measures]).cpu().numpy()
+        table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
         return Columns.of(table[: len(COLUMNS)]), Measures.by_token(quantities, of_quantities)
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        return self._rows.tensor(torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype))
+        return self._rows.as_given(torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype))
 
     def row_weights(self, rows: Numbers) -> Tensor:
-        of_tokens = self._rows.spread(torch.from_numpy(rows).to(self.device))
-        return self._rows.tensor(torch.where(self._valid, of_tokens, 0.0).to(self._dtype))
+        return self._rows.as_given(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
 
     def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
-        keep = self._valid & ~self._rows.spread(torch.from_numpy(rows).to(self.device))
+        keep = self._valid & ~self._by_token(rows)
         for quantity in quantities:
             above, below = self._outside(quantity)
             keep &= ~(above | below)
         mask = torch.where(keep, self._mask, torch.zeros_like(self._mask))
-        return self._rows.tensor(mask), self._rows.sum((self._valid & ~keep).double()).cpu().numpy()
+        return self._rows.as_given(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
+
+    def _by_token(self, rows: Numbers | Truths) -> Tensor:
+        """What each row has, given to its tokens."""
+        return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
         rows, values, valid = self._rows, self._values(quantity), self._valid

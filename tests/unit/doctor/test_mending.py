@@ -181,14 +181,14 @@ OF_WEIGHT = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(one=MASKS)
 def test_any_mask_is_mended(one: dict[str, Any]) -> None:
     spec, _ = mended({"masks": {"it": one}})
     assert isinstance(dict(spec.masks)["it"], MaskSpec)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(weight=OF_WEIGHT)
 def test_any_weight_is_mended(weight: dict[str, Any]) -> None:
     spec, _ = mended({"weight": weight})

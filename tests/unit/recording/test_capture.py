@@ -154,7 +154,7 @@ def test_nothing_of_the_graph_is_kept() -> None:
     assert not pack(seen(log_prob=log_prob * 2)).buffer.requires_grad
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))

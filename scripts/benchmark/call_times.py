@@ -1,0 +1,65 @@
+"""Notes what some calls of the correction take, in each process of a run that names this module.
+
+verl imports it by VERL_USE_EXTERNAL_MODULES; ``run_share.py`` reads what it writes into OFFPOLICY_CALL_TIMES, a file a
+process, a line a call. Calls within a noted call are not noted.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl_patches.deferred import after_import
+
+CALLS = {
+    "worker.enter": "recipe.offpolicy.packet:Ledger.enter",
+    "worker.leave": "recipe.offpolicy.packet:Ledger.leave",
+    "driver.sampled": "recipe.offpolicy.supervision:Supervision.sampled",
+    "driver.aligned": "recipe.offpolicy.supervision:Supervision.aligned",
+    "driver.collect": "recipe.offpolicy.supervision:Supervision.collect",
+    "driver.step_metrics": "recipe.offpolicy.supervision:Supervision.step_metrics",
+}
+_within = threading.local()
+
+
+def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    """``function``, with a line in ``file`` for each call."""
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_within, "call", False):
+            return function(*args, **kwargs)
+        _within.call, start = True, time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds, _within.call = time.perf_counter() - start, False
+            with file.open("a") as out:
+                out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
+
+    return noted
+
+
+def install(folder: Path) -> None:
+    """Note every call of ``CALLS`` of this process, as soon as its module is there."""
+    file = folder / f"{os.getpid()}.jsonl"
+    for name, target in CALLS.items():
+        module, _, path = target.partition(":")
+        after_import(module, functools.partial(_replace, name, module, path, file))
+
+
+def _replace(name: str, module: str, path: str, file: Path) -> None:
+    owner, attribute = path.split(".")
+    found = getattr(importlib.import_module(module), owner)
+    setattr(found, attribute, note(name, getattr(found, attribute), file))
+
+
+if folder := os.environ.get("OFFPOLICY_CALL_TIMES"):
+    install(Path(folder))

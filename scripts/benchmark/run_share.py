@@ -1,0 +1,106 @@
+"""What statistics and the recorder take of a step, in a real run: the quickstart with Ray, FSDP2 and vLLM.
+
+    python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
+
+Statistics: wall seconds of the training thread in measuring and fetching them, in the worker, and of the driver in
+taking them in, with the checks that each batch arrived. The recorder: what it says of itself,
+``offpolicy/record/seconds``. Both are over ``timing_s/step``, summed over all steps but the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+
+def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
+    """One quickstart that notes into ``seen`` what its calls take; the folder of the run."""
+    environment = os.environ | {
+        "OFFPOLICY_CALL_TIMES": str(seen),
+        "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,call_times",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "VENV": os.environ.get("VENV") or sys.prefix,
+    }
+    recording = f"offpolicy.record.dir='{seen / 'recording'}'"
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), f"trainer.total_training_steps={steps}", recording]
+    done = subprocess.run([*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True)
+    folder = re.search(r"everything goes to (\S+)", done.stdout)
+    # 3: the score has not risen, which it may not in so few steps.
+    if done.returncode not in (0, 3) or folder is None:
+        raise SystemExit(f"the quickstart failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return ROOT / folder[1]
+
+
+def shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds a step and shares of it, without the first step.
+
+    Args:
+        metrics: of each step.
+        calls: ``name`` and ``seconds`` of each call, in the order of their names' calls; each name comes equally often
+            in every step.
+    """
+    steps = len(metrics)
+    by_name: dict[str, list[float]] = {}
+    for call in calls:
+        by_name.setdefault(call["name"], []).append(call["seconds"])
+    later = {name: sum(found[len(found) // steps :]) for name, found in by_name.items()}
+    of_driver = sum(seconds for name, seconds in later.items() if name.startswith("driver"))
+    worker, recorder = sum(later.values()) - of_driver, sum(one["offpolicy/record/seconds"] for one in metrics[1:])
+    whole = sum(one["timing_s/step"] for one in metrics[1:])
+    return {
+        "steps": steps,
+        "step_seconds": whole / (steps - 1),
+        "worker_seconds": worker / (steps - 1),
+        "driver_seconds": of_driver / (steps - 1),
+        "recorder_seconds": recorder / (steps - 1),
+        "statistics_share": (worker + of_driver) / whole,
+        "recorder_share": recorder / whole,
+    }
+
+
+def shown(found: Mapping[str, float]) -> str:
+    """The figures in words."""
+    return (
+        f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
+        f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
+        f"in the driver, {100 * found['statistics_share']:.2f} % of a step\n"
+        f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step"
+    )
+
+
+def read(folder: Path, seen: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Metrics of each step of the run in ``folder``, and the calls noted in ``seen``."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    metrics = [record["data"] for record in records if "actor/grad_norm" in record["data"]]
+    lines = [line for file in sorted(seen.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return metrics, list(map(json.loads, lines))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="2 or more")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides")
+    given = parser.parse_args(arguments)
+    if given.steps < 2:
+        parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
+    with tempfile.TemporaryDirectory() as folder:
+        found = shares(*read(run(given.steps, given.overrides, Path(folder)), Path(folder)))
+    print(shown(found))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Lets verl's loss take log-probs of the responses that are padded already.
+
+verl cuts them out of the model's output row by row, with three waits for the device a row. The correction needs them
+padded before that, and has done it for all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .contract import Contract, wrap
+
+CONTRACT = Contract(
+    name="response_padding",
+    target="verl.workers.utils.losses:no_padding_2_padding",
+    signature="(tensor, data)",
+    distribution="verl",
+    releases=("==0.7.1", "==0.8.0", "==0.9.1"),
+)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """What the target is to answer with.
+
+    Attributes:
+        tensor: (B, T), at each response token what the model says of it; differentiable.
+    """
+
+    tensor: Any
+
+
+def install() -> None:
+    """Puts the wrapper in front of the target, once; a call after that costs next to nothing.
+
+    Raises:
+        PatchError: the target has moved.
+    """
+    if not in_force():
+        wrap(CONTRACT, _padded)
+
+
+def in_force() -> bool:
+    return CONTRACT.in_force()
+
+
+def _padded(target: Callable[..., Any], tensor: Any, data: Any) -> Any:
+    return tensor.tensor if isinstance(tensor, Padded) else target(tensor, data)
