@@ -2,8 +2,8 @@
 # Lint, types and tests in the environment of each release of verl, with one summary:
 # scripts/test.sh [--quick] [--release RELEASE|all] [pytest arguments]
 #
-#   (default)      lint, types, the tests of the newest release, and of the oldest one, whose workers are of
-#                  another kind, those that the newest does not run; without the long runs marked `extended`
+#   (default)      lint, types, every test of the newest release, and of the oldest one, whose workers are of
+#                  another kind, those that the newest does not run; without what is marked `extended`
 #   --release R    every test of one release, or of `all`; lint and types come with the newest one
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
@@ -79,8 +79,10 @@ use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 logs=$(mktemp -d)
 stages=()
 beside=""
+installing=""
 clean_up() {
     [[ -z $beside ]] || kill -INT -- "-$beside" 2>/dev/null
+    [[ -z $installing ]] || kill -TERM -- "-$installing" 2>/dev/null
     rm -rf "$logs"
 }
 trap clean_up EXIT
@@ -164,39 +166,67 @@ bounded() {
         env --default-signal=INT python -m pytest "$@"
 }
 
-# The environments, side by side: one is shown while it is made, the others when it is done.
+# The release that comes first, in an environment that was asked for or is made now; the others' are made meanwhile.
+order=()
+for release in "${plan[@]}"; do
+    order=("$release" "${order[@]}")
+done
+first=${order[0]}
+install() { stage "install-$1" bash scripts/install_cpu.sh "$(environment_of "$1")" --release "$1"; }
 if [[ -z ${VENV:-} ]]; then
-    for release in "${plan[@]}"; do
+    for release in "${order[@]}"; do
         stages+=("install-$release")
-        install=(stage "install-$release" bash scripts/install_cpu.sh "$(environment_of "$release")" --release "$release")
-        if [[ $release == "${plan[-1]}" ]]; then
-            "${install[@]}"
-        else
-            "${install[@]}" >"$logs/shown-$release" 2>&1 &
-        fi
     done
-    wait
-    for release in "${plan[@]}"; do
-        [[ $release == "${plan[-1]}" ]] || cat "$logs/shown-$release"
-        grep -q FAILED "$logs/install-$release.verdict" && exit 2
-    done
+    install "$first" || exit 2
+    if ((${#order[@]} > 1)); then
+        set -m # a process group of its own, which is stopped with this script
+        (
+            renice -n 10 $BASHPID >/dev/null
+            for release in "${order[@]:1}"; do
+                install "$release"
+            done
+        ) >"$logs/installs" 2>&1 &
+        installing=$!
+        set +m
+    fi
 fi
-if [[ ${plan[-1]} == "$newest" ]]; then
-    stages+=(lint types)
+# Waits for the environment of a release; false where there is none.
+there_is() {
+    [[ -z ${VENV:-} ]] || return 0
+    until [[ -s $logs/install-$1.verdict || ! -d $logs ]]; do
+        sleep 1
+    done
+    grep -q ' ok ' "$logs/install-$1.verdict"
+}
+# One stage of a release, which fails without its environment.
+of_release() {
+    local name=$1 release=$3
+    if there_is "$release"; then
+        stage "$@"
+    else
+        printf '%-14s %s\n' "$name" "FAILED (no environment)" >"$logs/$name.verdict"
+    fi
+}
+
+checks() {
+    [[ ${plan[-1]} == "$newest" ]] || return 0
     stage lint lint
     stage types types
-fi
+}
+[[ ${plan[-1]} != "$newest" ]] || stages+=(lint types)
 
 deadline=$((SECONDS + limit))
 selection=""
 [[ -n $asked ]] || selection=" and not extended"
 $quick && selection=" and not extended and not slow and not gpu"
 if [[ ${#paths[@]} -gt 0 ]]; then
-    stages+=("tests-${plan[-1]}")
-    stage "tests-${plan[-1]}" tests "${plan[-1]}"
+    checks
+    stages+=("tests-$first")
+    stage "tests-$first" tests "$first"
 elif $quick; then
-    stages+=("tests-${plan[-1]}")
-    stage "tests-${plan[-1]}" others "${plan[-1]}"
+    checks
+    stages+=("tests-$first")
+    stage "tests-$first" others "$first"
 else
     # Programs run one after the other and leave half of the machine idle, as they wait for each other's processes:
     # everything else runs beside them, below the priority of Ray's workers (15), and is shown after them.
@@ -206,19 +236,20 @@ else
     set -m # a process group of its own, which is interrupted with this script
     (
         renice -n 19 $BASHPID >/dev/null
-        for release in "${plan[@]}"; do
+        checks
+        for release in "${order[@]}"; do
             # Gone once this script has ended.
-            [[ -d $logs ]] && stage "tests-$release" others "$release"
+            [[ -d $logs ]] && of_release "tests-$release" others "$release"
         done
     ) >"$logs/others" 2>&1 &
     beside=$!
     set +m
-    for release in "${plan[@]}"; do
-        stage "programs-$release" programs "$release"
+    for release in "${order[@]}"; do
+        of_release "programs-$release" programs "$release"
     done
     wait
-    beside=""
-    cat "$logs/others"
+    beside="" installing=""
+    cat "$logs/installs" "$logs/others" 2>/dev/null
 fi
 
 printf '\n--- summary\n'
@@ -229,7 +260,7 @@ for name in "${stages[@]}"; do
 done
 # pytest's own closing lines come last, for people and programs that look for them there.
 for name in "${stages[@]}"; do
-    [[ $name == tests-* || $name == programs-* ]] || continue
+    [[ ($name == tests-* || $name == programs-*) && -f $logs/$name ]] || continue
     grep -E '^=+ .*(passed|failed|error|no tests ran|skipped|deselected).* =+$' "$logs/$name" ||
         echo "$name: pytest did not come to its end"
 done

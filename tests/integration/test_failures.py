@@ -49,7 +49,6 @@ def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callab
     assert "actor/entropy" not in step  # verl logs it with the forward pass that pi_old would have taken
 
 
-@pytest.mark.extended
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
     """With all that is fixed for a batch: self-normalised weights, the count of what is kept, baselines, shadows."""
     folder = tmp_path / "checkpoints"
@@ -94,7 +93,6 @@ def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
     assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
 
 
-@pytest.mark.extended
 def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
     run = broken(run_program, "log_probs_of_other_rows:2", "correction=tis_token", "trainer.total_training_steps=6")
     assert "AlignmentError: rollout_log_probs are those of other rows" in run.log

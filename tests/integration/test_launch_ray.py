@@ -51,7 +51,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     }
 
 
-@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_jobs_on_two_nodes(run_program: Any, commands: dict[str, dict[str, Any]], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from whole_runs import LIMIT, trained
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
 
 TWO_STAGES = (
     "platform=cpu_megatron",

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 INSTALL = """#!/usr/bin/env bash
 echo "install $*" >>"$NOTES"
 [[ $* == *"${FAIL_INSTALL:-none}" ]] && exit 1
+[[ $* == *"${HANG_INSTALL:-none}" ]] && sleep 60
 mkdir -p "$1/bin"
 cp stub "$1/bin/python"; cp stub "$1/bin/ruff"; cp stub "$1/bin/mypy"
 """
@@ -102,10 +103,10 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
         f"install {tree}/.venv --release 0.10.0",
         f"install {tree}/.venv-0.7.1 --release 0.7.1",
         *LINT,
-        *calls([".venv-0.7.1", ".venv"], [ALONE, ALL], DEFAULT),
+        *calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT),
     ]
     summary = lines[lines.index("--- summary") + 1 :]
-    stages = ["install-0.7.1", "install-0.10.0", "lint", "types"]
+    stages = ["install-0.10.0", "install-0.7.1", "lint", "types"]
     stages += [f"{kind}-{release}" for release in ("0.7.1", "0.10.0") for kind in ("programs", "tests")]
     assert [line.split()[:2] for line in summary[:-4]] == [[name, "ok"] for name in stages]
     assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
@@ -126,7 +127,7 @@ def test_all_releases_end_with_the_newest(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "all")
     assert called[3:] == [
         *LINT,
-        *calls([".venv-0.7.1", ".venv-0.9.1", ".venv"], [OTHERS, OTHERS, ALL]),
+        *calls([".venv", ".venv-0.9.1", ".venv-0.7.1"], [ALL, OTHERS, OTHERS]),
     ]
     assert [line.split()[-2] for line in lines[-6::2]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
 
@@ -155,7 +156,7 @@ def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
 def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
     status, called, lines = run(tree, FAIL_IN=failing)
     assert status == 1
-    assert called[-4:] == calls([".venv-0.7.1", ".venv"], [ALONE, ALL], DEFAULT), "the others still run"
+    assert called[-4:] == calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT), "the others still run"
     assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
 
 
@@ -185,20 +186,31 @@ def test_what_cannot_be_run_is_said_at_once(
     assert message in lines[-1]
 
 
-def test_no_tests_run_without_their_environment(tree: Path) -> None:
-    status, called, _ = run(tree, FAIL_INSTALL="0.7.1")
+def test_no_tests_run_without_the_newest_environment(tree: Path) -> None:
+    status, called, _ = run(tree, FAIL_INSTALL="0.10.0")
     assert status == 2
-    installs = [("", "0.10.0"), ("-0.7.1", "0.7.1")]
-    assert called == [f"install {tree}/.venv{end} --release {release}" for end, release in installs]
+    assert called == [f"install {tree}/.venv --release 0.10.0"]
 
 
-def test_an_interrupt_ends_what_runs_beside(tree: Path) -> None:
+def test_without_the_environment_of_another_release_its_tests_fail(tree: Path) -> None:
+    status, called, lines = run(tree, FAIL_INSTALL="0.7.1")
+    assert status == 1
+    assert called[2:] == [*LINT, *calls([".venv"], [ALL], DEFAULT)]
+    failed = ["install-0.7.1", "programs-0.7.1", "tests-0.7.1"]
+    assert [line.split()[0] for line in lines if "FAILED" in line and not line.startswith("---")] == failed
+    assert "tests-0.7.1    FAILED (no environment)" in lines
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hanging"), [("HANG_IN", ".venv-0.7.1", 2), ("HANG_INSTALL", "0.7.1", 1)]
+)
+def test_an_interrupt_ends_what_runs_beside(variable: str, value: str, hanging: int, tree: Path) -> None:
     notes = tree / "notes"
     kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
     started = subprocess.Popen(
         ["bash", "scripts/test.sh"],
         cwd=tree,
-        env={**kept, "NOTES": str(notes), "HANG_IN": ".venv-0.7.1"},
+        env={**kept, "NOTES": str(notes), variable: value},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -218,7 +230,7 @@ def test_an_interrupt_ends_what_runs_beside(tree: Path) -> None:
             assert time.monotonic() < deadline, of_this_run()
             time.sleep(0.05)
 
-    wait_for(lambda: sum(command == "sleep 60" for command in of_this_run()) == 2)
+    wait_for(lambda: sum(command == "sleep 60" for command in of_this_run()) == hanging)
     # As a terminal does it: to the group of the script, of which what runs beside is none.
     os.killpg(started.pid, signal.SIGINT)
     assert started.wait(30) == 130
