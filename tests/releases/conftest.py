@@ -1,0 +1,24 @@
+"""What tests of the legacy actors share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import legacy_actor as la
+import pytest
+
+
+@pytest.fixture(scope="module")
+def legacy_patches() -> Iterator[None]:
+    import verl.workers.actor.dp_actor  # noqa: F401
+
+    import verl_patches
+
+    assert verl_patches.install("legacy")["fsdp_actor"] == "in force"
+    with la.process_group():
+        yield
+
+
+@pytest.fixture(scope="module")
+def start() -> la.Parameters:
+    return la.parameters(la.model())

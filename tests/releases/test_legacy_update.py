@@ -1,0 +1,253 @@
+"""verl 0.7.1's legacy FSDP actor makes the corrected update that is written plainly beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import legacy_actor as la
+import pytest
+import torch
+from legacy_updates import (
+    CORRECTIONS,
+    EXACT,
+    GSM,
+    KL,
+    MODES,
+    SPLITS,
+    TWO_STEPS,
+    Settings,
+    corrected,
+    update,
+    verdict,
+)
+from specs import BATCH_WIDE, STACK
+
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
+
+
+# The update -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_each_correction_makes_the_plain_update(name: str, start: la.Parameters) -> None:
+    """One mini-batch and one epoch, where the actor itself would take pi for pi_old."""
+    expected = la.plain_update(la.rollout(), la.Plain(CORRECTIONS[name]))
+    assert la.distance(expected, corrected(CORRECTIONS[name]), start) < EXACT
+    uncorrected = la.plain_update(la.rollout(), la.Plain())
+    assert la.distance(expected, uncorrected, start) > 1e-2
+    forgetful = la.plain_update(la.rollout(), la.Plain(CORRECTIONS[name], pi_old=lambda rows, pi: pi))
+    assert la.distance(expected, forgetful, start) > 1e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_aggregation_with_entropy_and_kl(mode: str, start: la.Parameters) -> None:
+    norm: Settings = {"loss_scale_factor": 5} if mode == MODES[-1] else {}
+    expected = la.plain_update(la.rollout(), la.Plain(STACK, mode=mode, norm=5, entropy=0.2, kl=0.3))
+    got = corrected(STACK, entropy_coeff=0.2, loss_agg_mode=mode, ppo_micro_batch_size_per_gpu=2, **KL, **norm)
+    assert la.distance(expected, got, start) < EXACT
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_mini_batches_and_epochs(mode: str, epochs: int, start: la.Parameters) -> None:
+    what = la.Plain(STACK, mini_rows=4, epochs=epochs, mode=mode, entropy=0.1, kl=0.3)
+    config: Settings = dict(ppo_epochs=epochs, loss_agg_mode=mode, entropy_coeff=0.1, **TWO_STEPS, **KL)
+    assert la.distance(la.plain_update(la.rollout(), what), corrected(STACK, **config), start) < EXACT
+
+
+def test_a_last_mini_batch_that_is_smaller(start: la.Parameters) -> None:
+    """Eight rows in mini-batches of six."""
+    expected = la.plain_update(la.rollout(), la.Plain(STACK, mini_rows=6))
+    got = corrected(STACK, ppo_mini_batch_size=6, ppo_micro_batch_size_per_gpu=3)
+    assert la.distance(expected, got, start) < EXACT
+
+
+def test_float32(start: la.Parameters) -> None:
+    """At the accuracy that the paths of all releases share."""
+    rate: Settings = dict(learning_rate=la.FLOAT32_LEARNING_RATE)
+    expected = la.plain_update(la.rollout(), la.Plain(STACK, mini_rows=4, entropy=0.1, kl=0.3, **rate))
+    actor = la.actor(la.model(torch.float32), entropy_coeff=0.1, **rate, **TWO_STEPS, **KL)
+    got, _ = la.moved(actor, la.handed(la.rollout(torch.float32), STACK, mini_rows=4))
+    assert la.distance(expected, {name: value.double() for name, value in got.items()}, start) < 1e-5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", ["stack", "batch_wide"])
+def test_the_split_into_micro_batches_changes_nothing(name: str, split: str, start: la.Parameters) -> None:
+    mapping = {"stack": STACK, "batch_wide": BATCH_WIDE}[name]
+    config: Settings = dict(entropy_coeff=0.1, **KL)
+    whole = corrected(mapping, **config | {"ppo_micro_batch_size_per_gpu": 8})
+    assert la.distance(whole, corrected(mapping, **config | SPLITS[split]), start) < EXACT
+
+
+def test_dynamic_batches_over_mini_batches_and_epochs(start: la.Parameters) -> None:
+    expected = la.plain_update(la.rollout(), la.Plain(STACK, mini_rows=4, epochs=2, kl=0.3))
+    got = corrected(STACK, ppo_epochs=2, ppo_mini_batch_size=4, **SPLITS["dynamic"], **KL)
+    assert la.distance(expected, got, start) < EXACT
+
+
+@pytest.mark.parametrize("split", ["1", "3", "8", "dynamic"])
+def test_without_padding(split: str, start: la.Parameters) -> None:
+    """Rows joined to one sequence, told apart by their positions."""
+    expected = la.plain_update(la.rollout(), la.Plain(STACK, entropy=0.1, kl=0.3))
+    got = corrected(STACK, use_remove_padding=True, entropy_coeff=0.1, **SPLITS[split], **KL)
+    assert la.distance(expected, got, start) < EXACT
+
+
+def test_denominator_kept(start: la.Parameters) -> None:
+    """Two mini-batches that lose different shares of their tokens."""
+    mapping = {"masks": {"gsm": GSM}, "denominator": "kept"}
+
+    def rows(chosen: slice) -> Any:
+        batch = {name: column[chosen] for name, column in la.rollout().items()}
+        ones = torch.ones_like(batch["advantages"])
+        keep = la.weight_and_keep({"masks": {"gsm": GSM}}, batch, ones, batch["old_log_probs"]).any(-1)
+        assert 0 < keep.sum() < len(keep)
+        return {name: column[keep] for name, column in batch.items()}
+
+    # One step a half, each from the same weights, so that the two moves add up.
+    halves = [la.plain_update(rows(half), la.Plain()) for half in (slice(0, 4), slice(4, 8))]
+    batch = la.rollout()
+    for half, expected in zip((slice(0, 4), slice(4, 8)), halves, strict=True):
+        part = {name: column[half] for name, column in batch.items()}
+        got = corrected(mapping, part, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=1)
+        assert la.distance(expected, got, start) < EXACT
+
+
+def proximal(name: str, alpha: float | None = None) -> Settings:
+    return {"proximal": name, "alpha": alpha}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "pi_old"),
+    [
+        (proximal("bypass"), lambda rows, pi: rows["rollout_log_probs"]),
+        (proximal("loglinear", 0.25), lambda rows, pi: 0.25 * pi + 0.75 * rows["rollout_log_probs"]),
+        (proximal("reuse"), lambda rows, pi: pi),
+    ],
+    ids=["bypass", "loglinear", "reuse"],
+)
+@pytest.mark.parametrize("rollout_log_probs", [False, True])
+def test_what_stands_for_pi_old(mapping: Settings, pi_old: Any, rollout_log_probs: bool, start: la.Parameters) -> None:
+    """Whatever ``use_rollout_log_probs`` says, which only decides what the actor's own loss would be given."""
+    expected = la.plain_update(la.rollout(), la.Plain(pi_old=pi_old))
+    got = corrected(mapping, use_rollout_log_probs=rollout_log_probs)
+    assert la.distance(expected, got, start) < EXACT
+
+
+@pytest.mark.parametrize("minis", [1, 2])
+def test_kl_with_a_clipped_ratio(minis: int, start: la.Parameters) -> None:
+    mapping = STACK | {"kl_clip": {"lower": 0.95, "upper": 1.1}}
+    what = la.Plain(STACK, mini_rows=8 // minis, kl=0.3, kl_clip=(0.95, 1.1))
+    expected = la.plain_update(la.rollout(), what)
+    config: Settings = dict(ppo_mini_batch_size=8 // minis, ppo_micro_batch_size_per_gpu=2, **KL)
+    got, metrics = update(mapping, **config)
+    assert la.distance(expected, got, start) < EXACT
+    assert la.distance(expected, corrected(STACK, **config), start) > 1e-2
+    if minis == 1:
+        # What is reported is still the penalty.
+        batch, (pi, _) = la.rollout(), la.forward(la.model(), la.rollout())
+        mask = batch["response_mask"]
+        penalty = float((la.kl_term(pi, batch["ref_log_prob"], pi, None) * mask).sum() / mask.sum())
+        assert metrics["actor/kl_loss"] == pytest.approx(penalty, rel=1e-9)
+
+
+def test_the_engines_loss_gives_the_same_update(start: la.Parameters) -> None:
+    """The installed release's engine path: its own layout, one call for the mini-batch."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    batch, module = la.rollout(), la.model()
+    config: Settings = dict(entropy_coeff=0.1, **KL)
+    data = TensorDict(batch | {"prompts": batch["input_ids"][:, : la.PROMPT]}, batch_size=len(batch["responses"]))
+    numbers = dict(dp_size=1, batch_num_tokens=int(batch["response_mask"].sum()), global_batch_size=len(data))
+    tu.assign_non_tensor(data, **numbers, **{PLAN: SharedPlan(1)})
+    attended = batch["attention_mask"].bool()
+    flat = [torch.nn.functional.pad(column, (la.PROMPT - 1, 1))[attended] for column in la.forward(module, batch)]
+    loss = OffPolicyLoss(CorrectionSpec.from_mapping(STACK), la.actor_config(**config), prove=True)
+    value, _ = loss({"log_probs": flat[0], "entropy": flat[1]}, data)
+    value.backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= la.LEARNING_RATE * parameter.grad
+    assert la.distance(la.parameters(module), corrected(STACK, **config), start) < EXACT
+
+
+# What is left alone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [TWO_STEPS, SPLITS["dynamic"]], ids=["mini-batches", "dynamic"])
+@pytest.mark.parametrize("handover", [False, True])
+def test_without_a_correction_the_update_is_verls_to_the_bit(handover: bool, config: Settings) -> None:
+    from recipe.offpolicy.packet import take_packets
+
+    config = config | KL | {"entropy_coeff": 0.1}
+    batch = la.rollout(torch.float32)
+    own, own_metrics = la.moved(la.actor(la.model(torch.float32), **config), la.proto(batch), patched=False)
+    sent = la.handed(batch, {}) if handover else la.proto(batch)
+    got, metrics = la.moved(la.actor(la.model(torch.float32), **config), sent)
+    assert all(torch.equal(own[name], got[name]) for name in own)
+    packets = take_packets(metrics)
+    assert len(packets) == handover * len(metrics["actor/entropy"])
+    assert [len(packet.statistics) > 0 for packet in packets] == [True] * handover + [False] * (len(packets) - handover)
+    assert metrics == own_metrics
+
+
+def test_an_update_leaves_nothing_behind_in_the_actor(start: la.Parameters) -> None:
+    """The next batch without a correction must not meet the denominators of this one."""
+    actor = la.actor(**TWO_STEPS)
+    la.moved(actor, la.handed(la.rollout(), STACK, mini_rows=4))
+    assert actor.config.global_batch_info == {}
+    data = la.handed(la.rollout(), STACK, mini_rows=4)
+    columns = set(data.batch.keys())
+    la.moved(actor, data)
+    assert set(data.batch.keys()) == columns
+
+
+# Micro-batches without a token ------------------------------------------------------------------------------
+
+
+def with_silent_rows(*rows: int) -> dict[str, torch.Tensor]:
+    batch = la.rollout()
+    for row in rows:
+        batch["response_mask"][row] = 0
+    return batch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_micro_batch_without_a_token_adds_nothing(mode: str, start: la.Parameters) -> None:
+    batch = with_silent_rows(2, 3)
+    norm = {"loss_scale_factor": 5} if mode == MODES[-1] else {}
+    config: Settings = dict(ppo_micro_batch_size_per_gpu=2, loss_agg_mode=mode, entropy_coeff=0.1, **KL, **norm)
+    expected = la.plain_update(batch, la.Plain(STACK, mode=mode, norm=5, entropy=0.1, kl=0.3))
+    got, metrics = update(STACK, batch, **config)
+    assert la.distance(expected, got, start) < EXACT
+    assert sum(value != value for value in metrics["rollout_corr/kl"]) == 1
+    assert verdict(STACK, batch, **config)["proved"] == 1.0
+
+
+def test_a_micro_batch_of_padding_alone_adds_nothing(start: la.Parameters) -> None:
+    """Rows that nothing attends to, as they fill up a batch; without padding no token of them is left."""
+    batch = with_silent_rows(2, 3)
+    batch["attention_mask"][2:4] = 0
+    filled = [0, 1, 4, 5, 6, 7]
+    rows = {name: column[filled] for name, column in batch.items()}
+    expected = la.plain_update(rows, la.Plain(STACK, mini_rows=6, entropy=0.1, kl=0.3))
+    got = corrected(STACK, batch, use_remove_padding=True, entropy_coeff=0.1, ppo_micro_batch_size_per_gpu=2, **KL)
+    assert la.distance(expected, got, start) < EXACT
+
+
+def test_verl_alone_stops_on_a_micro_batch_without_a_token() -> None:
+    """What the patch is for; where this no longer fails, a part of it can go."""
+    with pytest.raises(AssertionError, match="at least one valid token"):
+        la.moved(la.actor(ppo_micro_batch_size_per_gpu=2), la.proto(with_silent_rows(2, 3)))
+
+
+def test_a_mini_batch_without_a_token_moves_nothing(start: la.Parameters) -> None:
+    got, metrics = update(STACK, with_silent_rows(*range(8)), entropy_coeff=0.1, **KL)
+    assert all(torch.equal(got[name], start[name]) for name in start)
+    assert metrics["actor/grad_norm"] == [0.0]

@@ -1,0 +1,62 @@
+"""Updates of verl 0.7.1's legacy FSDP actor with a correction, and the corrections that its tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import legacy_actor as la
+from specs import STACK, TIS_TOKEN
+
+Settings = dict[str, Any]
+EXACT = 1e-10
+"""Of updates in float64, relative to the greatest move of a parameter."""
+GSM = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.9, "upper": 1.1, "when": "any"}
+ICEPOP = GSM | {"level": "token", "aggregate": "product", "lower": 0.8, "upper": 1.25}
+OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.05, "when": "negative"}
+CORRECTIONS: dict[str, Settings] = {
+    "tis": {"weight": TIS_TOKEN},
+    "sequence_tis": {"weight": TIS_TOKEN | {"level": "sequence", "upper": 1.5}},
+    "mis": {"weight": TIS_TOKEN | {"kind": "reject", "lower": 0.8}},
+    "gsm": {"masks": {"gsm": GSM}},
+    "opsm": {"masks": {"opsm": OPSM}},
+    "icepop": {"masks": {"icepop": ICEPOP}},
+    "stack": STACK,
+}
+KL: Settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="low_var_kl")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+TWO_STEPS: Settings = dict(ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=2)
+SPLITS: dict[str, Settings] = {
+    **{str(size): dict(ppo_micro_batch_size_per_gpu=size) for size in (1, 2, 3, 5, 8)},
+    "dynamic": dict(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=17),
+}
+
+
+def corrected(mapping: Settings, batch: Any = None, *, prove: bool = False, **config: Any) -> la.Parameters:
+    """Parameters after the actor's update with the correction."""
+    return update(mapping, batch, prove=prove, **config)[0]
+
+
+def update(
+    mapping: Settings, batch: Any = None, *, prove: bool = True, sent: Settings | None = None, **config: Any
+) -> tuple[la.Parameters, Settings]:
+    batch = la.rollout() if batch is None else batch
+    actor = la.actor(**config)
+    mode, rows = actor.config.loss_agg_mode, actor.config.ppo_mini_batch_size
+    data = la.handed(batch, mapping, prove=prove, mode=mode, mini_rows=rows, **(sent or {}))
+    return la.moved(actor, data)
+
+
+def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
+    """What the trainer makes of the first update."""
+    from tensordict import TensorDict
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+
+    batch = la.rollout() if batch is None else batch
+    sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
+    _, metrics = update(mapping, batch, **config)
+    epochs = config.get("ppo_epochs", 1)
+    return verify(take_packets(metrics), CorrectionSpec.from_mapping(mapping), sampled_rows=sampled, epochs=epochs)
