@@ -35,9 +35,8 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
 
 def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
     """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
-    run = broken(
-        run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", "offpolicy.watchdog.step_timeout=60"
-    )
+    stuck = "+offpolicy.watchdog.phase_timeouts.weight_sync=30"
+    run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", stuck)
     assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", run.log)
     assert "update_weights" in run.log  # the stacks
     (step,) = run.steps
@@ -62,7 +61,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
         "offpolicy.shadow=[opsm,m2po]",
     ]
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
-    stuck = "offpolicy.watchdog.phase_timeouts.checkpoint=40"
+    stuck = "offpolicy.watchdog.phase_timeouts.checkpoint=30"
     run = broken(run_program, "hang_in_checkpoint:2", *whole_batch, stuck, *saving)
     assert "WatchdogError: checkpoint is stuck" in run.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"

@@ -45,8 +45,9 @@ def alone() -> Iterator[None]:
 )
 def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     before = set(os.listdir("/dev/shm"))
+    settings = ["correction=tis_token", "trainer.total_training_steps=3", "data.val_max_samples=32"]
     done = subprocess.run(
-        ["bash", "scripts/quickstart.sh", "correction=tis_token", "trainer.total_training_steps=3", *overrides],
+        ["bash", "scripts/quickstart.sh", *settings, *overrides],
         cwd=ROOT,
         env={**os.environ, "VENV": sys.prefix, "QUICKSTART_TIME_LIMIT": str(LIMIT)},
         stdout=subprocess.PIPE,

@@ -85,7 +85,10 @@ def calls(folders: list[str], suites: list[str], selection: str = "", arguments:
     """Programs in turn, and beside them everything else on two processes."""
     pairs = list(zip(folders, suites, strict=True))
     return [
-        *(f"{folder} python -m pytest -m program{selection} {arguments}{suite}" for folder, suite in pairs),
+        *(
+            f"{folder} python -m pytest --durations=0 --durations-min=20 -m program{selection} {arguments}{suite}"
+            for folder, suite in pairs
+        ),
         *(
             f"{folder} python -m pytest {SIDE_BY_SIDE} -m not program{selection} {arguments}{suite}"
             for folder, suite in pairs
