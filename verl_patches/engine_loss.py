@@ -31,7 +31,13 @@ def seam(
 SEAMS = (
     seam("set_loss_fn", f"{_WORKERS}:ActorRolloutRefWorker.set_loss_fn", "(self, loss_fn)"),
     seam("update_actor", f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "(self, data)"),
-    seam("train_mini_batch", f"{_WORKERS}:TrainingWorker.train_mini_batch", "(self, data)"),
+    # By this key the loss knows an update's last mini-batch.
+    seam(
+        "train_mini_batch",
+        f"{_WORKERS}:TrainingWorker.train_mini_batch",
+        "(self, data)",
+        keys=("update_lr_scheduler",),
+    ),
     seam(
         "ppo_loss",
         "verl.workers.utils.losses:ppo_loss",

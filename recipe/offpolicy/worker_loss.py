@@ -112,7 +112,7 @@ class OffPolicyLoss:
         packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
-            rows = replace(batch, log_prob=batch.log_prob.detach())
+            rows = replace(batch, log_prob=batch.log_prob.detach(), layout=None)
             observation = Observation(rows, self.spec, self.shadows, self.moving, trained)
             self.ledger.enter(packet, observation, more=not batch.last)
         return packet

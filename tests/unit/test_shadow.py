@@ -105,6 +105,29 @@ def test_it_reports_what_the_correction_does_once_it_is_on(seed: int, name: str)
     assert any("weight/" in key for key in found) == (correction.weight is not None)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    mu, old, pi, signs = (torch.randn((6, 40), generator=random) for _ in range(4))
+    mask = torch.rand((6, 40), generator=random) < 0.8
+    mu[0, 3] = float("nan")
+    columns = dict(old_log_prob=mu + 0.2 * old, rollout_log_prob=mu, response_mask=mask, segment_ids=turns(mask))
+    columns |= dict(versions=mask.long(), log_prob=mu + 0.2 * pi, advantages=signs)
+    if nested:
+        columns = {key: torch.nested.as_nested_tensor(list(t), layout=torch.jagged) for key, t in columns.items()}
+    rows: dict[str, Any] = columns | dict(staleness=torch.arange(6))
+    first = {key: value for key, value in rows.items() if key not in ("log_prob", "advantages")}
+    stage = rollout_stage(spec(TIS, wide=band(0.5, 2.0)), **first)
+    shadows = {name: CORRECTIONS[name]}
+    alone, beside = (shadow_statistics(shadows, **rows, **more) for more in ({}, {"beside": stage}))
+    assert {key: one.value() for key, one in beside.items()} == pytest.approx(
+        {key: one.value() for key, one in alone.items()}, nan_ok=True, rel=0, abs=0
+    )
+    with pytest.raises(ValueError, match="stage of other tensors"):
+        shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
+
+
 def test_nothing_of_it_reaches_a_gradient() -> None:
     tensors = {name: t.clone().requires_grad_() for name, t in rows().items() if name != "response_mask"}
     statistics = shadow_statistics({"tis": spec(TIS, gsm=GSM, opsm=opsm(0.1))}, **rows(**tensors))

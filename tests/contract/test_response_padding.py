@@ -1,0 +1,43 @@
+"""verl's loss takes responses that are padded already, and pads all others itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from verl_patches import response_padding
+from verl_patches.contract import PatchError
+
+
+@pytest.fixture
+def no_padding_2_padding() -> Any:
+    response_padding.install()
+    response_padding.install()  # once is enough
+    from verl.workers.utils import losses
+
+    return losses.no_padding_2_padding
+
+
+def nested(*rows: list[float]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_padding: Any) -> None:
+    assert response_padding.in_force()
+    padded = torch.ones(2, 3, requires_grad=True)
+    assert no_padding_2_padding(response_padding.Padded(padded), None) is padded
+    data = TensorDict({"prompts": nested([1, 1], [1]), "responses": nested([1], [1, 1])}, batch_size=2)
+    # At each token what belongs to the one after it.
+    found = no_padding_2_padding(nested([9.0, 1.0, 9.0], [2.0, 3.0, 9.0]), data)
+    assert found.tolist() == [[1.0, 0.0], [2.0, 3.0]]
+
+
+def test_a_moved_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = replace(response_padding.CONTRACT, name="another", target="verl.workers.utils.losses:pad")
+    monkeypatch.setattr(response_padding, "CONTRACT", moved)
+    with pytest.raises(PatchError, match=r"verl\.workers\.utils\.losses:pad has moved"):
+        response_padding.install()
