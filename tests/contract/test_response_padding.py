@@ -22,17 +22,17 @@ def no_padding_2_padding() -> Any:
     return losses.no_padding_2_padding
 
 
-def nested(*rows: list[float]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
-
 def test_padded_ones_are_the_answer_and_others_are_verls_to_pad(no_padding_2_padding: Any) -> None:
     assert response_padding.in_force()
     padded = torch.ones(2, 3, requires_grad=True)
     assert no_padding_2_padding(response_padding.Padded(padded), None) is padded
-    data = TensorDict({"prompts": nested([1, 1], [1]), "responses": nested([1], [1, 1])}, batch_size=2)
+    # Two tokens of prompt and one of response, and the other way round.
+    columns = {"prompts": torch.ones(2, 2), "responses": torch.ones(2, 2)}
+    columns["attention_mask"] = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    data = TensorDict(columns, batch_size=2)
     # At each token what belongs to the one after it.
-    found = no_padding_2_padding(nested([9.0, 1.0, 9.0], [2.0, 3.0, 9.0]), data)
+    rows = [torch.tensor([9.0, 1.0, 9.0]), torch.tensor([2.0, 3.0, 9.0])]
+    found = no_padding_2_padding(torch.nested.as_nested_tensor(rows, layout=torch.jagged), data)
     assert found.tolist() == [[1.0, 0.0], [2.0, 3.0]]
 
 
