@@ -229,7 +229,9 @@ elif $quick; then
     stage "tests-$first" others "$first"
 else
     # Programs run one after the other and leave half of the machine idle, as they wait for each other's processes:
-    # everything else runs beside them, below the priority of Ray's workers (15), and is shown after them.
+    # everything else runs beside them and is shown after them. It gives way to programs, whose Ray workers would
+    # otherwise give way as much (they run at niceness 15).
+    export RAY_worker_niceness=0
     for release in "${plan[@]}"; do
         stages+=("programs-$release" "tests-$release")
     done

@@ -1,79 +1,39 @@
-"""Prepares data and model under outputs/quickstart/cache, once for each setting and version of this code.
+"""Prepares data and model in a cache (cache.py), once for each version of this code.
 
-Run by path: `python prepare.py --cache DIR [--data-only]`. The last line on stdout is JSON with the two paths.
+Run by path: `python prepare.py --cache DIR [--data-only]`.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.metadata
-import json
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from cache import cached, folder
 from task import TaskSettings, instruction, splits, write_parquet
-
-HERE = Path(__file__).resolve().parent
-
-
-def fingerprint(settings: dict[str, Any], sources: list[str], packages: list[str]) -> str:
-    """Twelve hex digits over settings, the text of the given neighbours and the versions of packages."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for name in sources:
-        digest.update((HERE / name).read_bytes())
-    for package in packages:
-        digest.update(f"{package}=={importlib.metadata.version(package)}".encode())
-    return digest.hexdigest()[:12]
-
-
-def cached(folder: Path, build: Callable[[Path], None]) -> bool:
-    """Makes sure that `folder` exists, complete; True when it was there already.
-
-    It is built under another name and renamed, so that an interrupted build leaves nothing that looks whole.
-    """
-    if folder.exists():
-        return True
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        build(draft)
-        draft.chmod(0o755)
-        os.rename(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return False
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def prepare_data(cache: Path, task: TaskSettings) -> Path:
-    """Folder with train.parquet and heldout.parquet."""
-    folder = cache / f"data-{fingerprint(asdict(task), ['task.py'], ['reasoning-gym'])}"
+def prepare_data(path: Path, task: TaskSettings) -> None:
+    """Makes the folder with train.parquet and heldout.parquet."""
 
     def build(draft: Path) -> None:
         parts = splits(task)
         for split in ("train", "heldout"):
             write_parquet(parts[split], split, draft / f"{split}.parquet")
 
-    known = cached(folder, build)
+    known = cached(path, build)
     say(
         f"data: {task.train} training and {task.heldout} held-out questions of {task.family}"
-        + (f", cached in {folder}" if known else "")
+        + (f", cached in {path}" if known else "")
     )
-    return folder
 
 
-def prepare_model(cache: Path, task: TaskSettings) -> Path:
-    """Folder with the warm-started model and its tokenizer, as Hugging Face saves them."""
+def prepare_model(path: Path, task: TaskSettings) -> None:
+    """Makes the folder with the warm-started model and its tokenizer, as Hugging Face saves them."""
     import torch
     import transformers
     from model import ModelSettings, build_model, build_tokenizer
@@ -83,9 +43,6 @@ def prepare_model(cache: Path, task: TaskSettings) -> Path:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     shape, schooling = ModelSettings(), WarmStartSettings()
-    settings = {"task": asdict(task), "model": asdict(shape), "warm_start": asdict(schooling)}
-    sources = ["task.py", "reward.py", "model.py", "warm_start.py"]
-    folder = cache / f"model-{fingerprint(settings, sources, ['torch', 'transformers', 'reasoning-gym'])}"
 
     def build(draft: Path) -> None:
         parts = splits(task)
@@ -107,9 +64,8 @@ def prepare_model(cache: Path, task: TaskSettings) -> Path:
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
-    if cached(folder, build):
-        say(f"warm start: skipped, the model is cached in {folder}")
-    return folder
+    if cached(path, build):
+        say(f"warm start: skipped, the model is cached in {path}")
 
 
 def main() -> None:
@@ -118,10 +74,9 @@ def main() -> None:
     parser.add_argument("--data-only", action="store_true", help="the caller brings a model")
     arguments = parser.parse_args()
     task = TaskSettings()
-    paths = {"data": str(prepare_data(arguments.cache, task))}
+    prepare_data(folder(arguments.cache, "data"), task)
     if not arguments.data_only:
-        paths["model"] = str(prepare_model(arguments.cache, task))
-    say(json.dumps(paths))
+        prepare_model(folder(arguments.cache, "model"), task)
 
 
 if __name__ == "__main__":

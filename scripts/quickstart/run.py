@@ -6,19 +6,19 @@ the environment variables it reads and judge.py for its exit codes.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
+from cache import folder, known
 from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
 from judge import Exit, Verdict, judge
 from metrics import History, MetricsFile
@@ -33,7 +33,10 @@ from training import TrainingView
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUTPUTS = ROOT / "outputs" / "quickstart"
+CACHE = OUTPUTS / "cache"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
+CHECKED = "offpolicy: all checks passed"
+"""What the trainer says before it starts anything."""
 WATCH_EVERY = 2.0
 """Seconds between two looks at /dev/shm."""
 
@@ -61,6 +64,7 @@ class Quickstart:
         self.folder = OUTPUTS / self.run_id
         self.folder.mkdir(parents=True)
         self.current: Child | None = None
+        self.checking = False
         self._limits = Limits(time.monotonic() + options.time_limit, options.stall_limit)
         self._shared_memory = SharedMemoryWatch()
         self._watched = 0.0
@@ -84,14 +88,18 @@ class Quickstart:
             f"quickstart of verl {self.release} on {self.options.platform}, everything goes to "
             f"{self._short(self.folder)}"
         )
-        config, paths = self._check_and_prepare()
+        parts = ["data"] if self.options.model else ["data", "model"]
+        folders = known(CACHE, parts) or self._check_and_prepare(parts)
+        self.progress.stage("checking the configuration")
+        training = self._start(self._trainer(folders), "train.log")
+        self.progress.line(f"  {self._wait_until_checked(training)}")
+        config = yaml.safe_load((self.folder / "hydra" / ".hydra" / "config.yaml").read_text())
         steps = int(config["trainer"]["total_training_steps"] or 0)
         self.correction = config["correction"]
         default_steps = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
 
         metrics = MetricsFile(self.folder / "metrics.jsonl")
         view = TrainingView(self.progress, metrics, self.history, steps, self.corrected)
-        training = self._start(self._trainer(paths), "train.log")
         self._wait(training, on_line=view.on_line, on_tick=view.on_tick)
         return judge(self.history, corrected=self.corrected, judged=not self.options.model and steps >= default_steps)
 
@@ -120,34 +128,21 @@ class Quickstart:
         shutil.rmtree(self._scratch, ignore_errors=True)
         return survivors, removed
 
-    def _check_and_prepare(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The composed configuration, and the paths of data and model.
+    def _check_and_prepare(self, parts: Sequence[str]) -> dict[str, Path]:
+        """The folders of data and model, which are made.
 
-        The preparation runs beside the checks, which fail within seconds when an override is wrong.
+        That takes a while: checks run beside it, and fail within seconds when an override is wrong.
         """
         self.progress.stage("checking the configuration")
-        command = [sys.executable, str(HERE / "prepare.py"), "--cache", str(OUTPUTS / "cache")]
-        preparation = self._start(command + ["--data-only"] * bool(self.options.model), "prepare.log")
-        check = self._start(self._trainer({}, "--check"), "check.log")
-        self._wait(check, on_line=self._show_check)
-        config = yaml.safe_load((self.folder / "hydra" / ".hydra" / "config.yaml").read_text())
-
+        command = [sys.executable, str(HERE / "prepare.py"), "--cache", str(CACHE)]
+        preparation = self._start(command + ["--data-only"] * ("model" not in parts), "prepare.log")
+        self._wait_until_checked(self._start(self._trainer({}, "--check"), "check.log"))
         self.progress.stage("preparing model and data")
-        lines: list[str] = []
+        self._wait(preparation, on_line=lambda line: self.progress.line(f"  {line}"))
+        return {part: folder(CACHE, part) for part in parts}
 
-        def show(line: str) -> None:
-            lines.append(line)
-            if not line.startswith("{"):
-                self.progress.line(f"  {line}")
-
-        self._wait(preparation, on_line=show)
-        paths = json.loads(lines[-1])
-        if self.options.model:
-            paths["model"] = str(self.options.model)
-        return config, paths
-
-    def _trainer(self, paths: dict[str, str], *flags: str) -> list[str]:
-        """The command that trains, with the user's overrides last."""
+    def _trainer(self, folders: Mapping[str, Path], *flags: str) -> list[str]:
+        """The command that trains, with the user's overrides last; `folders` is empty before they are made."""
         command = [sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem, *flags]
         fixed = [
             f"platform={platform_option(self.options.platform, self.release)}",
@@ -157,22 +152,28 @@ class Quickstart:
         ]
         if self.options.model:
             fixed += ANY_MODEL_OVERRIDES
-        if paths:
+        if folders:
             fixed += [
-                override("data.train_files", Path(paths["data"]) / "train.parquet"),
-                override("data.val_files", Path(paths["data"]) / "heldout.parquet"),
-                override("actor_rollout_ref.model.path", paths["model"]),
+                override("data.train_files", folders["data"] / "train.parquet"),
+                override("data.val_files", folders["data"] / "heldout.parquet"),
+                override("actor_rollout_ref.model.path", self.options.model or folders["model"]),
             ]
         return [*command, *fixed, *self.overrides]
 
-    def _show_check(self, line: str) -> None:
-        if line.startswith("offpolicy: all checks passed"):
-            self.progress.line(f"  {line.removeprefix('offpolicy: ')}")
+    def _wait_until_checked(self, child: Child) -> str:
+        """What the child says when its configuration has passed; the child goes on."""
+        said: list[str] = []
+        self.checking = True
+        self._wait(child, on_line=said.append, until=CHECKED)
+        if not (said and said[-1].startswith(CHECKED)):
+            raise StageFailed("no checked configuration")
+        self.checking = False
+        return said[-1].removeprefix("offpolicy: ")
 
     def _start(self, command: list[str], log: str) -> Child:
         return Child(command, self._env, self.folder / log, ROOT)
 
-    def _wait(self, child: Child, on_line: Any = lambda line: None, on_tick: Any = None) -> None:
+    def _wait(self, child: Child, on_line: Any = lambda line: None, on_tick: Any = None, until: str = "") -> None:
         self.current = child
 
         def tick() -> bool:
@@ -184,7 +185,7 @@ class Quickstart:
             self.progress.tick()
             return False
 
-        child.wait(self._limits, on_line=on_line, on_tick=tick)
+        child.wait(self._limits, on_line=on_line, on_tick=tick, until=until)
 
     def _short(self, path: Path) -> str:
         return os.path.relpath(path)
@@ -196,7 +197,7 @@ def _raise_interrupted(number: int, frame: FrameType | None) -> NoReturn:
 
 def _failure(error: BaseException, quickstart: Quickstart) -> tuple[int, str]:
     """Exit code and sentence for a run that did not end by itself."""
-    options, child = quickstart.options, quickstart.current
+    options = quickstart.options
     match error:
         case Interrupted():
             return 128 + error.number, f"interrupted by {error}"
@@ -208,7 +209,7 @@ def _failure(error: BaseException, quickstart: Quickstart) -> tuple[int, str]:
             return Exit.STALLED, (
                 f"nothing was heard for {options.stall_limit:.0f} s; QUICKSTART_STALL_LIMIT=seconds waits longer"
             )
-        case StageFailed() if child and child.log.name == "check.log":
+        case StageFailed() if quickstart.checking:
             return Exit.REFUSED, "the configuration was refused, see above"
         case StageFailed():
             return Exit.FAILED, f"failed with {error}, see above"

@@ -50,22 +50,26 @@ class Child:
             )
         self._reader = log.open("rb")
         self._rest = b""
+        self._unread: list[str] = []
 
     def new_lines(self) -> list[str]:
         """Lines that have been completed since the last call."""
         *lines, self._rest = (self._rest + self._reader.read()).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        unread, self._unread = self._unread, []
+        return unread + [line.decode(errors="replace") for line in lines]
 
     def wait(
         self,
         limits: Limits,
         on_line: Callable[[str], None] = lambda line: None,
         on_tick: Callable[[], bool] = lambda: False,
+        until: str = "",
     ) -> None:
-        """Waits until the child ends.
+        """Waits until the child ends, or says something.
 
         Args:
             on_line: gets each line of output.
+            until: beginning of a line after which to return though the child goes on; the next call goes on there.
             on_tick: called every TICK seconds; True is a sign of life, as is any output.
 
         Raises:
@@ -75,8 +79,11 @@ class Child:
         while True:
             ended = self.process.poll() is not None
             lines = self.new_lines()
-            for line in lines:
+            for number, line in enumerate(lines, start=1):
                 on_line(line)
+                if until and line.startswith(until):
+                    self._unread = lines[number:]
+                    return
             if on_tick() or lines:
                 heard = time.monotonic()
             if ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from verl_patches.deferred import after_import
@@ -13,6 +14,7 @@ def _install() -> None:
 
     original = TrainingWorker.train_mini_batch
 
+    @functools.wraps(original)
     def train_mini_batch(self: Any, data: Any) -> Any:
         rows = [row.roll(1) for row in data["rollout_log_probs"].unbind()]
         data["rollout_log_probs"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)

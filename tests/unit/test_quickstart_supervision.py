@@ -78,6 +78,20 @@ def test_lines_arrive_whole_and_in_order(tmp_path):
     assert lines == ["one", "two"]
 
 
+def test_what_follows_the_awaited_line_is_kept(tmp_path):
+    talker = child(tmp_path, "echo one; echo ready, two; echo three; sleep 0.4; echo ready")
+    first: list[str] = []
+    rest: list[str] = []
+    talker.wait(limits(), on_line=first.append, until="ready")
+    talker.wait(limits(), on_line=rest.append)
+    assert (first, rest) == (["one", "ready, two"], ["three", "ready"])
+
+
+def test_a_child_that_fails_before_the_awaited_line(tmp_path):
+    with pytest.raises(StageFailed, match="2"):
+        child(tmp_path, "echo no; exit 2").wait(limits(), until="ready")
+
+
 def test_a_failing_child_shows_the_end_of_its_log(tmp_path):
     failing = child(tmp_path, "seq 100; exit 3")
     with pytest.raises(StageFailed, match="3"):
