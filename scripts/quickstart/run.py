@@ -240,8 +240,11 @@ def main(overrides: Sequence[str]) -> int:
             code, sentence = _failure(error, quickstart)
             if quickstart.current and not isinstance(error, Interrupted):
                 progress.line(f"the end of {quickstart.current.log}:")
-                # A traceback is long; what was going on when a limit struck is said in a few lines.
-                lines = 40 if isinstance(error, StageFailed) else 8
+                # What was going on when a limit struck is said in a few lines, a traceback in more, and Hydra lists
+                # every correction that there is.
+                lines = 8
+                if isinstance(error, StageFailed):
+                    lines = 120 if quickstart.checking else 40
                 progress.console.print(quickstart.current.tail(lines), markup=False, soft_wrap=True)
         finally:
             for number in signals:

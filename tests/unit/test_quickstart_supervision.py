@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,12 +14,15 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "quickstart"))
 
+import cache as cache_module
 import progress as progress_module
 from metrics import History, MetricsFile
 from options import Options, child_environment, override
 from progress import Progress
 from stages import Child, Limits, OutOfTime, StageFailed, Stalled
 from training import TrainingView
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_options_from_nothing():
@@ -62,6 +67,42 @@ def test_paths_survive_hydras_grammar(path):
     parsed = OverridesParser.create().parse_override(override("data.train_files", path))
     assert parsed.key_or_group == "data.train_files"
     assert parsed.value() == path
+
+
+def test_a_part_is_known_once_it_is_whole(tmp_path, monkeypatch):
+    both = ("data", "model")
+    assert cache_module.known(tmp_path, both) is None
+    data, model = (cache_module.folder(tmp_path, part) for part in both)
+
+    def interrupted(draft):
+        (draft / "half").touch()
+        raise KeyboardInterrupt
+
+    assert cache_module.cached(data, lambda draft: (draft / "train.parquet").touch()) is False
+    with pytest.raises(KeyboardInterrupt):
+        cache_module.cached(model, interrupted)
+    assert list(tmp_path.iterdir()) == [data]
+    assert cache_module.known(tmp_path, both) is None
+    assert cache_module.known(tmp_path, ["data"]) == {"data": data}
+    assert cache_module.cached(model, lambda draft: None) is False
+    assert cache_module.known(tmp_path, both) == {"data": data, "model": model}
+    assert cache_module.cached(model, interrupted) is True
+    monkeypatch.setattr(cache_module.importlib.metadata, "version", lambda package: "0.0")
+    assert cache_module.known(tmp_path, ["data"]) is None
+
+
+@pytest.mark.slow
+def test_a_misspelt_correction_is_refused_before_anything_starts():
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "quickstart.sh"), "correction=gsn"],
+        env={**os.environ, "VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "gsn" in done.stdout
+    assert "the configuration was refused" in done.stdout
+    assert "starting Ray" not in done.stdout
 
 
 def limits(total: float = 20.0, stall: float = 20.0) -> Limits:
