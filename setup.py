@@ -12,7 +12,7 @@ VERL = "verl>=0.7.1,<=0.9.1"
 RAY = "ray[default]>=2.41"
 VLLM = "vllm>=0.18"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
-QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "transformers"]
+QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers"]
 EVIDENCE = ["matplotlib", "rich"]
 TOOLS = ["jinja2", "matplotlib", "numpy", "pyarrow>=19", "rich"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]

@@ -57,6 +57,8 @@ class Contract:
         keys: what the target's code must hold as literals, the code of nested functions included: a string by
             itself, or a tuple that must be there as a whole list or tuple of three or more, so that a key more in
             it is noticed as well.
+        names: what the target's code must look up by name, globals and attributes, nested functions included: a
+            hook that is overridden, or a name that is replaced, is dead once nobody looks it up.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Contract:
     distribution: str
     releases: str | tuple[str, ...]
     keys: tuple[Key, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for alternative in self._alternatives():
@@ -75,12 +78,12 @@ class Contract:
                 )
 
     def check(self) -> Any:
-        """Returns the target after checking release, signature and keys.
+        """Returns the target after checking release, signature, keys and names.
 
         Raises:
             NotInstalledError: the distribution is not installed.
             PatchError: the release was not tested and this was not opted into, the target does not exist or cannot
-                be imported, or its signature or keys differ.
+                be imported, or its signature, keys or names differ.
         """
         self._check_release()
         found = resolve(self.target)
@@ -91,6 +94,8 @@ class Contract:
         if self.keys and (missing := [key for key in self.keys if key not in literals(found)]):
             expected = f"its code to hold {', '.join(map(repr, missing))}"
             raise PatchError(self.moved(f"none of it in {_held(found)}", expected))
+        if self.names and (missing := sorted(set(self.names) - looked_up(found))):
+            raise PatchError(self.moved("code that does not", f"its code to look up {', '.join(missing)}"))
         return found
 
     def in_force(self) -> bool:
@@ -235,6 +240,18 @@ def literals(target: Any) -> frozenset[Key]:
     return frozenset(constant for code in _codes(target) for constant in _constants(code))
 
 
+def looked_up(target: Any) -> frozenset[str]:
+    """The globals and attributes that the code of a function or of a class's methods looks up by name."""
+    return frozenset(name for code in _codes(target) for name in _names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
 def _codes(target: Any) -> Iterator[CodeType]:
     if inspect.isclass(target):
         for member in vars(target).values():
@@ -290,6 +307,16 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
     logger.info("patch %s in force on %s", contract.name, contract.target)
     return True
+
+
+def before(contract: Contract, look: Callable[[Any], None]) -> None:
+    """Lets `look` see the first argument of each call of the target, before the call; once."""
+
+    def seen_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
+        look(first)
+        return original(first, *args, **kwargs)
+
+    wrap(contract, seen_first)
 
 
 def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,9 +23,10 @@ def seam(
     *,
     releases: str | tuple[str, ...] = RELEASES,
     keys: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
 ) -> Contract:
     """A contract on a function of verl that is called or overridden."""
-    return Contract(name, target, signature, "verl", releases, keys)
+    return Contract(name, target, signature, "verl", releases, keys, names)
 
 
 SEAMS = (

@@ -1,7 +1,8 @@
 """The seam of verl's V0 trainer, ``RayPPOTrainer``: methods that a subclass overrides, and where it is put in.
 
 ``fit`` is one block that calls the module's own ``compute_advantage``, so what has to happen around the advantages
-wraps that name. Both changes are made in the task runner's process alone.
+wraps that name. A trainer that verl builds past the replaced name is seen by its constructor. All changes are made in
+the task runner's process alone.
 """
 
 from __future__ import annotations
@@ -11,28 +12,60 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from .contract import wrap
+from .contract import before, of_installed, wrap
 from .engine_loss import seam
 
 _TRAINER = "verl.trainer.ppo.ray_trainer"
+_BEFORE_0_9 = ("==0.7.1", "==0.8.0")
 _ADVANTAGE = seam(
     "compute_advantage",
     f"{_TRAINER}:compute_advantage",
     "(data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True, config=None)",
 )
 
+_RUN = ("RayPPOTrainer", "init_workers", "fit")
+_TASK_RUNNER = of_installed(
+    seam("TaskRunner", "verl.trainer.main_ppo:TaskRunner.run", "(self, config)", releases=_BEFORE_0_9, names=_RUN),
+    # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
+    seam(
+        "TaskRunner",
+        "verl.trainer.main_ppo_v0:TaskRunner.__ray_metadata__.modified_class.run",
+        None,
+        releases="==0.9.1",
+        names=_RUN,
+    ),
+)
+# Its signature quotes a class of verl's, and whatever it takes is passed on.
+_INIT = seam("RayPPOTrainer.__init__", f"{_TRAINER}:RayPPOTrainer.__init__", None)
+
 SEAMS = (
+    _TASK_RUNNER,
+    _INIT,
     seam("init_workers", f"{_TRAINER}:RayPPOTrainer.init_workers", "(self)"),
-    seam("_compute_old_log_prob", f"{_TRAINER}:RayPPOTrainer._compute_old_log_prob", "(self, batch)"),
-    seam("_update_actor", f"{_TRAINER}:RayPPOTrainer._update_actor", "(self, batch)"),
-    seam("fit", f"{_TRAINER}:RayPPOTrainer.fit", "(self)"),
+    seam(
+        "_compute_old_log_prob",
+        f"{_TRAINER}:RayPPOTrainer._compute_old_log_prob",
+        "(self, batch)",
+        names=("actor_rollout_wg", "compute_log_prob"),
+    ),
+    seam(
+        "_update_actor",
+        f"{_TRAINER}:RayPPOTrainer._update_actor",
+        "(self, batch)",
+        names=("actor_rollout_wg", "update_actor"),
+    ),
+    seam(
+        "fit",
+        f"{_TRAINER}:RayPPOTrainer.fit",
+        "(self)",
+        names=("compute_advantage", "_compute_old_log_prob", "_update_actor", "_save_checkpoint", "_load_checkpoint"),
+    ),
+    seam("_get_dp_size", f"{_TRAINER}:RayPPOTrainer._get_dp_size", "(self, worker_group, role)"),
     seam("_save_checkpoint", f"{_TRAINER}:RayPPOTrainer._save_checkpoint", "(self)"),
     seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)"),
     _ADVANTAGE,
 )
 
-Advantages = Callable[..., Any]
-"""verl's ``compute_advantage``: takes and returns a DataProto."""
 _around: list[Callable[..., Any]] = []
 
 
@@ -58,6 +91,11 @@ def substitute(subclass: Callable[[type], type]) -> None:
         replaced: Any = subclass(trainer)
         replaced.__offpolicy__ = True
         module.RayPPOTrainer = replaced
+
+
+def before_any(look: Callable[[Any], None]) -> None:
+    """Let ``look(trainer)`` see each trainer that is built in this process, before its constructor runs."""
+    before(_INIT, look)
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:

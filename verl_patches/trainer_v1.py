@@ -1,7 +1,8 @@
 """The seam of verl's V1 trainers: hooks that a subclass overrides, and the registry that the subclass goes into.
 
 verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of our own
-would change the training: a corrected trainer takes the place of verl's under verl's own name.
+would change the training: a corrected trainer takes the place of verl's under verl's own name. A trainer that verl
+builds past the registry is seen by its constructor.
 """
 
 from __future__ import annotations
@@ -10,26 +11,65 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .contract import before
 from .engine_loss import seam
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _seam = partial(seam, releases="==0.9.1")
 
+_INIT = _seam("PPOTrainer.__init__", f"{_TRAINER}:PPOTrainer.__init__", "(self, config)")
+
 SEAMS = (
+    _INIT,
+    _seam("init", f"{_TRAINER}:PPOTrainer.init", "(self)", names=("_setup", "on_init_end")),
+    _seam("_setup", f"{_TRAINER}:PPOTrainer._setup", "(self)", names=("_load_checkpoint",)),
     _seam("on_init_end", f"{_TRAINER}:PPOTrainer.on_init_end", "(self)"),
-    _seam("fit", f"{_TRAINER}:PPOTrainer.fit", "(self, agent_loop_manager)"),
-    _seam("step", f"{_TRAINER}:PPOTrainer.step", "(self, metrics, timing_raw)"),
-    _seam("_compute_old_log_prob", f"{_TRAINER}:PPOTrainer._compute_old_log_prob", "(self, batch, metrics)"),
+    _seam(
+        "fit",
+        f"{_TRAINER}:PPOTrainer.fit",
+        "(self, agent_loop_manager)",
+        names=("step", "_save_checkpoint"),
+    ),
+    _seam("step", f"{_TRAINER}:PPOTrainer.step", "(self, metrics, timing_raw)", names=("_step_once",)),
+    _seam(
+        "_step_once",
+        f"{_TRAINER}:PPOTrainer._step_once",
+        None,
+        names=("_compute_old_log_prob", "_compute_advantage", "_update_actor"),
+    ),
+    _seam(
+        "_compute_old_log_prob",
+        f"{_TRAINER}:PPOTrainer._compute_old_log_prob",
+        "(self, batch, metrics)",
+        names=("actor_rollout_wg", "compute_log_prob"),
+    ),
     _seam("_compute_advantage", f"{_TRAINER}:PPOTrainer._compute_advantage", "(self, batch, metrics)"),
-    _seam("_update_actor", f"{_TRAINER}:PPOTrainer._update_actor", "(self, batch, metrics)"),
+    _seam(
+        "_update_actor",
+        f"{_TRAINER}:PPOTrainer._update_actor",
+        "(self, batch, metrics)",
+        names=("actor_rollout_wg", "update_actor"),
+    ),
+    # It notes the ranks of the actor's workers where the dealing of rows is read.
+    _seam("_balance_batch", f"{_TRAINER}:PPOTrainer._balance_batch", None, names=("_dispatch_info",)),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
     _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)"),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
     _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),
     # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
-    _seam("TaskRunnerV1", "verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class.run", None),
+    _seam(
+        "TaskRunnerV1",
+        "verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class.run",
+        None,
+        names=("get_trainer_cls", "fit"),
+    ),
     _seam("run_ppo", "verl.trainer.main_ppo:run_ppo", "(config, task_runner_class)"),
 )
+
+
+def before_any(look: Callable[[Any], None]) -> None:
+    """Let ``look(trainer)`` see each trainer that is built in this process, before its constructor runs."""
+    before(_INIT, look)
 
 
 def substitute(mode: str, subclass: Callable[[type], type]) -> None:

@@ -2,7 +2,8 @@
 
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
 
-Reads what offpolicy.record.dir was written. Exit status: 0, or 2 where the recording or an argument is no good.
+Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
+argument is no good.
 """
 
 from __future__ import annotations

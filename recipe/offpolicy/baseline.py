@@ -1,6 +1,6 @@
 """Group baselines without rejected siblings.
 
-GRPO and RLOO compare a row with its siblings. A row that the correction rejects trains nothing, and yet its reward
+GRPO, RLOO and OPO compare a row with its siblings. A row that the correction rejects trains nothing, and yet its reward
 moves the advantage of those that are left. With ``baseline=exclude`` it does not: it gets a group of its own before
 verl's estimator runs.
 """

@@ -7,6 +7,7 @@ takes every override that ``verl.trainer.main_ppo`` takes. ``--check`` runs all 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def main() -> None:
         except (SpecError, CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         _say(str(live_path(config)))
-        _say(f"all checks passed; {spec.to_mapping()}, fingerprint {spec.fingerprint()}")
+        _say(f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}")
         for line in advice(config, spec):
             _say(line)
         if not only_check:

@@ -6,6 +6,7 @@
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
+#   MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH   in tokens (default 2048 and 8192)
 #   NNODES, GPUS_PER_NODE  of the trainer (default 1 and 8)
 #   ROLLOUT_NNODES, ROLLOUT_GPUS_PER_NODE   of the rollouts (default 1 and 8)
 #   ROLLOUT_TP      GPUs that share one rollout engine (default 2)
@@ -14,7 +15,7 @@
 #   TRANSPORT       verl's checkpoint engine that carries the weights: nccl, nixl ... (default nccl)
 #   CORRECTION      options, separated by commas (default decoupled_ppo)
 #
-# On a Ray cluster: bash scripts/launch_ray.sh ROLLOUT_NNODES=2 recipe/offpolicy/run_async.sh
+# On a Ray cluster, from the project: bash scripts/launch_ray.sh ROLLOUT_NNODES=2 recipe/offpolicy/run_async.sh
 set -euo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}

@@ -5,12 +5,13 @@
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-8B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
+#   MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH   in tokens (default 2048 and 8192)
 #   NNODES, GPUS_PER_NODE  default 1 and 8
 #   ROLLOUT_TP      GPUs that share one rollout engine (default 2)
 #   SP              GPUs that share one sequence, Ulysses (default 1)
 #   CORRECTION      options, separated by commas (default tis_token,gsm)
 #
-# On a Ray cluster: bash scripts/launch_ray.sh NNODES=2 recipe/offpolicy/run_dense_fsdp.sh
+# On a Ray cluster, from the project: bash scripts/launch_ray.sh NNODES=2 recipe/offpolicy/run_dense_fsdp.sh
 set -euo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}

@@ -6,6 +6,7 @@
 #
 #   MODEL_PATH      Hugging Face model (default Qwen/Qwen3-30B-A3B)
 #   TRAIN_FILE, VAL_FILE   parquet files of prompts (default ~/data/train.parquet, ~/data/val.parquet)
+#   MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH   in tokens (default 2048 and 8192)
 #   NNODES, GPUS_PER_NODE  default 2 and 8
 #   TP, PP, CP, EP, ETP    parallel sizes of the trainer: tensor, pipeline, context, expert and, within an expert,
 #                   tensor (default 4, 2, 1, 8, 1)
@@ -13,7 +14,7 @@
 #   ROUTER_REPLAY   R3: the rollout's routes; R2: those of the trainer's first pass; disabled (default R3)
 #   CORRECTION      options, separated by commas (default tis_token,gsm)
 #
-# On a Ray cluster: bash scripts/launch_ray.sh NNODES=4 recipe/offpolicy/run_moe_megatron.sh
+# On a Ray cluster, from the project: bash scripts/launch_ray.sh NNODES=4 recipe/offpolicy/run_moe_megatron.sh
 set -euo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-30B-A3B}

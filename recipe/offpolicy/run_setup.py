@@ -16,7 +16,7 @@ Mode = Literal["sync", "async"]
 Model = Literal["dense", "moe"]
 Trajectory = Literal["single", "tools"]
 
-REPLAYING = ("megatron", "veomni")  # strategies on which verl replays routes
+REPLAYING = ("megatron",)  # strategies on which verl replays routes, of those that are covered
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")

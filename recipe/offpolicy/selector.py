@@ -130,7 +130,7 @@ def _routing(setup: Setup) -> Selection:
             line = f"{line[:-1]}; verl has no replay on {_ACTOR}.strategy={setup.strategy}, so there is none."
             advice = [
                 f"Without routing replay: mask rows by their geometric mean, correction=[...,gsm], or take GSPO, "
-                f"{_LOSS}=gspo. Megatron and VeOmni replay."
+                f"{_LOSS}=gspo. Megatron replays."
             ]
         return Selection((), (line,), (), tuple(advice))
     gspo = None if replay == "disabled" else (_LOSS, "gspo")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
 
 from .checkpoints import before_loading, saving
 from .checks import spec_of
+from .liveness import LivenessError
 from .recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .steering import differences
 from .voice import be_heard, logger
@@ -19,6 +20,34 @@ if TYPE_CHECKING:
     from .supervision import Supervision
 
 
+def demand_corrected(trainer: Any) -> None:
+    """Stops verl's task runner where it builds a trainer past the one that was put in its place.
+
+    Raises:
+        LivenessError
+    """
+    if not isinstance(trainer, SupervisedRun):
+        found = type(trainer)
+        raise LivenessError(
+            f"the task runner builds {found.__module__}.{found.__qualname__}, which would train without the "
+            "correction and without its proof. Fix: let it build the trainer that it looks up under verl's own name, "
+            "or derive yours from that one."
+        )
+
+
+def demand_trained() -> None:
+    """Stops a run that came to its end without a corrected trainer, whatever it may have trained.
+
+    Raises:
+        LivenessError
+    """
+    if SupervisedRun.fits == 0:
+        raise LivenessError(
+            "verl's task runner has ended, and no trainer with the correction has run in its process. What it trained "
+            "is not corrected."
+        )
+
+
 class SupervisedRun:
     """Mixed into verl's V0 and V1 trainers.
 
@@ -26,6 +55,8 @@ class SupervisedRun:
     and what ``watchdog.PHASES`` lists.
     """
 
+    fits: ClassVar[int] = 0
+    """Trainings that were begun in this process."""
     config: DictConfig
     global_steps: int
     recording: RunRecord | None = None
@@ -39,6 +70,7 @@ class SupervisedRun:
         watch(self, self.config)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
+        SupervisedRun.fits += 1
         patience = AFTER_FAILURE
         try:
             result = super().fit(*args, **kwargs)  # type: ignore[misc]

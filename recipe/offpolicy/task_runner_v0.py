@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 import verl_patches
 from verl_patches.trainer_v0 import task_runner
 
+from .supervised_run import demand_trained
 from .trainer_v0 import install_trainer
 
 _TaskRunner: Any = task_runner()
@@ -22,6 +23,7 @@ class OffPolicyTaskRunnerV0(_TaskRunner):
         verl_patches.status()
         install_trainer()
         super().run(config)
+        demand_trained()
 
 
 RemoteTaskRunner = ray.remote(num_cpus=1)(OffPolicyTaskRunnerV0)

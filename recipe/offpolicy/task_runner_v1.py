@@ -10,6 +10,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 import verl_patches
 
+from .supervised_run import demand_trained
 from .trainer_v1 import install_trainers
 
 # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
@@ -23,6 +24,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
         verl_patches.status()
         install_trainers(config.trainer.v1.trainer_mode)
         super().run(config)
+        demand_trained()
 
 
 RemoteTaskRunner = ray.remote(OffPolicyTaskRunnerV1)

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
 
-from verl_patches.trainer_v0 import around_advantage, substitute
+from verl_patches.trainer_v0 import around_advantage, before_any, substitute
 
 from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, SharedPlan, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
@@ -31,7 +31,7 @@ from .liveness import LivenessError
 from .micro_batch import ROLLOUT_LOG_PROBS
 from .recording.run import RunRecord
 from .step_cost import StepCost
-from .supervised_run import SupervisedRun
+from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 from .versions import VERSIONS
 from .worker_loss import loss_of
@@ -194,8 +194,12 @@ def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
 
 
 def install_trainer() -> None:
-    """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent."""
+    """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent.
+
+    From then on another trainer of verl's kind stops the process when it is built.
+    """
     substitute(with_correction)
+    before_any(demand_corrected)
 
 
 def row_identity(batch: DataProto) -> dict[str, Tensor]:

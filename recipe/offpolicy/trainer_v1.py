@@ -19,7 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from verl_patches import separate_async_logger
-from verl_patches.trainer_v1 import substitute
+from verl_patches.trainer_v1 import before_any, substitute
 
 from .batch_plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
 from .checks import shadows_of, spec_of
@@ -31,7 +31,7 @@ from .micro_batch import ROLLOUT_LOG_PROBS
 from .recording.run import RunRecord
 from .sample_watch import ALIGNED, SAMPLED, naming_missing
 from .step_cost import StepCost
-from .supervised_run import SupervisedRun
+from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 from .worker_loss import loss_of
 
@@ -161,6 +161,8 @@ def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
 def install_trainers(mode: str) -> None:
     """Put the corrected trainers under verl's own mode names, in this process; idempotent.
 
+    From then on another trainer of verl's kind stops the process when it is built.
+
     Args:
         mode: that the run asks for.
     """
@@ -168,6 +170,7 @@ def install_trainers(mode: str) -> None:
         separate_async_logger.install()
     for name in V1_MODES:
         substitute(name, with_correction)
+    before_any(demand_corrected)
 
 
 def _columns(batch: Any, *names: str) -> TensorDict:

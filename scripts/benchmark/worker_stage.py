@@ -44,7 +44,7 @@ CORRECTION = {
             "upper": 1.01,
             "when": "any",
         },
-        "opsm_trl": {
+        "opsm": {
             "ratio": "full",
             "level": "sequence",
             "aggregate": "geometric",
@@ -53,7 +53,7 @@ CORRECTION = {
         },
     },
 }
-"""The quickstart's: [tis_token, gsm, opsm_trl]."""
+"""Of the quickstart's kind, [tis_token, gsm, opsm], with a delta that acts more often."""
 SHADOW = {
     "weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0},
 }

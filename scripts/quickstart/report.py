@@ -27,6 +27,10 @@ def describe(correction: dict[str, Any]) -> str:
         parts.append(f"{weight['level']} weights ({weight['kind']})")
     if masks := correction.get("masks"):
         parts.append(f"mask{'s' if len(masks) > 1 else ''} {' and '.join(masks)}")
+    if correction.get("proximal", "recompute") != "recompute":
+        parts.append(f"pi_old by {correction['proximal']}")
+    if correction.get("kl_clip"):
+        parts.append("clipped KL")
     return ", ".join(parts) or "uncorrected"
 
 

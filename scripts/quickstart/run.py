@@ -6,6 +6,7 @@ the environment variables it reads and judge.py for its exit codes.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -35,8 +36,8 @@ ROOT = HERE.parent.parent
 OUTPUTS = ROOT / "outputs" / "quickstart"
 CACHE = OUTPUTS / "cache"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
-CHECKED = "offpolicy: all checks passed"
-"""What the trainer says before it starts anything."""
+CHECKED = "offpolicy: all checks passed; "
+"""What the trainer says before it starts anything; the correction follows, as JSON."""
 WATCH_EVERY = 2.0
 """Seconds between two looks at /dev/shm."""
 
@@ -79,8 +80,9 @@ class Quickstart:
 
     @property
     def corrected(self) -> bool:
-        """A correction is configured."""
-        return bool(self.correction.get("weight") or self.correction.get("masks"))
+        """Whether something is corrected, which has to be proved."""
+        of = self.correction
+        return bool(of) and (of["weight"], of["masks"], of["proximal"], of["kl_clip"]) != (None, {}, "recompute", None)
 
     def run(self) -> Verdict:
         """Every stage in turn; raises StageFailed, OutOfTime, Stalled or Interrupted."""
@@ -92,10 +94,11 @@ class Quickstart:
         folders = known(CACHE, parts) or self._check_and_prepare(parts)
         self.progress.stage("checking the configuration")
         training = self._start(self._trainer(folders), "train.log")
-        self.progress.line(f"  {self._wait_until_checked(training)}")
+        # What is corrected is known to the trainer alone, which has chosen for correction=auto.
+        self.correction, _ = json.JSONDecoder().raw_decode(self._wait_until_checked(training))
+        self.progress.line(f"  all checks passed: {describe(self.correction)}")
         config = yaml.safe_load((self.folder / "hydra" / ".hydra" / "config.yaml").read_text())
         steps = int(config["trainer"]["total_training_steps"] or 0)
-        self.correction = config["correction"]
         default_steps = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
 
         metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -161,14 +164,14 @@ class Quickstart:
         return [*command, *fixed, *self.overrides]
 
     def _wait_until_checked(self, child: Child) -> str:
-        """What the child says when its configuration has passed; the child goes on."""
+        """What the child says of its correction when the checks have passed; the child goes on."""
         said: list[str] = []
         self.checking = True
         self._wait(child, on_line=said.append, until=CHECKED)
         if not (said and said[-1].startswith(CHECKED)):
             raise StageFailed("no checked configuration")
         self.checking = False
-        return said[-1].removeprefix("offpolicy: ")
+        return said[-1].removeprefix(CHECKED)
 
     def _start(self, command: list[str], log: str) -> Child:
         return Child(command, self._env, self.folder / log, ROOT)

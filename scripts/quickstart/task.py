@@ -19,7 +19,7 @@ Entry = dict[str, Any]
 class TaskSettings:
     """Which questions are asked, and how many.
 
-    The words are short, so that a model of 0.3 M parameters learns to spell them within seconds.
+    The words are short, so that a model of 0.4 M parameters learns to spell them within seconds.
     """
 
     family: str = "spell_backward"

@@ -22,6 +22,7 @@ from verl_patches.contract import (
     NotInstalledError,
     PatchError,
     bare_signature,
+    before,
     installed_release,
     is_wrapped,
     literals,
@@ -306,6 +307,49 @@ def test_keys_of_a_patched_target_are_its_own(module: ModuleType) -> None:
 def test_a_target_without_python_code_has_no_keys() -> None:
     with pytest.raises(PatchError, match="found none of it in a target without Python code"):
         Contract("builtin", "builtins:len", None, "python", ">=3", ("x",)).check()
+
+
+def test_names_are_what_code_looks_up(module: ModuleType) -> None:
+    class Trainer:
+        def fit(self, batch: object) -> object:
+            """names: not_looked_up"""
+            not_looked_up = "hook"
+
+            def inner() -> object:
+                return compute(batch, not_looked_up)  # type: ignore[name-defined]  # noqa: F821
+
+            return self.update(inner)  # type: ignore[attr-defined]
+
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+
+    def check(*names: str) -> object:
+        target = "a_module_of_the_test:Trainer.fit"
+        return Contract("fit", target, "(self, batch)", "packaging", ">=20", names=names).check()
+
+    assert check("update", "compute") is Trainer.fit
+    for missing in ("hook", "not_looked_up", "batch"):
+        with pytest.raises(PatchError, match=f"Expected its code to look up {missing}, found code that does not. Fix"):
+            check("update", missing)
+
+
+def test_what_comes_before_a_call_may_stop_it(module: ModuleType) -> None:
+    class Trainer:
+        def __init__(self, config: str, more: int = 0) -> None:
+            self.made = (config, more)
+
+    class Other(Trainer): ...
+
+    def look(trainer: object) -> None:
+        if isinstance(trainer, Other):
+            raise LookupError
+
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    init = Contract("init", "a_module_of_the_test:Trainer.__init__", None, "packaging", ">=20")
+    before(init, look)
+    before(init, look)
+    assert Trainer("config", more=2).made == ("config", 2)
+    with pytest.raises(LookupError):
+        Other("config")
 
 
 # Several releases ---------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from recipe.offpolicy.liveness import LivenessError
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
@@ -91,6 +94,7 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
     from recipe.offpolicy.trainer_v1 import OffPolicyTrainer, install_trainers
 
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
+    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", trainer_base.PPOTrainer.__init__)
     before = {mode: get_trainer_cls(mode) for mode in V1_MODES}
     install_trainers("sync")
     install_trainers("sync")
@@ -98,22 +102,54 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
         ours = get_trainer_cls(mode)
         assert ours.__bases__ == (OffPolicyTrainer, trainer)
 
+    class Own(before["sync"]):  # type: ignore[misc]
+        """A fork's, which its task runner builds by itself."""
+
+    with pytest.raises(LivenessError, match=r"builds .*Own, which would train without the correction"):
+        Own(None)
+
 
 def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-
     from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer, install_trainer
 
     module = importlib.import_module(trainer_v0.home())
     trainer = module.RayPPOTrainer
     monkeypatch.setattr(module, "RayPPOTrainer", trainer)
+    monkeypatch.setattr(trainer, "__init__", trainer.__init__)
     install_trainer()
     install_trainer()
     assert module.RayPPOTrainer.__bases__ == (OffPolicyRayTrainer, trainer)
     # The task runner's own code reads the name from that module, not a copy of its own.
     run = inspect.unwrap(trainer_v0.task_runner().run)
     assert run.__globals__ is vars(module)
-    assert "RayPPOTrainer" in run.__code__.co_names
+
+    class Own(trainer):  # type: ignore[misc, valid-type]
+        """A fork's, which its task runner builds by itself."""
+
+    with pytest.raises(LivenessError, match=r"builds .*Own, which would train without the correction"):
+        Own(None, None, None, None)
+
+
+@pytest.mark.parametrize("version", ["v0", pytest.param("v1", marks=ONLY_V1)])
+def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.supervised_run import SupervisedRun
+
+    module = importlib.import_module(f"recipe.offpolicy.task_runner_{version}")
+    (runner,) = [value for name, value in vars(module).items() if name.startswith("OffPolicyTaskRunner")]
+    for name in ("install_trainer", "install_trainers"):
+        monkeypatch.setattr(module, name, lambda *mode: None, raising=False)
+    ran = 0
+
+    def run(self: Any, config: Any) -> None:
+        SupervisedRun.fits += ran
+
+    monkeypatch.setattr(SupervisedRun, "fits", 0)
+    monkeypatch.setattr(runner.__mro__[1], "run", run)
+    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "sync"}}})
+    with pytest.raises(LivenessError, match="no trainer with the correction has run"):
+        runner().run(config)
+    ran = 1
+    runner().run(config)
 
 
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:

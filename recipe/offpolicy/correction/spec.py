@@ -54,7 +54,7 @@ class CorrectionSpec:
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
         denominator: what the loss is divided by: ``original`` counts rejected tokens and rows, ``kept`` does not.
-        baseline: whether rejected siblings count in the group baselines of GRPO and RLOO.
+        baseline: whether rejected siblings count in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
         skyrl_compat: reproduces SkyRL, where an outlier mask acts first, then token masks, and what decides by
             sequence sees only the tokens that these leave.

@@ -30,7 +30,7 @@ def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
 def bounded(spec: WeightSpec, raw: Tensor) -> Tensor:
     """The weight within its bounds: clip(raw, lower, upper); ``reject`` leaves it, see ``rejected``.
 
-    Yao et al. 2025 truncate by token with upper = 2.0, Liu et al. 2025 by sequence with upper = 5.0.
+    Yao et al. 2025 truncate by token, Liu et al. 2025 by sequence; SkyRL ships the caps 2.0 and 5.0.
     """
     if spec.kind == "reject" or (spec.lower is None and spec.upper is None):
         return raw

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 
-from verl_patches.contract import Contract, installed_release, literals
+from verl_patches.contract import Contract, installed_release, literals, looked_up
 
 from .source import source_of
 
@@ -32,7 +32,7 @@ def hold(contracts: Iterable[Contract]) -> None:
 
 
 def holds_in_source(contract: Contract) -> bool:
-    """Whether the source shows that the installed release was tested, and that signature and keys are as expected."""
+    """Whether the source shows that the release was tested, and that signature, keys and names are as expected."""
     release = installed_release(contract.distribution)
     module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
     file = source_of(module)
@@ -43,7 +43,10 @@ def holds_in_source(contract: Contract) -> bool:
         return False
     if contract.signature is not None and _signature(found) != contract.signature:
         return False
-    return not contract.keys or set(contract.keys) <= literals(SimpleNamespace(__code__=_code(found)))
+    if not (contract.keys or contract.names):
+        return True
+    target = SimpleNamespace(__code__=_code(found))
+    return set(contract.keys) <= literals(target) and set(contract.names) <= looked_up(target)
 
 
 @functools.cache

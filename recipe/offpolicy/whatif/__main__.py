@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_NAME, description="Replay corrections over recorded steps: what they keep, weigh and cost."
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what offpolicy.record.dir was written")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(
         "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
         help=f"Hydra overrides of one correction, as for a launch, or '{RECORDED}', what acted; may be repeated",

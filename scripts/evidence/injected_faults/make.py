@@ -52,6 +52,7 @@ def prepare(models: Path, name: str) -> None:
     """Make a model of ``models``, or questions, unless they are there."""
     if not name or (models / name).exists():
         return
+    from cache import folder
     from injected_faults.models import merging_model, pad_vocabulary
     from prepare import prepare_model
     from task import TaskSettings, splits, write_parquet
@@ -63,7 +64,8 @@ def prepare(models: Path, name: str) -> None:
         (models / name).mkdir(parents=True)
         write_parquet(questions(name, splits(TaskSettings())["train"]), "train", models / name / "train.parquet")
     else:
-        source = prepare_model(ROOT / "outputs" / "quickstart" / "cache", TaskSettings())
+        source = folder(ROOT / "outputs" / "quickstart" / "cache", "model")
+        prepare_model(source, TaskSettings())
         pad_vocabulary(source, models / name, int(name.partition("-")[2]))
 
 

@@ -11,7 +11,6 @@ from .sampled import Array, Estimate, Sampled, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "re-tokenisation"
-_LAST = -1
 
 
 def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
