@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
 
 from verl_patches.contract import PatchError, installed_release
 
@@ -26,6 +27,7 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _LEGACY = "trainer.use_legacy_worker_impl"
+_USE_V1 = "trainer.use_v1"
 STRATEGY = "actor_rollout_ref.actor.strategy"
 """The key that decides about the engine."""
 
@@ -60,12 +62,19 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     release = release or installed_release("verl")
     if release is None:
         raise PatchError("no verl is found. Fix: install one, or put a checkout of it on PYTHONPATH.")
-    legacy = OmegaConf.select(config, _LEGACY, default="disable")
+    # Earlier and later releases read neither key, whatever it says.
+    with_legacy, with_v1 = Version(release) < Version("0.8"), Version(release) >= Version("0.9")
+    legacy = with_legacy and OmegaConf.select(config, _LEGACY, default="auto") != "disable"
+    actor = config.actor_rollout_ref.actor
+    strategy = actor.strategy
+    if with_legacy and not legacy and strategy in ("fsdp", "fsdp2"):
+        # Its engine takes the version of FSDP from its own section alone.
+        strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
     return LivePath(
         release=release,
-        trainer="v1" if OmegaConf.select(config, "trainer.use_v1", default=False) else "v0",
-        worker="engine" if legacy == "disable" else "legacy",
-        strategy=config.actor_rollout_ref.actor.strategy,
+        trainer="v1" if with_v1 and OmegaConf.select(config, _USE_V1, default=False) else "v0",
+        worker="legacy" if legacy else "engine",
+        strategy=strategy,
     )
 
 
@@ -74,6 +83,10 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     legacy = OmegaConf.select(config, _LEGACY, default=None)
     if legacy not in (None, "auto", "enable", "disable"):
         yield _LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them."
+    elif legacy in ("auto", "enable") and Version(path.release) >= Version("0.8"):
+        yield _LEGACY, legacy, f"verl {path.release} has no legacy actors and does not read it.", "Set it to disable."
+    if OmegaConf.select(config, _USE_V1, default=False) and Version(path.release) < Version("0.9"):
+        yield _USE_V1, True, f"verl {path.release} has no V1 trainer and does not read it.", "Set it to false."
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
     if path.trainer == "v1" and mode not in V1_MODES:
         yield "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(V1_MODES)}."

@@ -98,13 +98,16 @@ class Quickstart:
         self.correction, _ = json.JSONDecoder().raw_decode(self._wait_until_checked(training))
         self.progress.line(f"  all checks passed: {describe(self.correction)}")
         config = yaml.safe_load((self.folder / "hydra" / ".hydra" / "config.yaml").read_text())
-        steps = int(config["trainer"]["total_training_steps"] or 0)
+        trainer = config["trainer"]
+        steps = int(trainer["total_training_steps"] or 0)
+        scored = trainer["val_before_train"] and trainer["test_freq"] > 0
         default_steps = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
 
         metrics = MetricsFile(self.folder / "metrics.jsonl")
-        view = TrainingView(self.progress, metrics, self.history, steps, self.corrected)
+        view = TrainingView(self.progress, metrics, self.history, steps, self.corrected, scored)
         self._wait(training, on_line=view.on_line, on_tick=view.on_tick)
-        return judge(self.history, corrected=self.corrected, judged=not self.options.model and steps >= default_steps)
+        judged = not self.options.model and steps >= default_steps
+        return judge(self.history, corrected=self.corrected, judged=judged, scored=scored)
 
     def report(self) -> None:
         """The table, and the picture beside the metrics; nothing when not a single step was made."""

@@ -19,14 +19,29 @@ MILESTONES = {
 
 
 class TrainingView:
-    """Turns what verl writes into stages and lines; `steps` is the length of the training, 0 if unknown."""
+    """Turns what verl writes into stages and lines.
 
-    def __init__(self, progress: Progress, metrics: MetricsFile, history: History, steps: int, corrected: bool) -> None:
+    Args:
+        steps: length of the training, 0 if unknown.
+        corrected: a proof of life is to be told.
+        scored: the held-out score is asked for, before training and after it.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        metrics: MetricsFile,
+        history: History,
+        steps: int,
+        corrected: bool,
+        scored: bool = True,
+    ) -> None:
         self._progress = progress
         self._metrics = metrics
         self._history = history
         self._steps = steps
         self._corrected = corrected
+        self._scored = scored
         self._of = f" of {steps}" if steps else ""
         self._milestones = dict(MILESTONES)
         progress.stage(STARTING, "about a minute on two cores")
@@ -36,7 +51,7 @@ class TrainingView:
         for sign in [sign for sign in self._milestones if sign in text]:
             self._progress.line(f"  {self._milestones.pop(sign)}")
         if "Creating file logger at" in text:
-            self._progress.stage("held-out score before training")
+            self._progress.stage("held-out score before training" if self._scored else "first step")
 
     def on_tick(self) -> bool:
         """True when new metrics have arrived."""
@@ -65,6 +80,6 @@ class TrainingView:
                 "training", f"{self._steps} steps" if self._steps else "as many steps as the epochs have"
             )
         elif step + 1 == self._steps:
-            self._progress.stage("last step, then the held-out score after training")
+            self._progress.stage("last step, then the held-out score after training" if self._scored else "last step")
         else:
             self._progress.stage("ending")

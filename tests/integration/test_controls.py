@@ -89,7 +89,6 @@ def test_a_tampered_run_stops_at_the_first_update(run_program: Callable[..., Any
         run_program,
         "correction=tis_token",
         "trainer.total_training_steps=3",
-        "trainer.val_before_train=false",
         VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,shift_mu",
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     )

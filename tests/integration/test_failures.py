@@ -36,7 +36,7 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
 def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
     """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
     stuck = "+offpolicy.watchdog.phase_timeouts.weight_sync=30"
-    run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", stuck)
+    run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", stuck, limit=30.0)
     assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", run.log)
     assert "update_weights" in run.log  # the stacks
     (step,) = run.steps
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
     ]
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
     stuck = "offpolicy.watchdog.phase_timeouts.checkpoint=30"
-    run = broken(run_program, "hang_in_checkpoint:2", *whole_batch, stuck, *saving)
+    run = broken(run_program, "hang_in_checkpoint:2", *whole_batch, stuck, *saving, limit=30.0)
     assert "WatchdogError: checkpoint is stuck" in run.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert (folder / "global_step_2" / "actor").is_dir()
@@ -92,7 +92,26 @@ def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
     assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
 
 
-def test_log_probs_of_other_rows(run_program: Callable[..., Any]) -> None:
-    run = broken(run_program, "log_probs_of_other_rows:2", "correction=tis_token", "trainer.total_training_steps=6")
-    assert "AlignmentError: rollout_log_probs are those of other rows" in run.log
+DEAD = r"WatchdogError: a worker of \w+ has died|ActorDiedError|EngineDeadError"
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("log_probs_of_other_rows:2", "AlignmentError: rollout_log_probs are those of other rows"),
+        pytest.param(
+            "shift_log_probs:2",
+            "AlignmentError: rollout_log_probs are off by one token",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param("lose_log_probs:2", "ArrivalError: .*have stopped arriving", marks=pytest.mark.extended),
+        pytest.param("zero_log_probs:2", "ArrivalError: .*have stopped arriving", marks=pytest.mark.extended),
+        pytest.param("kill_actor_worker:2", DEAD, marks=pytest.mark.extended),
+        pytest.param("kill_rollout_server:2", DEAD, marks=pytest.mark.extended),
+        pytest.param("kill_rollout_engine:2", DEAD, marks=pytest.mark.extended),
+    ],
+)
+def test_a_fault_ends_the_run_with_its_cause(run_program: Callable[..., Any], fault: str, cause: str) -> None:
+    run = broken(run_program, fault, "correction=tis_token", "trainer.total_training_steps=6")
+    assert re.search(cause, run.log), run.log[-3000:]
     assert 1 <= len(run.steps) <= 2

@@ -45,7 +45,8 @@ def alone() -> Iterator[None]:
 )
 def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     before = set(os.listdir("/dev/shm"))
-    settings = ["correction=tis_token", "trainer.total_training_steps=3", "data.val_max_samples=32"]
+    settings = ["correction=tis_token", "trainer.total_training_steps=3"]
+    settings += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
     done = subprocess.run(
         ["bash", "scripts/quickstart.sh", *settings, *overrides],
         cwd=ROOT,

@@ -34,12 +34,12 @@ def _own_pid(actor: Any) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"fault: {text}", flush=True)
+    print(f"fault: {text} at {time.time():.1f}", flush=True)
 
 
 def _end(trainer: Any, what: str, pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
-        _say(f"{number.name} to {what} {pid} at {time.time():.1f}")
+        _say(f"{number.name} to {what} {pid}")
         os.kill(pid, number)
 
 
@@ -109,6 +109,7 @@ def _in_trainer() -> None:
 
 
 _previous: list[float] = []
+_told: list[str] = []
 
 
 def _lose(log_probs: list[float]) -> list[float] | None:
@@ -148,6 +149,9 @@ def _in_agent_loop() -> None:
     @functools.wraps(original)
     async def _agent_loop_postprocess(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
         if not validate and kwargs["global_steps"] >= STEP:
+            if not _told:
+                _told.append(NAME)
+                _say(NAME)
             for one in output if isinstance(output, list) else [output]:
                 one.response_logprobs = SPOIL[NAME](one.response_logprobs)
         await original(self, output, validate, **kwargs)

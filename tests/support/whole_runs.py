@@ -6,12 +6,18 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe.offpolicy.watchdog import GRACE, PATIENCE
+
 ROOT = Path(__file__).parents[2]
+SOON = 10.0 + PATIENCE + GRACE + 60.0
+"""Seconds: the watchdog looks every 10, and gives the run its time to unwind; Ray and the quickstart end after it."""
+UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LIMIT = 420.0
 """Seconds that a run may take; most take 80 to 150."""
 
@@ -25,26 +31,33 @@ class Trained:
         output: what it printed.
         log: the whole of the training's log.
         steps: the metrics of every step that was logged.
+        ended: when its last process was gone, seconds since the epoch.
     """
 
     returncode: int
     output: str
     log: str
     steps: list[dict[str, Any]]
+    ended: float = 0.0
+
+    @property
+    def since_fault(self) -> float:
+        """Seconds from the first fault to the end of the run, its last process included."""
+        told = re.search(r"fault: .* at ([\d.]+)", self.log)
+        assert told, self.log[-3000:]
+        return self.ended - float(told[1])
 
 
 def train(run_program: Callable[..., Any], *overrides: str, **environment: str) -> Trained:
-    """One quickstart with these Hydra overrides, which must end by itself within ``LIMIT``.
-
-    Its held-out score is of an eighth of the questions: nobody judges it.
-    """
+    """One quickstart with these Hydra overrides and without validation, which must end by itself within ``LIMIT``."""
     finished = run_program(
-        ["bash", str(ROOT / "scripts" / "quickstart.sh"), "data.val_max_samples=32", *overrides],
+        ["bash", str(ROOT / "scripts" / "quickstart.sh"), *UNSCORED, *overrides],
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
         **environment,
     )
+    ended = time.time()
     assert not finished.timed_out, finished.output[-3000:]
     found = re.search(r"everything goes to (\S+)", finished.output)
     assert found, finished.output[-3000:]
@@ -52,7 +65,7 @@ def train(run_program: Callable[..., Any], *overrides: str, **environment: str) 
     metrics, log = folder / "metrics.jsonl", folder / "train.log"
     records = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     steps = [record for record in records if "actor/grad_norm" in record]
-    return Trained(finished.returncode, finished.output, log.read_text() if log.is_file() else "", steps)
+    return Trained(finished.returncode, finished.output, log.read_text() if log.is_file() else "", steps, ended)
 
 
 def trained(run_program: Callable[..., Any], *overrides: str) -> list[dict[str, Any]]:
@@ -62,11 +75,14 @@ def trained(run_program: Callable[..., Any], *overrides: str) -> list[dict[str, 
     return run.steps
 
 
-def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Trained:
-    """A run with a fault of ``faults.py`` in it, which must end with the error of its training."""
+def broken(run_program: Callable[..., Any], fault: str, *overrides: str, limit: float = 0.0) -> Trained:
+    """A run with a fault of ``faults.py`` in it, which must end with the error of its training, and soon.
+
+    Args:
+        limit: seconds that the phase in which it hangs may take.
+    """
     run = train(
         run_program,
-        "trainer.val_before_train=false",
         *overrides,
         OFFPOLICY_FAULT=fault,
         VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",
@@ -74,4 +90,5 @@ def broken(run_program: Callable[..., Any], fault: str, *overrides: str) -> Trai
     )
     # 5 and 6 are limits of the quickstart itself.
     assert run.returncode == 1, run.output[-3000:]
+    assert run.since_fault < limit + SOON
     return run

@@ -56,6 +56,18 @@ def test_verdicts(history, corrected, judged, code):
     assert judge(history, corrected=corrected, judged=judged).code == code
 
 
+@pytest.mark.parametrize(
+    ("history", "code"),
+    [
+        (made_up(None, None), Exit.OK),
+        (made_up(None, None, proved=0.0), Exit.NOT_LIVE),
+        (made_up(None, None, steps=0), Exit.FAILED),
+    ],
+)
+def test_without_validation_the_proof_is_all(history, code):
+    assert judge(history, corrected=True, judged=True, scored=False).code == code
+
+
 def test_the_sentence_names_both_scores():
     verdict = judge(made_up(0.3, 0.35), corrected=True, judged=True)
     assert "0.300" in verdict.sentence
