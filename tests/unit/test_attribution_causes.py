@@ -47,7 +47,24 @@ def test_temperature_is_estimated(temperature: float) -> None:
     evidence = of(causes, "temperature").evidence
     assert evidence["slope"] == pytest.approx(1 / temperature, abs=0.01)
     assert evidence["slope_low"] < evidence["slope"] < evidence["slope_high"]
-    assert "temperature=1.0" in of(causes, "temperature").fix
+    assert "rollout.temperature as the engine samples" in of(causes, "temperature").fix
+
+
+@pytest.mark.parametrize(
+    ("sampled_at", "fix"),
+    [
+        (0.7, "rollout.temperature=0.7 "),
+        (1, "rollout.temperature=1.0 "),
+        (0.0, "as the engine samples"),
+        (True, "as the engine samples"),
+        ("warm", "as the engine samples"),
+    ],
+)
+def test_a_temperature_is_mended_without_another_sampling(sampled_at: object, fix: str) -> None:
+    """The run's own temperature is what both sides are to have."""
+    causes = find_in(simulated(at_temperature(0.7)), {"sampling": {"temperature": sampled_at}})
+    assert fix in of(causes, "temperature").fix
+    assert of(causes, "temperature").fix.endswith("logprobs_mode=processed_logprobs")
 
 
 def test_truncated_sampling_is_a_constant_of_each_context() -> None:
@@ -146,7 +163,7 @@ def test_a_temperature_has_a_tight_slope_above_zero() -> None:
     """A slope of -1 / 0.7, and one of 0.25 amid noise of 3 nats: both explain most of the gap by a straight line."""
     warm = simulated(at_temperature(0.7))
     for rows in (replace(warm, rollout_log_prob=-warm.rollout_log_prob), simulated(noisy(3.0))):
-        found = temperature.find(sampled_of(rows))
+        found = temperature.find(sampled_of(rows), {})
         assert found.verdict == "absent"
         assert found.evidence["slope_high"] < 0.97
         assert found.evidence["explained_low"] > 0.5
@@ -192,6 +209,7 @@ def test_numerics_have_a_tail_and_no_sign() -> None:
     causes = find_causes(simulated(noisy(0.15)))
     assert present(causes) == {"numerics"}
     assert of(causes, "numerics").evidence["tail"] > 1.5
+    assert "or correct for it: correction=" in of(causes, "numerics").fix
 
 
 def test_two_faults_at_once() -> None:

@@ -184,6 +184,28 @@ def test_no_floor_no_delta(change: dict[str, Any], message: str) -> None:
     assert "not identified" in proposal.threshold.note
 
 
+@pytest.mark.parametrize("proximal", [{"proximal": "bypass"}, {"proximal": "loglinear", "alpha": 0.5}])
+def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows(proximal: dict[str, Any]) -> None:
+    """240 rows of noise 0.03 and 240 of 0.0005: the recorded pi_old is near pi in quiet rows alone."""
+    engines = [noisy(seed=1), noisy(seed=2, noise=0.0005)]
+    share = np.float32(proximal.get("alpha", 0.0))
+    steps = [
+        Step(
+            replace(rows, old_log_prob=rows.rollout_log_prob + share * (rows.log_prob - rows.rollout_log_prob)),
+            CorrectionSpec.from_mapping(proximal).to_mapping(),
+            (),
+        )
+        for rows in engines
+    ]
+    spec = CorrectionSpec.from_mapping({"masks": {"it": OPSM}} | proximal)
+    request = Request(target_kept=0.9, floor_quantile=0.95)
+    floor = calibrated(steps, spec, request).proposals[0].floor
+    known = opsm(*engines).floor
+    assert floor is not None
+    assert floor.rows == 480
+    assert floor == known
+
+
 def test_too_few_rows_for_the_quantile() -> None:
     """0.95^n <= 0.05 takes 59 independent rows."""
     rows = drawn_rows([20] * 40, backend=0.03)

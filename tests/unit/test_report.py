@@ -268,16 +268,17 @@ def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answe
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass"])
-def test_mu_that_is_pi_old_to_the_bit(tmp_path: Path, proximal: str) -> None:
-    """Suspicious, unless pi_old was taken from mu on purpose."""
+@pytest.mark.parametrize(("last", "copied"), [(0.0, True), (1e-6, False)])
+def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last: float, copied: bool) -> None:
+    """Suspicious, unless pi_old was taken from mu on purpose: then pi shows whether mu is the engine's own."""
     mu = np.full(40, -1.0, dtype=np.float32)
+    pi = mu + np.append(np.zeros(39), last).astype(np.float32)
     spec = CorrectionSpec.from_mapping({"proximal": proximal})
-    for last, copied in ((0.0, True), (1e-6, False)):
-        old = mu + np.append(np.zeros(39), last).astype(np.float32)
-        recording = Recording(record(tmp_path / f"{last}", drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old)))
-        found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
-        said = [line.answer for line in found]
-        assert said.count(COPIED) == (2 if copied and proximal == "recompute" else 0)
+    old = mu if proximal == "bypass" else pi
+    rows = drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old, log_prob=pi)
+    recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
+    found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
+    assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
 
 
 def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

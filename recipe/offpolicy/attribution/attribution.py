@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..recording import Recording, RecordingError, Rows, concatenated
+from ..recording import Recording, RecordingError, Rows
 from .causes import Cause, find_in
-from .decomposition import Decomposition, OfVersion, by_step, by_version, decompose, row_sums
-from .profiles import Bucket, profiles, tokens_of
+from .decomposition import Decomposition, OfVersion, by_step, by_version, decompose, row_sums, without_drift
+from .profiles import Bucket, driftless, profiles, tokens_of
+from .scored import none_scored, scored
 from .text import reader_of
 from .worst import WorstRow, WorstToken, worst_rows, worst_tokens
 
@@ -25,7 +26,8 @@ class Attribution:
 
     Attributes:
         steps: recorded, of which this is.
-        rows: how many.
+        rows: how many it is of.
+        left_out: how many there are besides, see ``scored.Scored``.
         whole: of all of them together.
         by_step: of each.
         versions: by the age of the weights that sampled a row.
@@ -37,6 +39,7 @@ class Attribution:
 
     steps: Sequence[int]
     rows: int
+    left_out: int
     whole: Decomposition
     by_step: Mapping[int, Decomposition]
     versions: Sequence[OfVersion]
@@ -55,7 +58,7 @@ def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = No
         worst: tokens and rows to list.
 
     Raises:
-        RecordingError: a file is damaged, or no such step or no token was recorded.
+        RecordingError: a file is damaged, no such step or no token was recorded, or pi_old of none is known.
     """
     first, last = steps or (recording.steps[0], None)
     chosen = [step for step in recording.steps if first <= step and (last is None or step <= last)]
@@ -65,28 +68,39 @@ def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = No
             f"{recording.directory}: no step {asked} is recorded; there are {recording.steps[0]} to "
             f"{recording.steps[-1]}."
         )
-    rows = concatenated([part.rows for step in chosen for part in recording.corrections(step)])
-    return explain(rows, recording.card, worst=worst)
+    found = scored(part for step in chosen for part in recording.corrections(step))
+    return explain(found.rows, recording.card, worst=worst, left_out=found.left_out)
 
 
-def explain(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST) -> Attribution:
+def explain(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, left_out: int = 0) -> Attribution:
     """Explain rows.
+
+    Args:
+        rows: with log pi_old by the trainer's own weights, as ``scored.scored`` gives them.
+        left_out: rows besides whose pi_old is not known.
 
     Raises:
         RecordingError: they have no token with finite log-probs.
     """
+    if left_out and not len(rows):
+        raise RecordingError(f"{none_scored(left_out)}.")
     tokens = tokens_of(rows)
     if not len(tokens.row):
         raise RecordingError(f"{len(rows)} rows are recorded, and no token with finite log-probs. Record other steps.")
     sums = row_sums(rows)
     reader, why = reader_of(card)
+    whole, steps, buckets = decompose(sums), by_step(sums, rows.step), profiles(rows, tokens)
+    if left_out:
+        whole, steps = without_drift(whole), {step: without_drift(part) for step, part in steps.items()}
+        buckets = {name: driftless(of_name) for name, of_name in buckets.items()}
     return Attribution(
         steps=[int(step) for step in np.unique(rows.step)],
         rows=len(rows),
-        whole=decompose(sums),
-        by_step=by_step(sums, rows.step),
+        left_out=left_out,
+        whole=whole,
+        by_step=steps,
         versions=by_version(sums, rows.staleness),
-        profiles=profiles(rows, tokens),
+        profiles=buckets,
         tokens=worst_tokens(rows, tokens, reader, worst),
         worst=worst_rows(rows, tokens, reader, worst),
         without_text=why,

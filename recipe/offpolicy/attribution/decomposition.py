@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -91,6 +91,16 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
         intervals=_intervals(sums, None if source == "own rows" else floor, seed),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
+    )
+
+
+def without_drift(found: Decomposition) -> Decomposition:
+    """The same, of rows of first gradient steps alone, while later ones are not seen: their drift is not identified."""
+    return replace(
+        found,
+        variance=replace(found.variance, drift=None),
+        kl=replace(found.kl, drift=None),
+        intervals={key: interval for key, interval in found.intervals.items() if not key.endswith(".drift")},
     )
 
 

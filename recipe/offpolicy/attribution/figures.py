@@ -36,10 +36,7 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
     axes.set_title("KL of mu and pi by step")
     axes.set_ylabel("nats a token")
     axes.set_xlabel("step")
-    if all(part.kl.backend is not None for part in parts):
-        names = ["backend", "staleness", "drift"]
-    else:
-        names = ["rollout", "drift"]
+    names = _names(all(part.kl.backend is not None for part in parts), attribution.whole)
     base = [0.0] * len(steps)
     for name in names:
         heights = [_height(part, name) for part in parts]
@@ -54,12 +51,10 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
 def _shares(axes: Axes, attribution: Attribution) -> None:
     whole = attribution.whole
     axes.set_title("Shares of all steps")
-    if not (math.isfinite(whole.variance.drift) or math.isfinite(whole.kl.drift)):
+    if not (math.isfinite(whole.variance.rollout) or math.isfinite(whole.kl.rollout)):
         _say(axes, "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to share out")
         return
-    names = ["backend", "staleness", "drift"]
-    if whole.kl.backend is None:
-        names = ["rollout", "drift"]
+    names = _names(whole.kl.backend is not None, whole)
     labels = []
     for place, name in enumerate(names):
         for offset, (key, split) in enumerate((("variance", whole.variance), ("kl", whole.kl))):
@@ -82,6 +77,16 @@ def _shares(axes: Axes, attribution: Attribution) -> None:
     axes.axvline(0.0, color=figures.MUTED, linewidth=0.8)
     axes.set_xlabel("of variance (dark) and of KL (light), with 90 %")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _names(apart: bool, whole: Decomposition) -> list[str]:
+    """Parts to draw.
+
+    Args:
+        apart: whether backend and staleness can be told apart.
+    """
+    parts = ["backend", "staleness"] if apart else ["rollout"]
+    return parts if whole.kl.drift is None else [*parts, "drift"]
 
 
 def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:

@@ -13,7 +13,9 @@ HOW = (
     "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
     "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
     "identified. Staleness goes by the versions that verl notes: weights that an engine kept in secret count as "
-    "backend, and only the causes above tell."
+    "backend, and only the causes above tell. Where the run took mu or a mixture for pi_old (correction.proximal of "
+    "bypass or loglinear), pi at a step's first gradient step stands in, as no update has moved it. Rows of later "
+    "ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -62,7 +62,7 @@ class Bucket:
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
         share: of the sum of k3 over all tokens; NaN where that is 0.
-        drift_std: of log pi - log pi_old, nats.
+        drift_std: of log pi - log pi_old, nats; NaN where not identified.
     """
 
     name: str
@@ -105,6 +105,11 @@ def profiles(rows: Rows, tokens: Tokens) -> Mapping[str, list[Bucket]]:
         "turn": _buckets(tokens, tokens.turn, None),
         "staleness": _buckets(tokens, age, None, names={-1: "unknown"}),
     }
+
+
+def driftless(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The same, of rows whose drift is not identified."""
+    return [replace(bucket, drift_std=float("nan")) for bucket in buckets]
 
 
 def _ranges(unit: str) -> list[str]:

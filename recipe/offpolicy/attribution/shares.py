@@ -45,14 +45,14 @@ class Shares:
         whole: what they are shares of: a variance in nats^2, or a KL divergence in nats a token.
         rollout: of log pi_old/mu, backend and staleness together; NaN where the whole is 0.
         backend, staleness: None where not identified.
-        drift: of log pi/pi_old.
+        drift: of log pi/pi_old; None where not identified.
     """
 
     whole: float
     rollout: float
     backend: float | None
     staleness: float | None
-    drift: float
+    drift: float | None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from ..pages import Column, Table
 from .attribution import Attribution
 from .decomposition import Decomposition
 from .profiles import Bucket
+from .scored import left_out_note
 from .unexplained import unexplained
 
 OPEN, CLOSE = "«", "»"
@@ -38,7 +39,7 @@ def shares_table(whole: Decomposition) -> Table:
         Column("of KL", align="right"),
         Column("90 %", align="right"),
     ]
-    return Table(columns, rows, title="log pi/mu, split")
+    return Table(columns, rows, title="log pi_old/mu, split" if whole.kl.drift is None else "log pi/mu, split")
 
 
 def steps_table(by_step: dict[int, Decomposition]) -> Table:
@@ -129,11 +130,12 @@ def causes_table(attribution: Attribution) -> Table:
 
 
 def verdict(attribution: Attribution) -> str:
-    """The causes that are present, or what is to be said without one."""
+    """The causes that are present, or what is to be said without one; and which rows it says nothing of."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    if not present:
-        return unexplained(attribution)
-    return " ".join(f"{cause.name}: {cause.sentence}." for cause in present)
+    said = [f"{cause.name}: {cause.sentence}." for cause in present] or [unexplained(attribution)]
+    if note := left_out_note(attribution.left_out):
+        said.append(note)
+    return " ".join(said)
 
 
 def _percent(share: float) -> str:

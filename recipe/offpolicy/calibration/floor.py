@@ -48,7 +48,9 @@ def noise_floor(
 ) -> Floor:
     """The floor of a delta, from rows before the first gradient step of their batch that fresh weights sampled.
 
-    Every such row counts, whatever the sign of its advantage: noise does not know it.
+    Every such row counts, whatever the sign of its advantage: noise does not know it. A row whose recorded pi_old is of
+    the trainer has to bear out that pi is pi_old; one recorded under another ``proximal`` has nothing to show, and is
+    not chosen by a pi_old that is made of mu.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
@@ -80,8 +82,7 @@ def noise_floor(
         raise NotIdentifiedError(
             f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "
             f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
-            f"the backend noise is not identified. If that is rounding, give --rounding; under proximal=bypass or "
-            f"loglinear pi_old is another policy: record with proximal=recompute."
+            f"the backend noise is not identified. If that is rounding, give --rounding."
         )
     rows = scores.chosen(same[scores.row])
     noise = -rows.low

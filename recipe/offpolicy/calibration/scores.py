@@ -17,6 +17,7 @@ from ..correction.ratios import log_ratio, valid_tokens
 from ..correction.units import units_of
 from ..correction.weights import log_weight
 from ..recording import RecordingError, Rows, Step
+from ..recording.pi_old import trainers_pi_old
 from ..whatif.blocks import Block, blocks
 from ..whatif.replay import check_replayable, proximal
 from .extremes import extremes
@@ -67,7 +68,8 @@ class RowState:
     Attributes:
         mini_batch: gradient steps of the batch before the row was recorded.
         staleness: versions between its sampling and its use; -1 where not known.
-        apart: mean |log pi - log pi_old| over its valid tokens, nats; NaN for none.
+        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 where
+            pi stands in for it, see ``recording.pi_old``; NaN for none.
         grouped: whether its prompt is known.
         nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
     """
@@ -100,7 +102,7 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
             continue
         recorded = recorded_spec(step)
         check_replayable(spec, recorded, rows)
-        states.append(_state(rows))
+        states.append(_state(step))
         group = _groups(rows, groups)
         pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
         for block in blocks(rows):
@@ -199,9 +201,10 @@ def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
     return numbers
 
 
-def _state(rows: Rows) -> RowState:
+def _state(step: Step) -> RowState:
+    rows = step.rows
     with np.errstate(invalid="ignore"):
-        apart = np.abs(rows.log_prob.astype(np.float64) - rows.old_log_prob)
+        apart = np.abs(rows.log_prob.astype(np.float64) - trainers_pi_old(step))
     valid = rows.response_mask & np.isfinite(apart)
     at = rows.row_of_token[valid]
     counts = np.bincount(at, minlength=len(rows))

@@ -11,6 +11,7 @@ from ..attribution import figures as attribution_figures
 from ..attribution import tables as attribution_tables
 from ..attribution.attribution import Attribution
 from ..attribution.page import HOW
+from ..attribution.scored import left_out_note
 from ..attribution.text import escaped
 from ..calibration import drawings as calibration_drawings
 from ..calibration import tables as calibration_tables
@@ -187,7 +188,10 @@ def _attribution(attribution: Attribution | str) -> list[Markup]:
     if isinstance(attribution, str):
         return [paragraph(f"Not attributed: {attribution}")]
     if not attribution.whole.kl.whole > 0:
-        return [paragraph("mu and pi agree exactly on every token: there is no mismatch to attribute.")]
+        note = left_out_note(attribution.left_out)
+        return [
+            paragraph(f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip())
+        ]
     profiles = (
         table(attribution_tables.profile_table(name, buckets)) for name, buckets in attribution.profiles.items()
     )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..attribution.attribution import Attribution, explain
+from ..attribution.scored import scored
 from ..calibration.parts import placeholders
 from ..calibration.propose import Calibrated, Request, calibrated
 from ..correction import CorrectionSpec, SpecError
-from ..recording import Recording, RecordingError, Step, concatenated
+from ..recording import Recording, RecordingError, Step
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
 from ..whatif.composed import composed_mapping, composer
 from ..whatif.study import study
@@ -114,9 +115,9 @@ def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
 
 
 def _attributed(recording: Recording, sample: Sample) -> Attribution | str:
-    rows = concatenated([step.rows for step in _steps(recording, sample)])
+    found = scored(_steps(recording, sample))
     try:
-        return explain(rows, recording.card)
+        return explain(found.rows, recording.card, left_out=found.left_out)
     except RecordingError as error:
         return str(error)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..correction.catalogue import BUCKETS
 from ..correction.ratios import EXP_CLAMP
 from ..recording import Rows, Step
+from ..recording.pi_old import scored_rows, trainers_pi_old
 
 Floats = NDArray[np.float64]
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
@@ -23,16 +24,18 @@ REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a produc
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of one step; NaN for what has no value.
+    """Of one step; NaN for what has no value. pi_old is by the trainer's own weights, see ``recording.pi_old``.
 
     Attributes:
         rows, tokens: responses, and response tokens.
+        unscored: responses whose pi_old is not known.
+        compared: response tokens with a finite mu and a known and finite pi_old.
         reward: mean over rows whose reward is known.
         length: mean T.
-        kl: KL(mu, pi_old), k3 in nats a token.
+        kl: KL(mu, pi_old), k3 in nats a token, over ``compared``.
         kl_fresh, fresh_tokens: KL over tokens of rows that fresh weights sampled (staleness 0 or unknown); their count.
-        copied: whether mu is pi_old to the bit wherever both are finite.
-        drift: mean |log pi - log pi_old|, nats a token.
+        copied: whether mu is pi_old to the bit in all of ``compared``.
+        drift: mean |log pi - log pi_old|, nats a token; NaN where a response is ``unscored``.
         staleness: mean over rows whose versions are known.
         kept_tokens, kept_rows: shares that the recorded correction kept.
         ess: (sum w)^2 / (n sum w^2) of its weight times keep.
@@ -42,6 +45,8 @@ class StepNumbers:
     step: int
     rows: int
     tokens: int
+    unscored: int
+    compared: int
     reward: float
     length: float
     kl: float
@@ -115,7 +120,7 @@ def timeline_of(steps: Iterable[Step]) -> Timeline:
         if numbers and step.spec != correction:
             changed.append(int(step.rows.step[0]))
         correction = step.spec
-        numbers.append(_of_step(step.rows))
+        numbers.append(_of_step(step))
         buckets += _of_lengths(step.rows)
         for bit, reason in enumerate(step.reasons):
             hit = int(((step.rows.rejected_by >> np.uint32(bit)) & 1).sum())
@@ -125,18 +130,22 @@ def timeline_of(steps: Iterable[Step]) -> Timeline:
     return Timeline(tuple(numbers), tuple(_buckets(buckets)), reasons, correction, tuple(changed))
 
 
-def _of_step(rows: Rows) -> StepNumbers:
+def _of_step(step: Step) -> StepNumbers:
+    rows = step.rows
     mask = rows.response_mask
+    old = trainers_pi_old(step).astype(np.float64)
+    unscored = int((~scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
-        log_r = rows.log_prob.astype(np.float64) - rows.old_log_prob
+        gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)
-    finite = valid & np.isfinite(log_r)
+    finite = valid & np.isfinite(rows.log_prob)
+    compared = mask & np.isfinite(gap)
     keep = valid & (rows.rejected_by == 0)
     of_row = rows.row_of_token
     with np.errstate(invalid="ignore"):
-        k3 = np.expm1(np.clip(log_rho, -EXP_CLAMP, EXP_CLAMP)) - log_rho
-    fresh = valid & (rows.staleness <= 0)[of_row]
+        k3 = np.expm1(np.clip(gap, -EXP_CLAMP, EXP_CLAMP)) - gap
+    fresh = compared & (rows.staleness <= 0)[of_row]
     applied = rows.weight[keep].astype(np.float64)
     has_tokens = np.bincount(of_row[mask], minlength=len(rows)) > 0
     kept_rows = np.bincount(of_row[keep], minlength=len(rows)) > 0
@@ -146,13 +155,15 @@ def _of_step(rows: Rows) -> StepNumbers:
         step=int(rows.step[0]),
         rows=len(rows),
         tokens=int(mask.sum()),
+        unscored=unscored,
+        compared=int(compared.sum()),
         reward=_mean(rows.reward[np.isfinite(rows.reward)]),
         length=_mean(rows.length[has_tokens]),
-        kl=_mean(k3[valid]),
+        kl=_mean(k3[compared]),
         kl_fresh=_mean(k3[fresh]),
         fresh_tokens=int(fresh.sum()),
-        copied=bool(valid.any() and (log_rho[valid] == 0).all()),
-        drift=_mean(np.abs(log_r[finite])),
+        copied=bool(compared.any() and (gap[compared] == 0).all()),
+        drift=math.nan if unscored else _mean(np.abs(moved[finite])),
         staleness=_mean(known),
         kept_tokens=keep.sum() / mask.sum() if mask.any() else math.nan,
         kept_rows=kept_rows.sum() / has_tokens.sum() if has_tokens.any() else math.nan,

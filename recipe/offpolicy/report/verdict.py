@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..attribution.attribution import Attribution
+from ..attribution.scored import left_out_note, none_scored
+from ..attribution.shares import Shares
 from ..attribution.tables import PARTS
 from ..attribution.text import escaped
 from ..attribution.unexplained import is_healthy, unexplained
@@ -45,8 +47,8 @@ def answers(timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], 
     """
     return (
         live(spec, proof),
-        _mismatch(timeline, spec),
-        *_origin(studies.attribution, same=copied(timeline) and spec.proximal == "recompute"),
+        _mismatch(timeline),
+        *_origin(studies.attribution, same=copied(timeline)),
         _kept(timeline, spec),
         *_fit(studies),
         _reward(timeline),
@@ -75,19 +77,23 @@ def live(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     )
 
 
-def _mismatch(timeline: Timeline, spec: CorrectionSpec) -> Answer:
+def _mismatch(timeline: Timeline) -> Answer:
     question = "Do the engines agree?"
     kl = timeline.column("kl")
-    tokens = timeline.column("tokens")
+    tokens = timeline.column("compared")
+    unscored = sum(step.unscored for step in timeline.steps)
     known = np.isfinite(kl)
+    if not known.any() and unscored == timeline.rows:
+        return Answer(question, "unknown", f"{none_scored(unscored)}.")
     if not known.any():
         return Answer(question, "unknown", "No token has a finite mu and pi_old.")
     mean = float(np.average(kl[known], weights=tokens[known]))
     lost = sum(step.nonfinite for step in timeline.steps)
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
-    # Under bypass pi_old is mu on purpose.
-    if copied(timeline) and spec.proximal == "recompute":
-        same = f"All {int(tokens.sum() - lost):,} tokens have the same mu and pi_old, which no two engines do."
+    if unscored:
+        end += f" {unscored:,} rows of later gradient steps are left out: pi_old of the trainer was not recorded."
+    if copied(timeline):
+        same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
     fresh, counts = timeline.column("kl_fresh"), timeline.column("fresh_tokens")
     if not counts.sum():
@@ -116,24 +122,30 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
     if isinstance(attribution, str):
         return [Answer(question, "unknown", attribution)]
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    split = attribution.whole.kl
-    known = {name: getattr(split, name) for name in PARTS if getattr(split, name) is not None}
-    if not known or any(math.isnan(share) for share in known.values()):
-        shares = "no mismatch to split"
-    else:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in known.items()) + " of KL(mu, pi)"
-        if split.backend is None:
-            shares = f"drift {split.drift:.0%} of KL(mu, pi); backend and staleness cannot be told apart"
+    shares = _shares(attribution.whole.kl)
+    note = f" {left_out_note(attribution.left_out)}" if attribution.left_out else ""
     if not present:
         answer = "no fault found" if is_healthy(attribution) else "unknown"
-        return [Answer(question, answer, f"{unexplained(attribution)} {shares[0].upper()}{shares[1:]}.")]
+        return [Answer(question, answer, f"{unexplained(attribution)} {shares[0].upper()}{shares[1:]}.{note}")]
     found = ". ".join(
         (f"{cause.name}: " if len(present) > 1 else "")
         + f"{cause.sentence[0].upper()}{cause.sentence[1:]}"
         + (f" ({cause.fix})" if cause.fix else "")
         for cause in present
     )
-    return [Answer(question, ", ".join(cause.name for cause in present), f"{found}. {shares[0].upper()}{shares[1:]}.")]
+    because = f"{found}. {shares[0].upper()}{shares[1:]}.{note}"
+    return [Answer(question, ", ".join(cause.name for cause in present), because)]
+
+
+def _shares(split: Shares) -> str:
+    if math.isnan(split.rollout):
+        return "no mismatch to split"
+    known = {name: getattr(split, name) for name in PARTS if getattr(split, name) is not None}
+    whole = "KL(mu, pi)" if split.drift is not None else "KL(mu, pi_old)"
+    parts = [", ".join(f"{name} {share:.0%}" for name, share in known.items()) + f" of {whole}"] if known else []
+    if split.backend is None:
+        parts.append("backend and staleness cannot be told apart")
+    return "; ".join(parts)
 
 
 def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:

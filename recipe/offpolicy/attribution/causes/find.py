@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...recording import Recording, Rows
+from ..scored import none_scored, scored
 from . import misalignment, normaliser, numerics, stale, temperature, turns
 from .cause import NAMES, Cause, untestable
 from .sampled import sampled_of
@@ -21,12 +22,16 @@ from .thresholds import LEAST_TOKENS
 def find_causes(recording: Recording | Rows) -> list[Cause]:
     """Every cause of ``NAMES`` with its verdict, in that order.
 
-    Needs log pi_old of a forward pass: with correction.proximal other than recompute there is nothing to find. Verdicts
-    are of the rows; a recording's card is asked only what cannot be told from them.
+    Needs log pi_old by the trainer's own weights: of a recording, rows that have it are judged, see ``scored.scored``;
+    rows that are given have to have it. Verdicts are of the rows; a recording's card is asked only what cannot be told
+    from them.
     """
-    if isinstance(recording, Recording):
-        return find_in(recording.rows(), recording.card)
-    return find_in(recording, {})
+    if isinstance(recording, Rows):
+        return find_in(recording, {})
+    found = scored(recording)
+    if found.left_out and not len(found.rows):
+        return [untestable(name, none_scored(found.left_out)) for name in NAMES]
+    return find_in(found.rows, recording.card)
 
 
 def find_in(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
@@ -50,12 +55,13 @@ def find_in(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     sampled = sampled.take(clean)
     of_steps, fresh = stale.find(sampled)
     sampled = sampled.take(fresh)
-    of_temperature = temperature.find(sampled)
+    known = card.get("sampling")
+    sampling = known if isinstance(known, dict) else {}
+    of_temperature = temperature.find(sampled, sampling)
     found += [of_turns, of_steps, of_temperature]
     if of_temperature.verdict == "present":
         why = "not told apart from a difference in temperature: mend that first"
         return found + [untestable(name, why) for name in (normaliser.TRUNCATED, normaliser.EXTRA, numerics.NAME)]
-    sampling = card.get("sampling")
-    truncated, extra = normaliser.find(sampled, sampling if isinstance(sampling, dict) else {})
+    truncated, extra = normaliser.find(sampled, sampling)
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]

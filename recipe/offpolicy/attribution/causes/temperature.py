@@ -6,6 +6,10 @@ slope of log mu on log pi_old is T_pi / T_mu, whatever the distribution, and abo
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from .cause import Cause, absent, untestable
@@ -16,8 +20,12 @@ from .within import contexts_of
 NAME = "temperature"
 
 
-def find(sampled: Sampled) -> Cause:
-    """Slope within contexts, and how much of the gap it explains."""
+def find(sampled: Sampled, sampling: Mapping[str, Any]) -> Cause:
+    """Slope within contexts, and how much of the gap it explains.
+
+    Args:
+        sampling: what the card says of how was sampled, ``temperature`` and the like; empty where there is none.
+    """
     contexts = contexts_of(sampled)
     evidence: dict[str, float] = {"contexts": contexts.count}
     if contexts.count < LEAST_CONTEXTS:
@@ -65,9 +73,17 @@ def find(sampled: Sampled) -> Cause:
         evidence,
         f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old, which "
         f"explains {explained.value:.0%} of the gap: mu is at {1 / slope.value:.3f} times the trainer's temperature",
-        "one temperature for both, and log-probs after it: actor_rollout_ref.rollout.temperature=1.0 "
-        "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        f"one temperature for both, and log-probs after it: {_same_temperature(sampling.get('temperature'))} "
+        f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
     )
+
+
+def _same_temperature(sampled_at: Any) -> str:
+    """What makes the trainer score at the temperature that is sampled at; that one is the run's own choice."""
+    known = isinstance(sampled_at, int | float) and not isinstance(sampled_at, bool)
+    if known and math.isfinite(sampled_at) and sampled_at > 0:
+        return f"actor_rollout_ref.rollout.temperature={float(sampled_at)!r}"
+    return "actor_rollout_ref.rollout.temperature as the engine samples, no other in its own settings, and"
 
 
 def _slope(sums: Array) -> float:

@@ -1,0 +1,29 @@
+"""log pi_old by the trainer's own weights, whatever the recorded correction took for it.
+
+Under ``proximal=bypass`` the recorded column is mu, under ``loglinear`` a mixture of mu and pi: its distance from mu
+says nothing of the engines. At a step's first gradient step pi is of the weights that the step began with, and stands
+in; later it has moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..correction.proximal import OF_THE_TRAINER
+from .files import Step
+
+
+def scored_rows(step: Step) -> NDArray[np.bool_]:
+    """(N,) whether log pi_old of a row by the trainer's own weights is known."""
+    if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
+        return np.ones(len(step.rows), dtype=bool)
+    return step.rows.mini_batch == 0
+
+
+def trainers_pi_old(step: Step) -> NDArray[np.float32]:
+    """(M,) log pi_old of each token by the trainer's own weights, nats; NaN where it is not known."""
+    rows = step.rows
+    if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
+        return rows.old_log_prob
+    return np.where(scored_rows(step)[rows.row_of_token], rows.log_prob, np.float32(np.nan))

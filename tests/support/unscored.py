@@ -1,0 +1,33 @@
+"""Recordings of runs that took something else than the trainer's own log-probs for pi_old."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recordings import record
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording, Rows
+
+MADE_OF_MU: dict[str, dict[str, Any]] = {
+    "bypass": {"proximal": "bypass"},
+    "loglinear": {"proximal": "loglinear", "alpha": 0.5},
+}
+EVERY = MADE_OF_MU | {"reuse": {"proximal": "reuse"}, "recompute": {"proximal": "recompute"}}
+
+
+def recorded_under(proximal: str, directory: Path, *steps: Rows) -> Recording:
+    """``steps`` as a run under ``EVERY[proximal]`` records them; with ``recompute`` as they are."""
+    spec = CorrectionSpec.from_mapping(EVERY[proximal])
+    seen = [replace(rows, old_log_prob=_taken(proximal, rows)) for rows in steps]
+    return Recording(record(directory, *seen, spec=spec.to_mapping()))
+
+
+def _taken(proximal: str, rows: Rows) -> np.ndarray:
+    mu, pi = rows.rollout_log_prob, rows.log_prob
+    if proximal == "loglinear":
+        return mu + np.float32(EVERY[proximal]["alpha"]) * (pi - mu)
+    return {"bypass": mu, "reuse": pi, "recompute": rows.old_log_prob}[proximal]
