@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from acted import varied_rows
 from corrections import band, opsm, spec, tensor
 from drawn import Rows, batches, examples
 from hypothesis import given
 from hypothesis import strategies as draw
+from recordings import NONE
 
 from recipe.offpolicy.calibration.extremes import extremes
 from recipe.offpolicy.calibration.online_histogram import (
@@ -21,12 +25,15 @@ from recipe.offpolicy.calibration.online_histogram import (
     moving_sides,
     quantile,
 )
+from recipe.offpolicy.calibration.parts import parts_of
+from recipe.offpolicy.calibration.scores import scores_of
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.masks import outside
 from recipe.offpolicy.correction.ratios import log_ratio, valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import units_of
 from recipe.offpolicy.reading import fetch
+from recipe.offpolicy.recording import Step
 
 AGGREGATES = [
     ("product", 0.5, 2.0),
@@ -49,10 +56,12 @@ AGGREGATES = [
 
 
 def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> dict[str, Statistic]:
-    """``measured`` of rows given as nested lists; all tokens are in the mask unless given."""
+    """``measured`` of rows given as nested lists, advantages by row or token; all tokens are in the mask by default."""
     mu, old = tensor(given["mu"]), tensor(given["old"])
     pi = tensor(given.get("pi", given["old"]))
-    advantages = tensor(given.get("advantages", [1.0] * len(mu)))[:, None].expand(mu.shape)
+    advantages = tensor(given.get("advantages", [1.0] * len(mu)))
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(mu.shape)
     staleness = given.get("staleness")
     reading = measured(
         correction,
@@ -142,6 +151,32 @@ def test_only_where_the_mask_looks() -> None:
     assert seen["opsm/kept"].parts == (0.0, 1.0)
     # The noise does not ask for the sign.
     assert bins(seen["opsm/noise"]) == {bin_of(0.3): 2.0}
+
+
+def test_a_mask_that_picks_tokens_is_counted_by_token() -> None:
+    # Mean log ratios of the rows: -0.3 and 0. Of the first two tokens have A < 0, of the second one.
+    given: dict[str, Any] = dict(
+        mu=[[-1.0] * 3] * 2, old=[[-1.3] * 3, [-1.0] * 3], advantages=[[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]
+    )
+    seen = shown(spec(opsm=opsm(0.1, sign="token")), {"opsm": "both"}, **given)
+    assert bins(seen["opsm/distance"]) == {bin_of(0.3): 2.0, 0: 1.0}
+    assert seen["opsm/kept"].parts == (1.0, 3.0)
+    assert bins(seen["opsm/noise"]) == {bin_of(0.3): 3.0, 0: 3.0}
+
+
+@pytest.mark.parametrize("sign", ["row", "token"])
+@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
+def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
+    rows = varied_rows(30, seed=1)
+    rows = replace(rows, advantages=np.random.default_rng(2).standard_normal(rows.tokens).astype(np.float32))
+    correction = spec(opsm=opsm(0.01, level=level, sign=sign))
+    (part,) = parts_of(correction)
+    offline = scores_of([Step(rows, NONE, ())], correction, [part])[0][part.key]
+    padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+    (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
+    kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)
+    assert online["opsm/kept"].parts == (float(kept.sum()), float(offline.looked.sum()))
+    assert 0 < kept.sum() < offline.looked.sum() < len(offline)
 
 
 def test_noise_is_of_rows_whose_weights_are_equal_and_of_pi_old() -> None:

@@ -102,7 +102,8 @@ class Calibration:
         for name, bounds in self.bounds.items():
             if bounds == before[name]:
                 continue
-            kept, units = seen[f"{name}/{KEPT}"], UNITS[masks[name].level]
+            kept = seen[f"{name}/{KEPT}"]
+            units = UNITS["token" if masks[name].picks_tokens else masks[name].level]
             logger.info(
                 "correction.masks.%s: %s -> %s from the next update on. Its bounds kept %.4f of %.0f %s that it looks "
                 "at, in %d update(s); offpolicy.calibrate.target_kept=%g.",

@@ -1,8 +1,9 @@
 """How far the units that a mask decides by lie from agreement, counted so that micro-batches and ranks add up.
 
 The distance of a unit is how wide a bound has to be to keep it: in nats of log ratio for aggregates that are ratios,
-in the aggregate's own units for the others. Bins are the same everywhere, so that the histogram of a whole batch is
-the sum of those of its parts.
+in the aggregate's own units for the others. A mask that picks tokens by the sign of their own advantage can keep some
+tokens of a unit and drop others, so that tokens are counted, each with the distance of its unit. Bins are the same
+everywhere, so that the histogram of a whole batch is the sum of those of its parts.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ def measured(
 ) -> Reading[dict[str, Statistic]]:
     """What rows of one update show of the masks that ``sides`` names, see the stages for the arguments.
 
-    Units are counted where the mask looks: of a mask for negative advantages, those that hold a token with one. A unit
-    beyond a bound on the side that does not move counts as infinitely far. Backend noise is the distance of
-    pi_old / mu where both have the same weights, staleness 0 or None, for masks on pi / mu; its rows count whatever
-    their advantage is, but for those beyond a bound that does not move, which no other bound can keep.
+    What is counted, units or tokens (``MaskSpec.picks_tokens``), is counted where the mask looks: of a mask for
+    negative advantages, units of rows whose mean is, or tokens whose own is. What lies beyond a bound on the side that
+    does not move counts as infinitely far. Backend noise is the distance of pi_old / mu where both have the same
+    weights, staleness 0 or None, for masks on pi / mu; its rows count whatever their advantage is, but for those beyond
+    a bound that does not move, which no other bound can keep.
 
     Returns:
         Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
@@ -70,8 +72,9 @@ def measured(
         if name not in sides:
             continue
         units = units_of(mask.level, valid, {"turn": segment_ids, "version": versions}.get(mask.level))
-        there = units.tokens > 0
-        looked = there & (units.greatest(applies(mask, advantages, valid).expand(valid.shape).double()) > 0)
+        there = valid if mask.picks_tokens else units.tokens > 0
+        at = valid & applies(mask, advantages, valid)
+        looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
         below, above = _compared(mask, units, *operands[mask.ratio])
         lower, upper = mask.limits
         inside = (below >= lower) & (above <= upper)
@@ -90,8 +93,10 @@ def measured(
 def _compared(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``extremes.extremes``, (B, U) float32 each, rounded as the mask compares them."""
+    """``extremes.extremes``, float32, rounded as the mask compares them: (B, U) each, (B, T) where it picks tokens."""
     least, greatest = extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
+    if mask.picks_tokens:
+        least, greatest = units.spread(least), units.spread(greatest)
     return least.float(), greatest.float()
 
 

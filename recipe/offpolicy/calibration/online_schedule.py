@@ -25,7 +25,7 @@ class Schedule:
     """How bounds move; see ``online_settings`` for the keys.
 
     Attributes:
-        target_kept: share of the units that a mask looks at.
+        target_kept: share of what a mask looks at, see ``online_histogram``.
         rate: a distance changes by a factor of at most 1 + rate a time.
         floor, ceiling: range of a distance, in multiples of the configured one.
         noise_kept: share of units of equal weights that backend noise alone is not to drop, once the rate got there.

@@ -49,7 +49,7 @@ class Part:
     @property
     def share_of(self) -> ShareOf:
         """What kept shares of it count: what is decided together, and tokens where signs are by token."""
-        by_token = isinstance(self.spec, MaskSpec) and self.spec.when != "any" and self.spec.sign == "token"
+        by_token = isinstance(self.spec, MaskSpec) and self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
     @property

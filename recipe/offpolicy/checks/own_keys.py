@@ -18,6 +18,7 @@ from ..correction import CorrectionSpec
 from ..findings import Finding, Problem, named_overrides, set_to, taken_away
 from ..recording.card import FIX as ANOTHER
 from ..recording.settings import problems as record_problems
+from ..recording.settings import too_many_parts
 from ..watchdog import problems as watchdog_problems
 
 Validator = Callable[[DictConfig], Iterator[Finding]]
@@ -65,6 +66,7 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             yield Problem(name, value, "unknown key.", fix, "WRONG", (), taken_away(name, value))
     for validate in OWN_KEYS.values():
         yield from (_problem(*finding) for finding in validate(config))
+    yield from (_problem(*finding) for finding in too_many_parts(config, spec))
 
 
 def _problem(key: str, value: object, reason: str, fix: str) -> Problem:

@@ -12,6 +12,22 @@ HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 
 
 def kept_scale(mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Tensor, mini_batch_rows: int) -> Tensor:
+    """``scale_of_counts`` of a whole batch.
+
+    Args:
+        mode, mini_batch, mini_batch_rows: as there.
+        response_mask, keep: (B, T) bool, or nested by row: all rows of the batch.
+
+    Returns:
+        (B,) float64.
+    """
+    rows = rows_of(response_mask=response_mask, keep=keep)
+    mask = rows.tokens(response_mask)
+    tokens, kept = rows.sum(mask).flatten(), rows.sum(mask & rows.tokens(keep)).flatten()
+    return scale_of_counts(mode, tokens=tokens, kept=kept, mini_batch=mini_batch, mini_batch_rows=mini_batch_rows)
+
+
+def scale_of_counts(mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int) -> Tensor:
     """Factor of each row's loss that turns the original count below it into the count of what is kept.
 
     With N tokens or rows counted originally, of which R are rejected, that is N / (N - R): a rejected token leaves
@@ -20,16 +36,13 @@ def kept_scale(mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Te
 
     Args:
         mode: verl's ``loss_agg_mode``, one of ``HAS_DENOMINATOR``.
-        response_mask, keep: (B, T) bool, or nested by row: all rows of the batch.
+        tokens, kept: (B,) float64, response tokens of each row of the batch, and those of them that are kept.
         mini_batch: (B,) int64, the mini-batch that each row belongs to, over all ranks.
         mini_batch_rows: rows that verl counts in a mini-batch.
 
     Returns:
         (B,) float64; 1 for a mini-batch of which nothing is kept, whose loss is 0 either way.
     """
-    rows = rows_of(response_mask=response_mask, keep=keep)
-    mask = rows.tokens(response_mask)
-    tokens, kept = rows.sum(mask).flatten(), rows.sum(mask & rows.tokens(keep)).flatten()
     if mode == "token-mean":
         return _without(_by_group(tokens, mini_batch), _by_group(tokens - kept, mini_batch))
     lost_rows = ((kept == 0) & (tokens > 0)).double()

@@ -162,6 +162,11 @@ class MaskSpec:
         """Whether the decision waits for the current policy or for the advantages."""
         return self.ratio != "rollout" or self.when != "any"
 
+    @property
+    def picks_tokens(self) -> bool:
+        """Whether it looks at some tokens of a unit and not at others: shares of it are then of tokens."""
+        return self.when != "any" and self.sign == "token"
+
 
 def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) -> None:
     for name in sorted({"lower", "upper", "delta", "budget"} - chosen):

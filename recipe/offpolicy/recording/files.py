@@ -40,7 +40,8 @@ SUFFIX, PARTIAL = ".parquet", ".partial"
 """Of a file, and of one that is being written."""
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
-_REASONS = 32  # bits of rejected_by
+MOST_REASONS = 32
+"""Parts of a correction that can reject: bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
 _NUMPY = {
     name: np.dtype(kind.to_pandas_dtype())
@@ -74,8 +75,8 @@ class Step:
 
 def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.Table:
     """The Arrow table of a step."""
-    if len(reasons) > _REASONS:
-        raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {_REASONS} bits.")
+    if len(reasons) > MOST_REASONS:
+        raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {MOST_REASONS} bits.")
     columns: dict[str, pa.Array] = {}
     for name, (kind, _) in ROW_COLUMNS.items():
         columns[name] = pa.array(getattr(rows, name), type=kind)
@@ -153,7 +154,7 @@ def read(path: Path) -> Step:
         raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). Remove it.") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
-    if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > _REASONS:
+    if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > MOST_REASONS:
         raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is no list of names. Remove the file.")
     rows = _rows(path, table)
     unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)

@@ -43,7 +43,8 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "advantages": (pa.float32(), "as verl's loss takes them"),
     "weight": (
         pa.float32(),
-        "what the correction multiplies the policy term by, before masks; 0 where it is not valid",
+        "what the correction multiplies the policy term by, before masks and the scale of denominator=kept; "
+        "0 where it is not valid",
     ),
     "rejected_by": (
         pa.uint32(),

@@ -10,8 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ..correction import CorrectionSpec
 from .card import FIX, foreign
-from .files import RecordingError
+from .files import MOST_REASONS, RecordingError
 
 SECTION = "offpolicy.record"
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -95,6 +96,21 @@ def problems(config: DictConfig) -> Iterator[tuple[str, object, str, str]]:
             directory,
             "without the engine's log-probs there is no mu to record.",
             f"Set {_MU}=true.",
+        )
+
+
+def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[tuple[str, object, str, str]]:
+    """More parts of ``spec`` that can reject than a file has bits for, as ``problems``; nothing without a recording."""
+    values = _section(config)
+    if not isinstance(values, Mapping) or values.get("dir") is None:
+        return
+    parts = len(spec.masks) + (spec.weight is not None and spec.weight.kind == "reject")
+    if parts > MOST_REASONS:
+        yield (
+            f"{SECTION}.dir",
+            values["dir"],
+            f"{parts} parts of the correction can reject, and a recording tells {MOST_REASONS} apart.",
+            f"Set {SECTION}.dir=null, or give fewer masks.",
         )
 
 

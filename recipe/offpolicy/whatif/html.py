@@ -18,9 +18,9 @@ MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
-        "norm of the corrected gradient weights f A = weight x keep x r x advantage against the uncorrected r A, where "
-        "r is PPO's pi/pi_old, 0 where PPO clips: what the correction does to the learning rate, were token gradients "
-        "of one size and unrelated."
+        "norm of the corrected gradient weights f A = weight x keep x r x advantage against the uncorrected r A, "
+        "where r is PPO's pi/pi_old, 0 where PPO clips, and denominator=kept multiplies f by its scale: what the "
+        "correction does to the learning rate, were token gradients of one size and unrelated."
     ),
     "projection": "what is left of the uncorrected gradient weights in their own direction, signed.",
     "bias by token": (

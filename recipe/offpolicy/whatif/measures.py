@@ -22,7 +22,8 @@ FEW = 30.0
 class Measures:
     """What a correction does to a set of tokens; None where there is nothing to measure by.
 
-    f = w k r is a token's gradient weight, r its base loss's factor, A its advantage (``sums``); n counts valid tokens.
+    f = w k r s is a token's gradient weight, r its base loss's factor, s the scale of its row under
+    ``denominator=kept``, A its advantage (``sums``); n counts valid tokens.
 
     Attributes:
         tokens, rows: response tokens, and rows with one.

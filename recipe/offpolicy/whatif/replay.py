@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..correction import (
@@ -19,7 +20,7 @@ from ..correction import (
 )
 from ..correction.proximal import OF_THE_TRAINER
 from ..recording import Rows
-from .blocks import Block, block, end_to_end
+from .blocks import SIZE, Block, block, blocks, end_to_end
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         )
 
 
+def other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
+    """Whether training with ``spec`` would have had other advantages than those recorded.
+
+    ``baseline=exclude`` makes them from the rows that the correction keeps.
+    """
+    if spec.baseline == recorded.baseline == "include":
+        return False
+    return (spec.baseline, spec.weight, spec.masks) != (recorded.baseline, recorded.weight, recorded.masks)
+
+
 def constants_of(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
     """What ``spec`` fixes for the batch, the step's rows as one."""
     if not spec.needs_constants:
@@ -82,6 +93,23 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
     stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(rows))
     step = step_stage(spec, stage, log_prob=rows.log_prob, advantages=rows.advantages)
     return Decided(old, stage.valid, step.weight, step.keep, step.rejected)
+
+
+def kept_tokens(
+    spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
+) -> NDArray[np.float64]:
+    """Tokens of each of N rows that the rollout stage keeps, (N,), which is all that ``denominator=kept`` counts.
+
+    Args:
+        recorded, constants: as ``decide`` takes them.
+        size: places of a padded block, see ``blocks``.
+    """
+    kept = np.zeros(len(rows))
+    for one in blocks(rows, size):
+        old = proximal(spec, recorded, one)
+        stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))
+        kept[one.rows] = stage.keep.sum(-1).numpy()
+    return kept
 
 
 def proximal(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:

@@ -16,10 +16,14 @@ from .base_loss import BaseLoss
 from .blocks import SIZE, blocks
 from .candidates import Candidate
 from .fidelity import Fidelity, compared
+from .kept_scale import Counts
 from .measures import FEW
-from .replay import check_replayable, constants_of, decide
+from .replay import check_replayable, constants_of, decide, kept_tokens, other_advantages
 from .results import Outcome, Running, Study
 from .sums import COLUMNS, Judged, gradient_weight, grouping, judged, row_sums
+
+_NAMED = 5
+"""Corrections that a note names."""
 
 
 @dataclass
@@ -31,6 +35,8 @@ class _Seen:
     tokens: int = 0
     uncounted: int = 0
     unchecked: int = 0
+    unscaled: dict[str, set[int]] = field(default_factory=dict)
+    other_advantages: set[str] = field(default_factory=set)
 
     def look(self, of: Judged) -> None:
         counted = of.counted.bool()
@@ -49,6 +55,17 @@ class _Seen:
             yield (
                 "Only a sample of the rows was recorded: what a correction fixes for the whole batch (the mean of "
                 "normalised weights, M2PO's cut) is that of the sample."
+            )
+        for reason, steps in self.unscaled.items():
+            yield (
+                f"denominator=kept is replayed as original in {len(steps)} step(s), its factor N / (N - R) is not "
+                f"known: {reason}."
+            )
+        if labels := sorted(self.other_advantages):
+            more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+            yield (
+                f"Advantages are taken as recorded, and correction.baseline=exclude makes them from what is kept: with "
+                f"{', '.join(labels[:_NAMED])}{more} training would have had others."
             )
         if self.unchecked:
             yield "The recorded correction was not compared with its replay, for the same reason."
@@ -81,19 +98,37 @@ def study(
     tally, seen = Tally(len(running)), _Seen()
     base_loss = BaseLoss.of_card(recording.card)
     sampled, needs_batch = share_of(recording.card) < 1, False
+    counts = Counts.of_card(recording.card, sampled=sampled)
     filled = []
     for number in steps:
         parts = [part for part in recording.corrections(number) if len(part.rows)]
         for part in parts:
             specs = _specs(recording, number, part, running, failures)
             needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
-            _replay(part, number, specs, running, tally, seen, base_loss=base_loss, size=size, sampled=sampled)
+            seen.other_advantages |= {
+                running[place].candidate.label
+                for place, spec in specs.active.items()
+                if other_advantages(spec, specs.recorded)
+            }
+            _replay(
+                part,
+                number,
+                specs,
+                running,
+                tally,
+                seen,
+                base_loss=base_loss,
+                counts=counts,
+                size=size,
+                sampled=sampled,
+            )
         filled += [number] if parts else []
         progress(number)
     if not filled:
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
+    seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].outcome() for place in done)
     return Study(
@@ -162,19 +197,27 @@ def _replay(
     seen: _Seen,
     *,
     base_loss: BaseLoss,
+    counts: Counts,
     size: int,
     sampled: bool,
 ) -> None:
     """One step, every correction of it."""
     rows = step.rows
     constants = {spec: constants_of(spec, specs.recorded, rows) for spec in specs.all}
+    scales = {}
+    if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
+        if unknown := counts.unknown(rows):
+            seen.unscaled.setdefault(unknown, set()).add(number)
+        else:
+            for spec in by_kept:
+                scales[spec] = counts.scale(rows, kept_tokens(spec, specs.recorded, rows, constants[spec], size))
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
     for block in blocks(rows, size):
         of = judged(block, base_loss)
         decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
         weighed = {}
         for spec, table in tables.items():
-            weighed[spec] = gradient_weight(spec, decisions[spec], of) * of.advantages
+            weighed[spec] = gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
             table[block.rows] = row_sums(decisions[spec], of, weighed[spec])
         chosen = list(specs.active.values())
         tally.add(

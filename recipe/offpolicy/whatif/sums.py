@@ -1,8 +1,9 @@
 """Sums over the rows of a step, of what one correction decides. Everything in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
-f_t = w_t k_t r_t with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
-pi / mu, whose loss has no ratio). Uncorrected it is r alone, of the recorded pi_old.
+f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
+pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept``, see ``kept_scale``; 1 under
+``original``. Uncorrected it is r alone, of the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -133,9 +134,15 @@ def judged(block: Block, base_loss: BaseLoss) -> Judged:
     )
 
 
-def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged) -> Tensor:
-    """f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``."""
+def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged, scale: NDArray[np.float64] | None = None) -> Tensor:
+    """f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
+
+    Args:
+        scale: (N,) s of each row of the step; None: 1.
+    """
     applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
+    if scale is not None:
+        applied = applied * torch.from_numpy(scale[of.block.rows])[:, None]
     if spec.weight is not None and spec.weight.ratio == "full":
         return applied
     if by.old_log_prob is of.block.old_log_prob:

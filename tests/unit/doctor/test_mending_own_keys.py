@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from applications import NEEDED, application, changed
+from corrections import GSM
 from mended import with_overrides
 from omegaconf import DictConfig, OmegaConf
 
@@ -60,6 +61,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recording's share": (
         {"offpolicy.record.dir": "x", "offpolicy.record.share": 2},
         {"offpolicy.record.share": 1.0},
+    ),
+    "more masks than a recording tells apart": (
+        {"offpolicy.record.dir": "x", "correction.masks": {f"m{number}": GSM for number in range(33)}},
+        {"offpolicy.record.dir": None},
     ),
     "phases": ({"offpolicy.watchdog.phase_timeouts": 5}, {"offpolicy.watchdog.phase_timeouts": {}}),
     "seconds": ({"offpolicy.watchdog.step_timeout": -5}, {"offpolicy.watchdog.step_timeout": None}),

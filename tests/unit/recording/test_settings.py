@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corrections import GSM, TIS, spec
 from omegaconf import DictConfig, OmegaConf
 from recordings import drawn_rows, record
 
 from recipe.offpolicy.recording.card import FIX
-from recipe.offpolicy.recording.settings import RecordSettings, problems, resolve_dir
+from recipe.offpolicy.recording.files import MOST_REASONS
+from recipe.offpolicy.recording.settings import RecordSettings, problems, resolve_dir, too_many_parts
 
 DEFAULTS = OmegaConf.load(Path(__file__).parents[3] / "configs" / "offpolicy_base.yaml").offpolicy.record
 
@@ -108,6 +110,21 @@ def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path
     assert "no mu" in reason
     assert fix == "Set actor_rollout_ref.rollout.calculate_log_probs=true."
     assert list(problems(config(tmp_path, mu=False))) == []
+
+
+def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
+    """A weight that rejects is one of them, a weight that truncates is none."""
+    place = str(tmp_path / "rec")
+    recorded, nothing = config(tmp_path, dir=place), config(tmp_path)
+    masks = {f"m{number}": GSM for number in range(MOST_REASONS)}
+    rejects = TIS | {"kind": "reject"}
+    assert list(too_many_parts(recorded, spec(TIS, **masks))) == []
+    ((key, value, reason, fix),) = too_many_parts(recorded, spec(rejects, **masks))
+    assert (key, value) == ("offpolicy.record.dir", place)
+    assert reason == "33 parts of the correction can reject, and a recording tells 32 apart."
+    assert fix == "Set offpolicy.record.dir=null, or give fewer masks."
+    assert len(list(too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
+    assert list(too_many_parts(nothing, spec(rejects, **masks))) == []
 
 
 def test_a_place_that_is_a_file(tmp_path: Path) -> None:
