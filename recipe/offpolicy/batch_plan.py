@@ -66,7 +66,7 @@ class SharedPlan:
         constants: of the correction.
         shadow_constants: of the corrections that are only reported, by name.
         update: how the batch is dealt, where it is to be recorded.
-        bounds: mask -> the bounds that this update is to use, for masks whose bounds move.
+        bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
     """
 
     step: int
@@ -113,7 +113,7 @@ def planned(
         step: the trainer's step.
         rows: the batch with ``COLUMNS``; called only if something in it is needed.
         dealing: how verl will deal the batch; likewise.
-        bounds: of masks whose bounds move; ``spec`` has them already.
+        bounds: of parts whose bounds move; ``spec`` has them already.
     """
     counts = spec.denominator == "kept"
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):

@@ -24,7 +24,7 @@ class Handover:
         shadows: corrections to report on without applying them, by name.
         plan: what the trainer fixed for the whole batch.
         record: what to record.
-        moving: masks whose bounds come with the plan, and the sides that move.
+        moving: parts whose bounds come with the plan, and the sides that move.
     """
 
     spec: CorrectionSpec

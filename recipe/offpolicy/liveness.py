@@ -37,7 +37,7 @@ def verify(
         sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.row_checksums``.
         epochs: how often the worker visits each row.
         allow_identical: mu bit-identical to pi_old is meant.
-        moving: masks whose bounds came with this update, and which the fingerprint leaves out.
+        moving: parts whose bounds came with this update, and which the fingerprint leaves out.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all

@@ -37,7 +37,7 @@ class Observation:
         batch: the rows, detached.
         spec: the correction that acted on them, under the bounds that it had.
         shadows: corrections to report on without applying them, by name.
-        moving: masks whose bounds come with each update, and the sides that move.
+        moving: parts whose bounds come with each update, and the sides that move.
         trained: a gradient was made of the rows with this correction: its liveness and its bounds are judged by them.
     """
 

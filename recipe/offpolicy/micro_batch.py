@@ -208,7 +208,7 @@ def staleness(batch: MicroBatch) -> Tensor | None:
 
 
 def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
-    """Mask -> the bounds that the trainer sent with this update.
+    """Part -> the bounds that the trainer sent with this update.
 
     Raises:
         KeyError: they are not those of ``names``, whose bounds move.

@@ -39,8 +39,8 @@ class Packet:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
-        bounds: mask -> the bounds that were used, of masks whose bounds move.
-        histograms: of these masks, see ``calibration.online_histogram``.
+        bounds: part -> the bounds that were used, of parts whose bounds move.
+        histograms: of these parts, see ``calibration.online_histogram``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
 

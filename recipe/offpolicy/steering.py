@@ -15,6 +15,7 @@ from .alarms import settings as alarm_settings
 from .alarms.panel import CONFIGURED, Panel
 from .calibration import online_settings
 from .calibration.online import Calibration
+from .calibration.online_bounds import path_of
 from .calibration.online_histogram import Side
 from .checkpoints import changes
 from .correction import CorrectionSpec, Statistic
@@ -44,15 +45,14 @@ class Steering:
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Masks whose bounds come with each update, and the sides that move; none while a fallback is in force."""
+        """Masks, and ``WEIGHT``, whose bounds come with each update, and the sides that move; none under a fallback."""
         if self._calibration is None or self._panel.fallback is not None:
             return {}
-        settings = self._calibration.settings
-        return dict.fromkeys(settings.masks, settings.schedule.side)
+        return self._calibration.settings.moving
 
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
-        """Mask -> its bounds at the next update, for those of ``moving``."""
+        """Part -> its bounds at the next update, for those of ``moving``."""
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
     def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
@@ -60,7 +60,7 @@ class Steering:
 
         Args:
             values: statistics below ``offpolicy/``.
-            histograms: of the masks in ``moving``, see ``calibration.online_histogram``.
+            histograms: of the parts in ``moving``, see ``calibration.online_histogram``.
 
         Returns:
             Whether another correction is in force, which has to reach the workers and to be proved.
@@ -99,8 +99,8 @@ class Steering:
         self._panel.restore(alarms, in_force=name if goes_on else CONFIGURED)
         if self._calibration is not None and state["calibration"] is not None:
             self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
-            for mask, bounds in self._calibration.bounds.items():
-                logger.info("resuming with correction.masks.%s at %s, as calibrated.", mask, bounds)
+            for part, bounds in self._calibration.bounds.items():
+                logger.info("resuming with correction.%s at %s, as calibrated.", path_of(part), bounds)
         if goes_on:
             logger.warning("resuming with the fallback of alarm %s in force: %s", name, state["fallback"])
         elif name != CONFIGURED:
@@ -110,7 +110,8 @@ class Steering:
 def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
     """Where a run would not go on as the checkpoint with this ``state`` was left: keys, with both values."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
-    found = changes(noted, online_settings.plain(config), online_settings.SECTION)
+    unset = {"target_ess": None}
+    found = changes(unset | noted, unset | online_settings.plain(config), online_settings.SECTION)
     if state is None or state["fallback"] is None:
         return found
     name = state["alarms"]["in_force"]

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 
 from .attribution.recent import RecentFloor
+from .calibration.online_bounds import path_of
 from .correction import CorrectionSpec
 from .correction.statistics import Statistic, merge_all
 from .liveness import LivenessError, verify, verify_update
@@ -151,7 +152,7 @@ class Supervision:
             logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
             return
         logger.info(_sentence(self.spec, self._live))
-        if moving := ", ".join(f"masks.{name}" for name in self.steering.moving):
+        if moving := ", ".join(map(path_of, self.steering.moving)):
             logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)

@@ -48,7 +48,7 @@ class OffPolicyLoss:
         prove: report the proof of life at every micro-batch.
         shadows: corrections to report on without applying them, by name.
         record: what to record, where the trainer's plan announces it.
-        moving: masks whose bounds come with each update, in the trainer's plan, and the sides that move.
+        moving: parts whose bounds come with each update, in the trainer's plan, and the sides that move.
         base_loss: takes (config, model_output, data, dp_group).
 
     Attributes:

@@ -60,7 +60,7 @@ class Run:
         rows = tw.add_log_probs(self.engine, tw.make_rollout(), mismatch=mismatch, seed=seed)
         self.supervision.sampled(rows.to_tensordict())
         self.supervision.begin()
-        sent = with_bounds(rows.to_tensordict(), self.supervision.steering.bounds)
+        sent = with_bounds(rows.to_tensordict(), self.supervision.steering.bounds, self.supervision.spec)
         metrics, gradient = tw.gradients(self.engine, self.loss, sent, micro_batch_size=2)
         if self.supervision.collect(metrics):
             self.loss = self.handed_over()
@@ -71,12 +71,14 @@ class Run:
         return self.supervision.metrics()
 
 
-def with_bounds(data: TensorDict, bounds: Any) -> TensorDict:
+def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = None) -> TensorDict:
+    """The batch with a plan that brings these bounds, and the constants of ``spec`` under them where it is given."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+    from recipe.offpolicy.batch_plan import PLAN, SharedPlan, constants_of
 
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, bounds=bounds)})
+    plan = SharedPlan(step=1, bounds=bounds) if spec is None else SharedPlan(1, constants_of(spec, data), bounds=bounds)
+    tu.assign_non_tensor(data, **{PLAN: plan})
     return data
 
 
@@ -234,6 +236,120 @@ def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest
     assert math.log(upper) < 0.05
     assert run.metrics["offpolicy/live/proved"] == 1.0
     assert "correction.masks.gsm: lower=0.9, upper=1.1 -> lower=" in caplog.text
+
+
+# A moving cap -----------------------------------------------------------------------------------------------
+
+WEIGHED = CorrectionSpec.from_mapping({"weight": TIS_TOKEN, "masks": {"gsm": GSM}})
+CAP: dict[str, dict[str, float | None]] = {"correction.weight": {"upper": 1.05}}
+OF_CAP: Any = {"correction.weight": "upper"}
+
+
+def capped_loss(**changes: Any) -> Any:
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    return OffPolicyLoss(WEIGHED, tw.actor_config(), moving=OF_CAP, **changes)
+
+
+def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    rows = rollout(engine, 0.2)
+    sampled = sampled_checksums(rows.to_tensordict())
+    spec = online_bounds.with_bounds(WEIGHED, CAP)
+    fixed = OffPolicyLoss(spec, tw.actor_config())
+    _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
+    _, configured = tw.gradients(engine, OffPolicyLoss(WEIGHED, tw.actor_config()), rows.to_tensordict())
+    loss = capped_loss(prove=True)
+    metrics, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP), micro_batch_size=2)
+    assert same(gradient, expected)
+    assert not same(gradient, configured)
+    packets = take_packets(metrics)
+    assert [packet.bounds for packet in packets] == [CAP] * 4
+    live = verify(packets, spec, sampled_rows=sampled, moving=OF_CAP)
+    assert (live["proved"], live["parts"]) == (1.0, 2.0)
+    assert live["fingerprint"] == online_bounds.fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
+    # And back: nothing of an update is left for the next.
+    back = online_bounds.bounds_of(WEIGHED, OF_CAP)
+    _, gradient = tw.gradients(engine, capped_loss(), with_bounds(rows.to_tensordict(), back))
+    assert same(gradient, configured)
+
+
+def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any) -> None:
+    from dataclasses import replace
+
+    from recipe.offpolicy import micro_batch as mb
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import LivenessError, verify
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+    class Past(OffPolicyLoss):
+        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+            began = self.spec if self.spec.weight is None else replace(self.spec, weight=WEIGHED.weight)
+            return super().hand_over(batch, mb.decide(began, batch), data)
+
+    rows = rollout(engine, 0.2)
+    sampled = sampled_checksums(rows.to_tensordict())
+    loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
+    metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
+    with pytest.raises(LivenessError, match=r"gradient|does not act"):
+        verify(take_packets(metrics), online_bounds.with_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
+
+
+def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
+    from recipe.offpolicy.calibration import online_bounds
+    from recipe.offpolicy.liveness import LivenessError, verify_update
+    from recipe.offpolicy.micro_batch import sampled_checksums
+    from recipe.offpolicy.packet import Packet, take_packets
+
+    rows = rollout(engine)
+    sampled = sampled_checksums(rows.to_tensordict())
+    spec = online_bounds.with_bounds(WEIGHED, CAP)
+
+    def of_ranks(*bounds: Any) -> list[Packet]:
+        packets: list[Packet] = []
+        for part, sent in zip(rows.to_tensordict().chunk(2), bounds, strict=True):
+            metrics, _ = tw.gradients(engine, capped_loss(), with_bounds(part, sent), micro_batch_size=2)
+            packets += take_packets(metrics)
+        return packets
+
+    verify_update(of_ranks(CAP, CAP), spec, sampled_rows=sampled, moving=OF_CAP)
+    late: Any = {"correction.weight": {"upper": 1.06}}
+    with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*1\.06.*the trainer's are"):
+        verify_update(of_ranks(CAP, late), spec, sampled_rows=sampled, moving=OF_CAP)
+    with pytest.raises(KeyError, match="brought bounds for"):
+        of_ranks(CAP, {})
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_run_finds_the_ess_that_it_was_asked_for(
+    normalize: bool, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cap of 5 leaves nearly every weight as it is, and comes down to where their ESS is the target."""
+    spec = CorrectionSpec.from_mapping({"weight": TIS_TOKEN | {"upper": 5.0, "normalize": normalize}})
+    calibrate = {"target_ess": 0.93, "warmup": 1, "window": 4, "rate": 0.5, "floor": 0.01}
+    run = Run(engine, spec, calibrate=calibrate)
+    ess, caps = [], []
+    with caplog.at_level(logging.INFO):
+        for seed in range(14):
+            run.update(0.5, seed=seed)
+            ess.append(run.metrics["offpolicy/calibrate/weight/ess"])
+            caps.append(run.metrics["offpolicy/calibrate/weight/upper"])
+            assert ess[-1] == pytest.approx(run.metrics["offpolicy/weight/ess"], rel=1e-5)
+            assert run.metrics["offpolicy/calibrate/weight/target"] == 0.93
+    assert caps[0] == 5.0
+    assert ess[0] < 0.88
+    assert 1.0 < caps[-1] < 3.0
+    assert sum(ess[-5:]) / 5 == pytest.approx(0.93, abs=0.02)
+    assert run.metrics["offpolicy/live/proved"] == 1.0
+    assert "the bounds of weight come with each update" in caplog.text
+    assert "correction.weight: upper=5 -> upper=" in caplog.text
 
 
 # Fallbacks --------------------------------------------------------------------------------------------------

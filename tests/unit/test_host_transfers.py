@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from recipe.offpolicy import packet as packets
 from recipe.offpolicy import reading, worker_loss
 from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
-from recipe.offpolicy.calibration.online_bounds import bounds_of
+from recipe.offpolicy.calibration.online_bounds import WEIGHT, bounds_of
+from recipe.offpolicy.calibration.online_cap_histogram import TOKENS
 from recipe.offpolicy.calibration.online_histogram import Side
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.micro_batch import LAST
@@ -47,7 +48,7 @@ WAITS = (
 LEAVING = ("tolist", "numpy", "__array__", "cpu")
 """Methods of a tensor that hand its numbers over without an operation that a profiler sees on the CPU."""
 SHADOWS = {"shadowed": spec(wide=band(0.9, 1.1), far=opsm(0.1))}
-MOVING: dict[str, Side] = {"gsm": "both"}
+MOVING: dict[str, Side] = {"gsm": "both", WEIGHT: "upper"}
 LENGTHS = ((3, 5, 2, 4), (6, 1, 4, 4), (2, 2, 7, 3))
 """Response tokens of each row of three micro-batches."""
 
@@ -142,7 +143,7 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
 
 
 def loss_of(correction: CorrectionSpec) -> OffPolicyLoss:
-    moving = {name: side for name, side in MOVING.items() if name in dict(correction.masks)}
+    moving = {name: MOVING[name] for name in bounds_of(correction, MOVING)}
     return OffPolicyLoss(correction, None, shadows=SHADOWS, moving=moving, base_loss=plain_loss)
 
 
@@ -186,7 +187,8 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
     assert arrived[0].statistics["keep/token_share"].parts[1] == tokens
     assert "attribution/kl_share/drift" in arrived[0].statistics
     assert "shadow/shadowed/keep_token_share" in arrived[0].statistics
-    assert ("gsm/distance" in arrived[0].histograms) == bool(loss.moving)
+    assert ("gsm/distance" in arrived[0].histograms) == ("gsm" in loss.moving)
+    assert (TOKENS in arrived[0].histograms) == (WEIGHT in loss.moving) == (correction.weight is not None)
     assert sum(len(packet.rows) for packet in arrived) == (0 if correction.is_none else 12)
 
 

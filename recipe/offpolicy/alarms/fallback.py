@@ -99,4 +99,5 @@ def _in_place(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
         for name in DEFAULTS:
             changed.offpolicy.alarms[name] = {"action": "off"}
         changed.offpolicy.calibrate.target_kept = None
+        changed.offpolicy.calibrate.target_ess = None
     return changed

@@ -7,12 +7,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ..correction import CorrectionSpec, Statistic
-from ..correction.statistics import Reduction, merge_all
+from ..correction import CorrectionSpec, Reduction, Statistic
+from ..correction.statistics import merge_all
 from ..voice import logger
-from .online_bounds import Bounds, bounds_of, with_bounds
-from .online_histogram import DISTANCE, KEPT, NOISE
-from .online_schedule import Evidence, next_bounds, obstacles
+from .online_bounds import WEIGHT, Bounds, bounds_of, path_of, with_bounds
+from .online_cap import CapSchedule, cap_obstacles, next_cap
+from .online_cap_histogram import ESS, CapSums
+from .online_histogram import DISTANCE, KEPT, NOISE, reduction_of
+from .online_schedule import Evidence, Schedule, next_bounds, obstacles
 from .online_settings import Settings, settings_of
 
 UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
@@ -32,7 +34,7 @@ class Calibration:
     def __init__(self, settings: Settings, spec: CorrectionSpec) -> None:
         self.settings = settings
         self.spec = spec
-        self._configured = dict(spec.masks)
+        self._configured = spec
         self._window: list[dict[str, Statistic]] = []
         self._updates = 0
         self._hindered: dict[str, set[str]] = {}
@@ -46,8 +48,8 @@ class Calibration:
 
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
-        """Mask -> the bounds that the next update is to use."""
-        return bounds_of(self.spec, self.settings.masks)
+        """Part -> the bounds that the next update is to use."""
+        return bounds_of(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
         """Take in what one update showed, over all micro-batches and ranks, and decide the bounds of the next."""
@@ -59,7 +61,7 @@ class Calibration:
             self._move()
 
     def metrics(self) -> dict[str, float]:
-        """``<mask>/lower`` and so on of the last update, below ``offpolicy/calibrate/``."""
+        """``<mask>/lower``, ``weight/upper`` and so on of the last update, below ``offpolicy/calibrate/``."""
         return {f"calibrate/{name}": value for name, value in self._shown.items()}
 
     def state(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class Calibration:
         Args:
             same_keys: it had the keys of this one; else what it measured was measured otherwise, and is forgotten.
         """
-        bounds: Mapping[str, Bounds] = {n: b for n, b in state["bounds"].items() if n in self.settings.masks}
+        bounds: Mapping[str, Bounds] = {n: b for n, b in state["bounds"].items() if n in self.settings.moving}
         self.spec = with_bounds(self.spec, bounds)
         window = state["window"] if same_keys else []
         self._window = [_dense(seen) for seen in window][-self.settings.window :]
@@ -90,51 +92,80 @@ class Calibration:
 
     def _move(self) -> None:
         seen = merge_all(self._window)
-        masks, schedule = dict(self.spec.masks), self.settings.schedule
-        moved = {}
+        moved: dict[str, Bounds] = {}
+        if self.settings.schedule is not None:
+            moved |= self._moved_masks(self.settings.schedule, seen)
+        if self.settings.cap is not None:
+            moved |= self._moved_cap(self.settings.cap, seen)
+        before, self.spec = self.bounds, with_bounds(self.spec, moved)
+        for name, bounds in self.bounds.items():
+            if bounds != before[name]:
+                change = f"{_spelt(before[name])} -> {_spelt(bounds)}"
+                logger.info(
+                    "correction.%s: %s from the next update on. %s", path_of(name), change, self._why(name, seen)
+                )
+
+    def _moved_masks(self, schedule: Schedule, seen: Mapping[str, Statistic]) -> dict[str, Bounds]:
+        configured, masks = dict(self._configured.masks), dict(self.spec.masks)
+        moved: dict[str, Bounds] = {}
         for name in self.settings.masks:
             if f"{name}/{DISTANCE}" not in seen:
                 continue
             evidence = _evidence(name, seen)
-            moved[name] = next_bounds(schedule, self._configured[name], masks[name], evidence)
-            self._say(name, obstacles(schedule, self._configured[name], masks[name], evidence))
-        before, self.spec = self.bounds, with_bounds(self.spec, moved)
-        for name, bounds in self.bounds.items():
-            if bounds == before[name]:
-                continue
-            kept = seen[f"{name}/{KEPT}"]
-            units = UNITS["token" if masks[name].picks_tokens else masks[name].level]
-            logger.info(
-                "correction.masks.%s: %s -> %s from the next update on. Its bounds kept %.4f of %.0f %s that it looks "
-                "at, in %d update(s); offpolicy.calibrate.target_kept=%g.",
-                name,
-                _spelt(before[name]),
-                _spelt(bounds),
-                kept.value(),
-                float(kept.parts[1]),
-                units,
-                len(self._window),
-                schedule.target_kept,
+            moved[name] = next_bounds(schedule, configured[name], masks[name], evidence)
+            self._say(name, obstacles(schedule, configured[name], masks[name], evidence))
+        return moved
+
+    def _moved_cap(self, schedule: CapSchedule, seen: Mapping[str, Statistic]) -> dict[str, Bounds]:
+        sums, configured, current = CapSums.of(seen), self._configured.weight, self.spec.weight
+        if sums is None or configured is None or current is None:
+            return {}
+        self._say(WEIGHT, cap_obstacles(schedule, configured, sums))
+        return {WEIGHT: next_cap(schedule, configured, current, sums)}
+
+    def _why(self, name: str, seen: Mapping[str, Statistic]) -> str:
+        """What the updates looked at showed of a part whose bounds change."""
+        updates = f"{len(self._window)} update(s)"
+        if name == WEIGHT:
+            assert self.settings.cap is not None
+            return (
+                f"Its caps left an ESS of {seen[ESS].value():.4f} of {float(seen[ESS].parts[-1]):.0f} tokens in "
+                f"{updates}; offpolicy.calibrate.target_ess={self.settings.cap.target_ess:g}."
             )
+        assert self.settings.schedule is not None
+        kept, mask = seen[f"{name}/{KEPT}"], dict(self.spec.masks)[name]
+        units = UNITS["token" if mask.picks_tokens else mask.level]
+        return (
+            f"Its bounds kept {kept.value():.4f} of {float(kept.parts[1]):.0f} {units} that it looks at, in {updates}; "
+            f"offpolicy.calibrate.target_kept={self.settings.schedule.target_kept:g}."
+        )
 
     def _say(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn of what has come into the way of a mask's bounds, once while it lasts."""
+        """Warn of what has come into the way of a part's bounds, once while it lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
-            logger.warning("correction.masks.%s: %s", name, found[kind])
+            logger.warning("correction.%s: %s", path_of(name), found[kind])
         self._hindered[name] = set(found)
 
     def _metrics(self, merged: Mapping[str, Statistic]) -> dict[str, float]:
         shown: dict[str, float] = {}
+        schedule, cap, weight = self.settings.schedule, self.settings.cap, self.spec.weight
         for name, mask in self.spec.masks:
-            if name not in self.settings.masks:
+            if schedule is None or name not in self.settings.masks:
                 continue
             for side in ("lower", "upper", "delta"):
                 if (bound := getattr(mask, side)) is not None:
                     shown[f"{name}/{side}"] = bound
-            kept = merged.get(f"{name}/{KEPT}")
-            shown[f"{name}/kept"] = float("nan") if kept is None else kept.value()
-            shown[f"{name}/target"] = self.settings.schedule.target_kept
+            shown[f"{name}/kept"] = _value(merged, f"{name}/{KEPT}")
+            shown[f"{name}/target"] = schedule.target_kept
+        if cap is not None and weight is not None and weight.upper is not None:
+            of_cap = {"upper": weight.upper, "ess": _value(merged, ESS), "target": cap.target_ess}
+            shown |= {f"weight/{name}": value for name, value in of_cap.items()}
         return shown
+
+
+def _value(merged: Mapping[str, Statistic], name: str) -> float:
+    statistic = merged.get(name)
+    return float("nan") if statistic is None else statistic.value()
 
 
 def _evidence(name: str, seen: Mapping[str, Statistic]) -> Evidence:
@@ -153,9 +184,9 @@ def _spelt(bounds: Bounds) -> str:
 def _sparse(seen: Mapping[str, list[float]]) -> dict[str, Any]:
     """Histograms by the bins that hold something; shares as they are."""
     return {
-        name: parts
-        if name.endswith(f"/{KEPT}")
-        else {"bins": len(parts), "counts": {str(place): n for place, n in enumerate(parts) if n}}
+        name: {"bins": len(parts), "counts": {str(place): n for place, n in enumerate(parts) if n}}
+        if reduction_of(name) is Reduction.SUM
+        else parts
         for name, parts in seen.items()
     }
 
@@ -163,8 +194,8 @@ def _sparse(seen: Mapping[str, list[float]]) -> dict[str, Any]:
 def _dense(seen: Mapping[str, Any]) -> dict[str, Statistic]:
     dense = {}
     for name, parts in seen.items():
-        if name.endswith(f"/{KEPT}"):
-            dense[name] = Statistic(Reduction.MEAN, tuple(parts))
+        if reduction_of(name) is not Reduction.SUM:
+            dense[name] = Statistic(reduction_of(name), tuple(parts))
             continue
         counts = [0.0] * parts["bins"]
         for place, count in parts["counts"].items():

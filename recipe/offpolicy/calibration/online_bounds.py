@@ -1,4 +1,4 @@
-"""Bounds of masks that move from update to update, apart from the rest of a correction, which does not.
+"""Bounds of masks and the cap of a weight that move from update to update, apart from the rest of a correction.
 
 The rest is the structure. Its fingerprint is that of the spec with a marker in the place of each bound that moves, so
 that it stays the same for a whole run, while the bounds themselves travel with each update.
@@ -10,32 +10,41 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from ..correction import CorrectionSpec, MaskSpec
+from ..correction import CorrectionSpec, MaskSpec, WeightSpec
 
 Bounds = Mapping[str, float | None]
-"""The keys of a mask that bound it, with their values: lower and upper, or delta."""
+"""The keys of a part that bound it, with their values: lower and upper, or delta; of a weight upper alone."""
+WEIGHT: Final = "correction.weight"
+"""Names the weight where masks go by their own names, none of which has a dot."""
 MOVES = "moves"
 """Stands in a structure for a bound that moves; an open side stays null."""
 
 
 def bounds_of(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """The bounds of the named masks."""
-    return {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
+    """The bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them."""
+    found = {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
+    if spec.weight is not None and WEIGHT in names:
+        found[WEIGHT] = {"upper": spec.weight.upper}
+    return found
 
 
 def with_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
-    """The spec with other bounds for the masks that ``bounds`` names.
+    """The spec with other bounds for the masks that ``bounds`` names, and for its weight under ``WEIGHT``.
 
     Raises:
-        KeyError: the spec has no such mask.
-        SpecError: bounds that a mask cannot have.
+        KeyError: the spec has no such part.
+        SpecError: bounds that a part cannot have.
     """
-    if unknown := set(bounds) - {name for name, _ in spec.masks}:
-        raise KeyError(f"bounds for {', '.join(sorted(unknown))}, and the correction has no mask of that name")
+    there = {name for name, _ in spec.masks} | (set() if spec.weight is None else {WEIGHT})
+    if unknown := set(bounds) - there:
+        raise KeyError(f"bounds for {', '.join(sorted(unknown))}, and the correction has no part of that name")
     masks = tuple((name, _moved(name, mask, bounds[name]) if name in bounds else mask) for name, mask in spec.masks)
-    return spec if masks == spec.masks else replace(spec, masks=masks)
+    weight = spec.weight
+    if weight is not None and WEIGHT in bounds:
+        weight = WeightSpec.from_mapping(weight.to_mapping() | dict(bounds[WEIGHT]))
+    return spec if (weight, masks) == (spec.weight, spec.masks) else replace(spec, weight=weight, masks=masks)
 
 
 def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
@@ -44,10 +53,18 @@ def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
         return spec.fingerprint()
     mapping = spec.to_mapping()
     for name in names:
+        if name == WEIGHT:
+            mapping["weight"]["upper"] = MOVES
+            continue
         mask = mapping["masks"][name]
         mask.update({key: MOVES for key, value in _bounds(mask).items() if value is not None})
     text = json.dumps(mapping, sort_keys=True, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def path_of(name: str) -> str:
+    """Where a part stands below ``correction``."""
+    return "weight" if name == WEIGHT else f"masks.{name}"
 
 
 def _bounds(mapping: Mapping[str, Any]) -> dict[str, float | None]:

@@ -22,6 +22,8 @@ from ..correction.ratios import log_ratio, valid_tokens
 from ..correction.units import Units, units_of
 from ..reading import Reading, fetch
 from .extremes import extremes
+from .online_bounds import WEIGHT
+from .online_cap_histogram import ESS, cap_sums
 
 Side = Literal["both", "upper", "lower"]
 
@@ -48,7 +50,7 @@ def measured(
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
 ) -> Reading[dict[str, Statistic]]:
-    """What rows of one update show of the masks that ``sides`` names, see the stages for the arguments.
+    """What rows of one update show of the parts that ``sides`` names, see the stages for the arguments.
 
     What is counted, units or tokens (``MaskSpec.picks_tokens``), is counted where the mask looks: of a mask for
     negative advantages, units of rows whose mean is, or tokens whose own is. What lies beyond a bound on the side that
@@ -57,7 +59,8 @@ def measured(
     a bound that does not move, which no other bound can keep.
 
     Returns:
-        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu.
+        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; of a weight, where
+        ``sides`` has ``WEIGHT``, what ``online_cap_histogram.cap_sums`` counts.
     """
     valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
     log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
@@ -67,11 +70,15 @@ def measured(
         "full": (log_rho + log_r, log_prob, rollout_log_prob),
         "ppo": (log_r, log_prob, old_log_prob),
     }
+    ids = {"turn": segment_ids, "version": versions}
     counted: dict[str, Tensor] = {}
+    if spec.weight is not None and WEIGHT in sides:
+        units = units_of(spec.weight.level, valid, ids.get(spec.weight.level))
+        counted |= cap_sums(spec.weight, operands[spec.weight.ratio][0], units)
     for name, mask in spec.masks:
         if name not in sides:
             continue
-        units = units_of(mask.level, valid, {"turn": segment_ids, "version": versions}.get(mask.level))
+        units = units_of(mask.level, valid, ids.get(mask.level))
         there = valid if mask.picks_tokens else units.tokens > 0
         at = valid & applies(mask, advantages, valid)
         looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
@@ -140,11 +147,17 @@ def _read(counted: Mapping[str, Tensor]) -> Reading[dict[str, Statistic]]:
     def says(numbers: list[float]) -> dict[str, Statistic]:
         found, start = {}, 0
         for name, size in sizes.items():
-            reduction = Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM
-            found[name], start = Statistic(reduction, tuple(numbers[start : start + size])), start + size
+            found[name], start = Statistic(reduction_of(name), tuple(numbers[start : start + size])), start + size
         return found
 
     return Reading(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), says)
+
+
+def reduction_of(name: str) -> Reduction:
+    """How what is counted under this name adds up."""
+    if name == ESS:
+        return Reduction.ESS
+    return Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM
 
 
 def quantile(counts: Sequence[float | Tensor], share: float) -> float:

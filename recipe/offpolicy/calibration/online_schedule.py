@@ -113,8 +113,13 @@ def _noise(schedule: Schedule, evidence: Evidence) -> float | None:
 
 def _towards(wanted: float, schedule: Schedule, mask: MaskSpec, here: float, start: float) -> float:
     """The distance nearest to ``wanted`` that the rate and the range allow."""
-    near = min(max(wanted, here / (1.0 + schedule.rate)), here * (1.0 + schedule.rate))
-    return min(max(near, schedule.floor * start), _most(schedule, mask, start))
+    return paced(wanted, here, rate=schedule.rate, least=schedule.floor * start, most=_most(schedule, mask, start))
+
+
+def paced(wanted: float, here: float, *, rate: float, least: float, most: float) -> float:
+    """The distance nearest to ``wanted`` within a factor of 1 + ``rate`` from ``here``, and within [least, most]."""
+    near = min(max(wanted, here / (1.0 + rate)), here * (1.0 + rate))
+    return min(max(near, least), most)
 
 
 def _most(schedule: Schedule, mask: MaskSpec, start: float) -> float:

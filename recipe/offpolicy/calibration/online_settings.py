@@ -11,12 +11,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import CorrectionSpec, MaskSpec
 from ..forward_passes import correction_of
+from . import online_cap_settings as cap_settings
+from .online_bounds import WEIGHT
+from .online_cap import CapSchedule
 from .online_histogram import Side, moving_sides
 from .online_schedule import Schedule, distances_of
 
 SECTION = "offpolicy.calibrate"
 DEFAULTS: Final[dict[str, Any]] = {
     "target_kept": None,
+    "target_ess": None,
     "of": None,
     "side": "both",
     "every": 1,
@@ -38,39 +42,51 @@ class Settings:
     """What is calibrated, and how.
 
     Attributes:
+        schedule: of masks; None where none moves.
         masks: names of the masks whose bounds move; empty for none.
+        cap: of the weight; None where it does not move.
         every: updates between two changes.
         window: the latest updates that a change looks at.
         warmup: updates before the first change.
     """
 
-    schedule: Schedule
+    schedule: Schedule | None
     masks: tuple[str, ...]
+    cap: CapSchedule | None
     every: int
     window: int
     warmup: int
+
+    @property
+    def moving(self) -> dict[str, Side]:
+        """Parts whose bounds come with each update, and the sides that move."""
+        masks = {} if self.schedule is None else dict.fromkeys(self.masks, self.schedule.side)
+        return masks if self.cap is None else {**masks, WEIGHT: "upper"}
 
 
 def settings_of(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
     """The settings of a configuration without ``problems``; None where nothing is calibrated."""
     values = _values(config)
-    if values["target_kept"] is None:
+    if not _on(values):
         return None
-    schedule = Schedule(
-        target_kept=float(values["target_kept"]),
-        side=values["side"],
-        **{name: float(values[name]) for name in ("rate", "floor", "ceiling", "noise_kept")},
-    )
-    masks = tuple(sorted(_named(values["of"]))) or tuple(_movable(spec, schedule.side))
-    return Settings(schedule, masks, **{name: int(values[name]) for name in _COUNTS})
+    pace = {name: float(values[name]) for name in ("rate", "floor", "ceiling")}
+    schedule, cap = None, None
+    if values["target_kept"] is not None:
+        noise_kept = float(values["noise_kept"])
+        schedule = Schedule(float(values["target_kept"]), side=values["side"], noise_kept=noise_kept, **pace)
+    if values["target_ess"] is not None:
+        cap = CapSchedule(float(values["target_ess"]), **pace)
+    return Settings(schedule, _masks(values, spec), cap, **{name: int(values[name]) for name in _COUNTS})
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """The keys as a checkpoint notes them; where nothing is calibrated, the one that says so."""
     values = _values(config)
-    if values["target_kept"] is None:
+    if not _on(values):
         return {"target_kept": None}
-    return values | {"of": _named(values["of"]) or None}
+    noted = values | {"of": _named(values["of"]) or None}
+    # A target that is not set is not noted, so that checkpoints from before there was one go on.
+    return noted if values["target_ess"] is not None else {key: noted[key] for key in noted if key != "target_ess"}
 
 
 def problems(config: DictConfig) -> Iterator[Finding]:
@@ -85,13 +101,29 @@ def problems(config: DictConfig) -> Iterator[Finding]:
     values = _values(config)
     wrong = list(_malformed(values))
     yield from wrong
-    if not wrong and values["target_kept"] is not None:
-        yield from _misplaced(values, CorrectionSpec.from_mapping(correction_of(config)))
+    if wrong or not _on(values):
+        return
+    spec = CorrectionSpec.from_mapping(correction_of(config))
+    if values["target_kept"] is not None:
+        yield from _misplaced(values, spec)
+    if values["target_ess"] is not None:
+        yield from cap_settings.misplaced(values["target_ess"], spec, _masks(values, spec))
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
     section: Any = OmegaConf.select(config, SECTION)
     return DEFAULTS | (dict(section) if isinstance(section, DictConfig) else {})
+
+
+def _on(values: dict[str, Any]) -> bool:
+    return values["target_kept"] is not None or values["target_ess"] is not None
+
+
+def _masks(values: dict[str, Any], spec: CorrectionSpec) -> tuple[str, ...]:
+    """Names of the masks whose bounds move."""
+    if values["target_kept"] is None:
+        return ()
+    return tuple(sorted(_named(values["of"]))) or tuple(_movable(spec, values["side"]))
 
 
 def _malformed(values: dict[str, Any]) -> Iterator[Finding]:
@@ -101,6 +133,7 @@ def _malformed(values: dict[str, Any]) -> Iterator[Finding]:
     target = values["target_kept"]
     if target is not None and not (_number(target) and 0.5 <= target < 1):
         yield key("target_kept"), target, "a share of what a mask looks at, from 0.5 to below 1.", "Set 0.98, or null."
+    yield from cap_settings.malformed(values["target_ess"])
     if values["side"] not in get_args(Side):
         yield key("side"), values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}."
     names = values["of"]
@@ -139,7 +172,7 @@ def _misplaced(values: dict[str, Any], spec: CorrectionSpec) -> Iterator[Finding
             target,
             values["target_kept"],
             "the correction has no mask whose bounds could move.",
-            f"Set {target}=null.",
+            f"Set {target}=null; {cap_settings.KEY} moves the cap of a weight.",
         )
         return
     if spec.skyrl_compat:

@@ -53,6 +53,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "side": (ON | {f"{CALIBRATE}.side": "left"}, {f"{CALIBRATE}.side": "both"}),
     "of": (ON | {f"{CALIBRATE}.of": 3}, {f"{CALIBRATE}.of": ["gsm"]}),
     "of no mask": (ON | {f"{CALIBRATE}.of": ["gms"]}, {f"{CALIBRATE}.of": ["gsm"]}),
+    "target of a weight": ({f"{CALIBRATE}.target_ess": 90}, {f"{CALIBRATE}.target_ess": 0.9}),
+    "target of a weight without a cap": (
+        {f"{CALIBRATE}.target_ess": 0.9, "correction.weight.upper": None},
+        {f"{CALIBRATE}.target_ess": None},
+    ),
     "every": ({f"{CALIBRATE}.every": 0}, {f"{CALIBRATE}.every": 1}),
     "warmup": ({f"{CALIBRATE}.warmup": "long"}, {f"{CALIBRATE}.warmup": 4}),
     "rate": ({f"{CALIBRATE}.rate": 0}, {f"{CALIBRATE}.rate": 0.2}),
