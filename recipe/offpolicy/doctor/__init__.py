@@ -9,5 +9,6 @@ LIVE, INERT because ..., or WRONG because ..., with the override that mends it. 
 validation is asked too; of the critic and of LoRA's rank it is left to the launch.
 
 Exit status: 0 everything that is asked for is LIVE, or nothing is asked for; 1 something is INERT, it would do nothing;
-2 something is WRONG, it would do something else than it says or end the run, or there is no configuration, or the doctor itself failed.
+2 something is WRONG, it would do something else than it says or end the run, there is no configuration,
+or the doctor itself failed.
 """
