@@ -242,7 +242,9 @@ def test_another_primary_configuration(ask: Ask, tmp_path: Path) -> None:
     (mine / "run.yaml").write_text(
         "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
         "defaults: [ppo_trainer, offpolicy_base, _self_, {correction: gsm}]\n"
-        "actor_rollout_ref: {rollout: {name: vllm, top_p: 0.5}, actor: {ppo_micro_batch_size_per_gpu: 1}}\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {name: vllm, top_p: 0.5, log_prob_micro_batch_size_per_gpu: 1}\n"
+        "  actor: {ppo_micro_batch_size_per_gpu: 1}\n"
     )
     by_folder = ask("--json", "--config-dir", str(mine), "--config-name=run")
     assert by_folder.status == 2
