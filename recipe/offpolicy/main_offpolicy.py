@@ -18,7 +18,17 @@ from verl_patches.contract import PatchError
 from verl_patches.runtime_env import forward
 
 from .alarms import fallback
-from .checks import CheckError, advice, run_checks, shadows_of, verl_correction_changes
+from .checks import (
+    CheckError,
+    advice,
+    found_by,
+    groups_of,
+    refuse_null_sections,
+    refused_by_verl,
+    run_checks,
+    shadows_of,
+    verl_correction_changes,
+)
 from .composition import own_keys_for_us
 from .correction import CorrectionSpec, SpecError
 from .live_path import live_path
@@ -31,6 +41,7 @@ _CHECK_FLAG = "--check"
 
 def prepare(config: DictConfig) -> CorrectionSpec:
     """Choose for ``correction=auto``, validate, and turn verl's idle correction off: in place."""
+    refuse_null_sections(config)
     options = resolve(config, _say)
     spec = run_checks(config)
     check_beside(spec, shadows_of(config))
@@ -73,7 +84,9 @@ def main() -> None:
     def run(config: DictConfig) -> None:
         try:
             spec = prepare(config)
-            forward(config, groups=["legacy"] if live_path(config).worker == "legacy" else [])
+            forward(config, groups=groups_of(live_path(config)))
+            if problems := found_by((refused_by_verl,), config, spec):
+                raise CheckError(problems)
         except (SpecError, CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         _say(str(live_path(config)))

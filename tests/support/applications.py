@@ -16,7 +16,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 CONFIGS = Path(__file__).parents[2] / "configs"
 OPTIONS = sorted(path.stem for path in (CONFIGS / "correction").glob("*.yaml"))
 # What verl itself demands of a launch.
-NEEDED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",)
+NEEDED = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+)
 # The budgets that options leave to the user.
 DELTAS = {
     "deepseek_v32_opsm": ["correction.masks.opsm.delta=0.1"],

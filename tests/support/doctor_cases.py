@@ -27,7 +27,16 @@ ONE_STEP: Changes = {"data.train_batch_size": 256}
 MEGATRON: Changes = {f"{ACTOR}.strategy": "megatron"}
 TIS_OF_VERL: Changes = {f"{VERL}.rollout_is": "token"}
 K1: Changes = {f"{VERL}.rollout_rs": "token_k1"}
+K1_BAND: Changes = K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"}
 KL: Changes = {f"{ACTOR}.use_kl_loss": True}
+KL_OF_NO_WEIGHT: Changes = KL | {f"{ACTOR}.kl_loss_coef": 0}
+# What verl's trainer reads, and the actor's own keys, without which the loss of bypass mode rejects nothing.
+REJECTING_IN_BYPASS: Changes = {
+    **K1_BAND,
+    f"{VERL}.bypass_mode": True,
+    LOSS_MODE: "bypass_mode",
+    WORKERS: {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": True},
+}
 KL_CLIP: Changes = KL | {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}}
 
 
@@ -315,6 +324,18 @@ OF_VERL: dict[str, Case] = {
         TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 25},
         "2_5 as 25",
         TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 5.0},
+    ),
+    "KL beside weights": Case("NOTE", "", TIS_OF_VERL | KL, "the KL loss is not weighed", K1_BAND | KL, mends=False),
+    "KL of no weight": Case(
+        "NOTE", "", TIS_OF_VERL | KL, "the KL loss is not weighed", TIS_OF_VERL | KL_OF_NO_WEIGHT, mends=False
+    ),
+    "KL beside rejections of bypass mode": Case(
+        "NOTE",
+        "",
+        REJECTING_IN_BYPASS | KL,
+        "rejected tokens keep the gradient of the KL loss",
+        REJECTING_IN_BYPASS,
+        mends=False,
     ),
     "top-p": Case(
         "WRONG",

@@ -63,6 +63,7 @@ ALGORITHM=(
     "algorithm.rollout_correction.rollout_rs_threshold='0.999_1.001'"
 )
 python3 -m verl.trainer.main_ppo "${ALGORITHM[@]}" "${ROLLOUT[@]}" \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \\
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 "$@"
 """
 """Token weights and a geometric rejection, decoupled."""

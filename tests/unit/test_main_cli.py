@@ -155,6 +155,24 @@ def test_check_alone_does_not_train(launch: Launcher) -> None:
     assert result.trained == []
 
 
+def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the launch would be stopped, before Ray."""
+    monkeypatch.setenv("OFFPOLICY_X", "1")
+    variable = "ray_kwargs.ray_init.runtime_env.env_vars.OFFPOLICY_X"
+    for change, part in (
+        ("trainer.n_gpus_per_node=7", "data.train_batch_size=1024: verl's own validation refuses it"),
+        (f"++{variable}=2", f"{variable}=2: workers need OFFPOLICY_X=1"),
+        ("actor_rollout_ref.actor.policy_loss=null", "actor_rollout_ref.actor.policy_loss=null: this section"),
+    ):
+        for flags in (["--check"], []):
+            result = launch(*flags, "correction=gsm", change, *NEEDED)
+            assert isinstance(result.status, str)
+            assert result.status.startswith(REFUSED)
+            assert part in result.status
+            assert result.trained == []
+    assert launch("--check", "correction=gsm", f"++{variable}=1", *NEEDED).status == 0
+
+
 def test_a_good_configuration_trains(launch: Launcher) -> None:
     """With verl's own helper, which by default runs at every step, turned off."""
     result = launch("correction=tis_token", "trainer.total_training_steps=3", *NEEDED)

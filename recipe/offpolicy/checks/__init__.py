@@ -12,10 +12,13 @@ from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, SpecError
 from ..findings import Problem
-from . import bounds, loss, path, remarks, rollout, steps, verls_own
+from . import bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
 from .own_keys import OWN_KEYS, own_keys
 from .reading import CheckError, Part, parts_of, shadows_of, spec_of
+from .sections import null_sections, refuse_null_sections
 from .verls_own import verl_correction_changes
+from .verls_validation import refused_by_verl
+from .workers_env import groups_of
 
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 
@@ -30,6 +33,7 @@ OF_VERLS_OWN: tuple[Check, ...] = (
 CHECKS: tuple[Check, ...] = (
     path.seams,
     path.path,
+    workers_env.workers_env,
     own_keys,
     bounds.bounds_without_agreement,
     bounds.weight_beside_the_loss,
@@ -95,7 +99,11 @@ __all__ = [
     "SpecError",
     "advice",
     "found_by",
+    "groups_of",
+    "null_sections",
     "parts_of",
+    "refuse_null_sections",
+    "refused_by_verl",
     "run_checks",
     "shadows_of",
     "spec_of",

@@ -14,7 +14,7 @@ from verl_patches.contract import Contract, PatchError
 from ..correction import CorrectionSpec
 from ..findings import EVERYTHING, Problem, set_to
 from ..live_path import STRATEGY, LivePath, live_path, uncovered
-from .reading import shadows_of
+from .reading import SHADOW, shadows_of
 
 Hold = Callable[[Iterable[Contract]], None]
 """Holds contracts against the installed verl; raises PatchError where one does not hold."""
@@ -64,15 +64,19 @@ def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         reason = f"verl {where.release} does not note which version of the weights sampled a row."
     elif where.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
         reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
-    for name, part in {"correction": spec, **shadows_of(config)}.items():
-        if "version" in part.levels and reason:
-            ours = name == "correction"
-            key = "level" if ours else f"offpolicy.shadow={name}, level"
-            fix = "Set level=turn or level=sequence."
-            levels = tuple(_levels(part)) if ours else ()
-            parts = tuple(level.removeprefix("correction.").removesuffix(".level") for level in levels)
-            overrides = tuple(set_to(level, "sequence") for level in levels)
-            yield Problem(key, "version", reason, fix, "WRONG", parts or (f"shadow.{name}",), overrides)
+    if reason is None:
+        return
+    for key in _levels(spec):
+        fix = f"Set {key}=turn or {key}=sequence."
+        part = key.removeprefix("correction.").removesuffix(".level")
+        yield Problem(key, "version", reason, fix, "WRONG", (part,), (set_to(key, "sequence"),))
+    shadows = shadows_of(config)
+    left = [name for name, shadow in shadows.items() if "version" not in shadow.levels]
+    for name in shadows:
+        if name not in left:
+            said = f"its level is version, and {reason}"
+            override = set_to(SHADOW, left)
+            yield Problem(SHADOW, name, said, f"Set {override}.", "WRONG", (f"shadow.{name}",), (override,))
 
 
 def _levels(spec: CorrectionSpec) -> Iterator[str]:

@@ -92,10 +92,14 @@ def unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
 
 
 def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """KL terms that the correction does not reach."""
+    """KL terms that the correction, ours or verl's own, does not reach."""
     actor = config.actor_rollout_ref.actor
     corrects = spec.weight is not None or bool(spec.masks)
-    if corrects and spec.kl_clip is None and actor.use_kl_loss and actor.kl_loss_coef != 0:
+    loses_kl = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0
+    if loses_kl and (why := _kl_beside_verls_own(config)):
+        fix = f"Set {ACTOR}.use_kl_loss=false if that is not meant."
+        yield Problem(f"{ACTOR}.use_kl_loss", True, why, fix, "NOTE", ("kl_loss",))
+    if corrects and spec.kl_clip is None and loses_kl:
         steps = gradient_steps(config)
         yield Problem(
             f"{ACTOR}.use_kl_loss",
@@ -121,6 +125,22 @@ def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             ("kl_in_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
         )
+
+
+def _kl_beside_verls_own(config: DictConfig) -> str | None:
+    """What of verl's own correction leaves the KL loss as it is.
+
+    Its weights multiply the policy term. Its rejections change the mask that the KL loss reads too, except in bypass
+    mode, where the policy term alone is given theirs.
+    """
+    asked = active(config)
+    if "rollout_rs" in asked and BYPASS in asked:
+        return (
+            "verl's rollout_rs is of the policy term in bypass mode: rejected tokens keep the gradient of the KL loss."
+        )
+    if "rollout_is" in asked:
+        return "verl's rollout_is is of the policy term: the KL loss is not weighed."
+    return None
 
 
 def collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -5,8 +5,10 @@
     python -m recipe.offpolicy.doctor --script run.sh [arguments of the script]
 
 Composes the configuration that the launch would train with, runs every check of its start, and says of each correction
-LIVE, INERT because ..., or WRONG because ..., with the override that mends it. A script is read, not run.
+LIVE, INERT because ..., or WRONG because ..., with the override that mends it. A script is read, not run. verl's own
+validation is asked too; of the critic and of LoRA's rank it is left to the launch.
 
 Exit status: 0 everything that is asked for is LIVE, or nothing is asked for; 1 something is INERT, it would do nothing;
-2 something is WRONG, it would do something else than it says or end the run, or there is no configuration.
+2 something is WRONG, it would do something else than it says or end the run, there is no configuration,
+or the doctor itself failed.
 """

@@ -10,9 +10,13 @@ gc.disable()
 # verl and what it imports talk of GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
-from .command import main  # noqa: E402
+from .command import failed, main  # noqa: E402
 
-status = main()
+try:
+    status = main()
+except Exception as error:  # not even its own modules could be imported
+    sys.stderr.write(f"{failed(error)}\n")
+    status = 2
 sys.stdout.flush()
 sys.stderr.flush()
 # Taking it all down would take another second.

@@ -34,16 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .scripts import launch_of
         from .show import as_json, show
 
+        launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
         try:
-            launch = (
-                launch_of(Path(known.script), given, known.line)
-                if known.script is not None
-                else Launch(known.module or _OURS, tuple(given))
-            )
-        except ScriptError as error:
-            diagnosis = Diagnosis(Launch("", tuple(given), str(known.script)), error=str(error))
-        else:
+            if known.script is not None:
+                launch = launch_of(Path(known.script), given, known.line)
             diagnosis = diagnose(launch)
+        except ScriptError as error:
+            diagnosis = Diagnosis(launch, error=str(error))
+        except Exception as error:  # of the doctor's own; a status of Python's would say INERT
+            diagnosis = Diagnosis(launch, error=failed(error))
     if known.json:
         json.dump(as_json(diagnosis), out, indent=2)
         out.write("\n")
@@ -51,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(diagnosis, out)
     out.flush()
     return diagnosis.status
+
+
+def failed(error: Exception) -> str:
+    """What is said where the doctor itself fails."""
+    said = " ".join(str(error).split())
+    return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
 
 
 def _parser() -> argparse.ArgumentParser:

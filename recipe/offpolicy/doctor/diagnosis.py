@@ -12,7 +12,20 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.contract import PatchError
 
 from ..alarms import fallback
-from ..checks import CHECKS, OF_VERLS_OWN, REMARKS, Check, CheckError, Part, parts_of, path, shadows_of, spec_of
+from ..checks import (
+    CHECKS,
+    OF_VERLS_OWN,
+    REMARKS,
+    Check,
+    CheckError,
+    Part,
+    null_sections,
+    parts_of,
+    path,
+    refused_by_verl,
+    shadows_of,
+    spec_of,
+)
 from ..correction import CorrectionSpec, SpecError
 from ..findings import EVERYTHING, MU, Problem, told
 from ..live_path import LivePath, live_path
@@ -90,6 +103,8 @@ def diagnose(launch: Launch) -> Diagnosis:
     said: list[str] = []
     try:
         config = composed(launch)
+        if null := list(null_sections(config)):
+            return Diagnosis(launch, rows=arranged((), null)[0])
         where = live_path(config)
     except (LaunchError, PatchError, SpecError) as error:
         return Diagnosis(launch, error=str(error))
@@ -97,17 +112,17 @@ def diagnose(launch: Launch) -> Diagnosis:
         return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({error}).")
     try:
         options = resolve(config, said.append) if launch.ours else []
-        return replace(judged(config, launch, options), said=tuple(said))
+        return replace(judged(config, launch, options, (refused_by_verl,)), said=tuple(said))
     except SpecError as error:
-        row = Row("correction", "", (told(error),))
-        return Diagnosis(launch, where, rows=(row,), said=tuple(said))
+        return Diagnosis(launch, where, rows=_malformed(told(error), launch), said=tuple(said))
 
 
-def judged(config: DictConfig, launch: Launch, options: Sequence[str] = ()) -> Diagnosis:
+def judged(config: DictConfig, launch: Launch, options: Sequence[str] = (), last: Sequence[Check] = ()) -> Diagnosis:
     """The verdicts on a configuration that is composed, and prepared as the launch prepares it.
 
     Args:
         options: of the group ``correction``.
+        last: checks that the launch makes of what all others let pass.
 
     Raises:
         SpecError: the correction itself is malformed.
@@ -118,6 +133,8 @@ def judged(config: DictConfig, launch: Launch, options: Sequence[str] = ()) -> D
     problems = _of_ours(config, spec, options) if launch.ours else _of_verl(config, launch, where)
     read_otherwise = {problem.key for problem in raw}
     problems = [*raw, *(problem for problem in problems if problem.key not in read_otherwise)]
+    if all(problem.verdict != "WRONG" for problem in problems):
+        problems += _found(last, config, spec)
     rows, notes = arranged(parts_of(config, spec), problems)
     return Diagnosis(launch, where, rows, notes, fingerprint=None if spec.is_none else spec.fingerprint())
 
@@ -144,6 +161,15 @@ def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[
         replace(row, problems=tuple(sorted(row.problems, key=lambda each: by_weight[each.verdict])))
         for row in rows.values()
     ), tuple(notes)
+
+
+def _malformed(problem: Problem, launch: Launch) -> tuple[Row, ...]:
+    """Rows for a correction that is malformed, and for bounds that Hydra read otherwise, which may be the cause."""
+    raw = list(numbers_of_pairs(launch.overrides))
+    rows, _ = arranged((), raw)
+    sections = {each.key.rpartition(".")[0] for each in raw}
+    explained = problem.key.rpartition(".")[0] in sections
+    return rows if explained else (*rows, Row("correction", "", (problem,)))
 
 
 def _concerns(problem: Problem, part: Part) -> bool:
@@ -199,7 +225,7 @@ def _found(checks: Iterable[Check | Any], config: DictConfig, spec: CorrectionSp
     for check in checks:
         try:
             problems += check(config, spec)
-        except (OmegaConfBaseException, ArithmeticError, TypeError, ValueError) as error:
+        except (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             said = str(error).strip().split("\n")[0]
             reason = f"The check {check.__name__} cannot read the configuration: {said}."
             problems.append(Problem("", None, reason, ""))

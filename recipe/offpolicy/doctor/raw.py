@@ -9,6 +9,8 @@ from ..findings import Problem, set_to
 from ..verl_keys.reading import VERL, WORKERS
 
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
+_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
+"""Names of keys that a pair of bounds may be meant for; elsewhere an underscore groups digits."""
 _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
@@ -20,6 +22,10 @@ def numbers_of_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         if found is None or not found["key"].startswith(_SECTIONS):
             continue
         key, value = found["key"], found["value"]
+        owner, _, name = key.rpartition(".")
+        bound = _BOUND.fullmatch(name)
+        if bound is None:
+            continue
         try:
             number = float(value)
         except ValueError:  # 0.5_2.0, which stays a string
@@ -29,20 +35,22 @@ def numbers_of_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
             fix = f"Set it to '{value}', in quotes that the shell leaves."
             mends: tuple[str, ...] = (set_to(key, value),)
         else:
-            owner, name = key.rpartition(".")[::2]
-            lower, upper = (value.split("_") * 2)[:2]
-            bounds = (f"{owner}.lower={lower}", f"{owner}.upper={upper}")
-            band = name in ("lower", "upper")
+            lower, upper, *_ = value.split("_")
+            which = bound["which"] or ""
+            bounds = (f"{owner}.{which}lower={lower}", f"{owner}.{which}upper={upper}")
+            band = name.endswith(("lower", "upper"))
             fix = f"Set {bounds[0]} and {bounds[1]}." if band else f"Write {key} without an underscore."
             mends = bounds if band else ()
-        yield Problem(key, value, reason, fix, "WRONG", (_part(key),), mends)
+        yield Problem(key, value, reason, fix, "WRONG", _parts(key), mends)
 
 
-def _part(key: str) -> str:
-    """The part of a correction that a key belongs to."""
+def _parts(key: str) -> tuple[str, ...]:
+    """The part of a correction that a key belongs to, if it is of one."""
+    if key.startswith("offpolicy."):
+        return ()
     if key.startswith("correction."):
         names = key.split(".")
-        return ".".join(names[1:3]) if names[1] == "masks" else names[1]
+        return (".".join(names[1:3]) if names[1] == "masks" else names[1],)
     name = key.rpartition(".")[2]
     owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
-    return f"rollout_correction.{owner}"
+    return (f"rollout_correction.{owner}",)

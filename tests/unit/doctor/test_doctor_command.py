@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 VERL = "algorithm.rollout_correction"
+GSM_UPPER = "correction.masks.gsm.upper"
 PLAIN = ("--module", "verl.trainer.main_ppo")
 GIVEN = (f"{ROLLOUT}.name=vllm", *NEEDED)
 RUN = Path(__file__).parents[3] / "recipe" / "offpolicy"
@@ -98,19 +100,112 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
 
 
-def test_as_a_program(tmp_path: Path) -> None:
-    """Whatever verl and its imports print, the standard output is the answer; nothing is started or left behind."""
-    done = subprocess.run(
-        [sys.executable, "-m", "recipe.offpolicy.doctor", "--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", *GIVEN],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(RUN.parents[1]), "RAY_TMPDIR": str(tmp_path)},
+# The program as `python -m` runs it; where it ends it tells whether Ray was started.
+WATCHED = """
+import os, runpy, sys
+ended = os._exit
+def tell(status):
+    ray = sys.modules.get("ray")
+    sys.stderr.write(f"Ray started: {ray is not None and ray.is_initialized()}\\n")
+    sys.stderr.flush()
+    ended(status)
+os._exit = tell
+runpy.run_module("recipe.offpolicy.doctor", run_name="__main__", alter_sys=True)
+"""
+MOST_SECONDS = 10
+
+
+def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{RUN.parents[1]}", "RAY_TMPDIR": str(cwd)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert json.loads(done.stdout)["verdict"] == "WRONG"
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Whatever verl and its imports print, the standard output is the answer; nothing is started or left behind."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    # All that the doctor ever imports is needed for it: the base loss is tried, and verl validates.
+    done = program(tmp_path, "-c", WATCHED, "--json", "correction=gsm", *GIVEN, f"{ROLLOUT}.calculate_log_probs=false")
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert json.loads(done.stdout)["verdict"] == "INERT"
+    assert "Ray started: False" in done.stderr
+    assert seconds < MOST_SECONDS
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_doctor_that_cannot_be_imported_does_not_say_inert(tmp_path: Path) -> None:
+    (tmp_path / "omegaconf.py").write_text("raise RuntimeError('half installed')")
+    done = program(tmp_path, "-m", "recipe.offpolicy.doctor", "correction=gsm", path=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == "The doctor failed, which says nothing of the launch: RuntimeError: half installed.\n"
+
+
+def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise KeyError("first\nsecond")
+
+    monkeypatch.setattr("recipe.offpolicy.doctor.diagnosis.composed", fail)
+    answer = ask("correction=gsm", *GIVEN)
+    assert answer.status == 2
+    assert "The doctor failed, which says nothing of the launch: KeyError" in answer.printed
+    answer = ask("--json", "correction=gsm", *GIVEN)
+    assert (answer.json["exit_status"], answer.json["verdict"]) == (2, "WRONG")
+    assert "KeyError" in answer.json["error"]
+
+
+@pytest.mark.parametrize("program", [(), PLAIN])
+@pytest.mark.parametrize("key", [ACTOR, f"{ACTOR}.policy_loss", ROLLOUT, "trainer", "ray_kwargs"])
+def test_a_section_that_is_null_is_named(key: str, program: tuple[str, ...], ask: Ask) -> None:
+    answer = ask(*program, "--json", f"{key}=null")
+    assert answer.status == 2
+    assert answer.verdicts() == {key: "WRONG"}
+    assert f"WRONG {key}=null: this section" in ask(*program, f"{key}=null").printed
+
+
+def test_a_value_that_a_check_cannot_read_is_wrong(ask: Ask) -> None:
+    """Of a section that not every launch reads: the check is named, and hides nothing of the others."""
+    answer = ask("--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", "actor_rollout_ref.ref=null", *GIVEN)
+    assert answer.status == 2
+    assert answer.overrides() == [f"{ROLLOUT}.top_p=1"]
+
+
+# What verl or our launch refuses before Ray starts, and the key that is named.
+SIZES = ("trainer.n_gpus_per_node=7", "data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=1000")
+REFUSED_BY_VERL = {
+    "rows that cannot be dealt": (SIZES, "data.train_batch_size"),
+    "a mini-batch above the batch": ((f"{ACTOR}.ppo_mini_batch_size=2048",), f"{ACTOR}.ppo_mini_batch_size"),
+    "no micro-batch": (
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=null",),
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    ),
+    "two micro-batches": ((f"{ROLLOUT}.log_prob_micro_batch_size=8",), f"{ROLLOUT}.log_prob_micro_batch_size"),
+}
+
+
+@pytest.mark.parametrize("program", [("correction=gsm",), (*PLAIN, f"{VERL}.rollout_rs=null")])
+@pytest.mark.parametrize("name", REFUSED_BY_VERL)
+def test_what_verl_itself_refuses_is_wrong(name: str, program: tuple[str, ...], ask: Ask) -> None:
+    changes, key = REFUSED_BY_VERL[name]
+    answer = ask(*program, "--json", *GIVEN, *changes)
+    assert answer.status == 2
+    assert [problem["key"] for row in answer.json["corrections"] for problem in row["problems"]] == [key]
+    assert ask(*program, *GIVEN, *changes, *answer.overrides()).status == 0
+
+
+def test_a_variable_of_workers_that_contradicts_is_wrong(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFPOLICY_X", "1")
+    key = "ray_kwargs.ray_init.runtime_env.env_vars.OFFPOLICY_X"
+    answer = ask("--json", "correction=gsm", f"++{key}=2", *GIVEN)
+    assert answer.status == 2
+    assert answer.overrides() == [f"~{key}"]
+    assert ask("correction=gsm", f"++{key}=1", *GIVEN).status == 0
+    assert ask("correction=gsm", f"++{key}=2", *GIVEN, *answer.overrides()).status == 0
 
 
 # What cannot be composed or is malformed: status 2, and a part of the message.
@@ -147,7 +242,9 @@ def test_another_primary_configuration(ask: Ask, tmp_path: Path) -> None:
     (mine / "run.yaml").write_text(
         "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
         "defaults: [ppo_trainer, offpolicy_base, _self_, {correction: gsm}]\n"
-        "actor_rollout_ref: {rollout: {name: vllm, top_p: 0.5}, actor: {ppo_micro_batch_size_per_gpu: 1}}\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {name: vllm, top_p: 0.5, log_prob_micro_batch_size_per_gpu: 1}\n"
+        "  actor: {ppo_micro_batch_size_per_gpu: 1}\n"
     )
     by_folder = ask("--json", "--config-dir", str(mine), "--config-name=run")
     assert by_folder.status == 2
@@ -189,6 +286,36 @@ def test_a_pair_that_became_a_number(ask: Ask) -> None:
     assert answer.status == 2
     assert answer.overrides() == [f'{VERL}.rollout_rs_threshold="0.5_2"']
     assert ask(*PLAIN, *pair, *GIVEN, *answer.overrides()).status == 0
+
+
+def test_a_pair_that_crosses_the_bounds_is_shown_and_not_the_crossing(ask: Ask) -> None:
+    pair = "correction.masks.gsm.upper=0.5_2"
+    answer = ask("--json", "correction=gsm", pair, *GIVEN)
+    assert answer.status == 2
+    assert answer.verdicts() == {"masks.gsm": "WRONG"}
+    assert answer.overrides() == ["correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2"]
+    assert ask("correction=gsm", pair, *GIVEN, *answer.overrides()).status == 0
+
+
+def test_a_pair_hides_no_other_malformed_key(ask: Ask) -> None:
+    answer = ask("--json", "correction=[tis_token,gsm]", "correction.weight.upper=-2", f"{GSM_UPPER}=1_5", *GIVEN)
+    assert answer.verdicts() == {"masks.gsm": "WRONG", "correction": "WRONG"}
+    assert "correction.weight.upper=2.0" in answer.overrides()
+
+
+@pytest.mark.verl(">=0.9")
+def test_a_shadow_that_cannot_be_reported_is_taken_out(ask: Ask, tmp_path: Path) -> None:
+    options = tmp_path / "mine" / "correction"
+    options.mkdir(parents=True)
+    source = (CONFIGS / "correction" / "gsm.yaml").read_text().replace("level: sequence", "level: version")
+    for name in ("by_version", "by_version_too"):
+        (options / f"{name}.yaml").write_text(source)
+    given = ("--config-dir", str(options.parent), "correction=gsm", "trainer.v1.trainer_mode=colocate_async", *GIVEN)
+    for names, left in (("by_version", "[]"), ("by_version,tis_token,by_version_too", "[tis_token]")):
+        answer = ask("--json", *given, f"offpolicy.shadow=[{names}]")
+        assert answer.status == 2
+        assert set(answer.overrides()) == {f"offpolicy.shadow={left}"}
+        assert ask(*given, f"offpolicy.shadow=[{names}]", *answer.overrides()[:1]).status == 0
 
 
 @pytest.mark.verl(">=0.9")

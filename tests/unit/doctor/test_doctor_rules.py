@@ -127,6 +127,28 @@ def test_a_pair_in_a_bound_of_ours(bases: dict[str, DictConfig]) -> None:
     assert problem.overrides == ("correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2")
 
 
+@pytest.mark.parametrize(
+    ("override", "mended"),
+    [
+        ("offpolicy.record.max_bytes=10_000_000", None),
+        ("offpolicy.alarms.mismatch_growth.window=1_000", None),
+        ("offpolicy.alarms.ess.lower=0.3_0.4", None),  # a string of two points, which is refused as one
+        ("offpolicy.shadow_delta=0_5", ()),
+        (
+            "offpolicy.alarms.mean_weight.recovery_lower=0.5_2",
+            (
+                "offpolicy.alarms.mean_weight.recovery_lower=0.5",
+                "offpolicy.alarms.mean_weight.recovery_upper=2",
+            ),
+        ),
+    ],
+)
+def test_only_bounds_are_pairs(override: str, mended: tuple[str, ...] | None, bases: dict[str, DictConfig]) -> None:
+    rows = diagnosed(OURS, bases[OURS], (override,)).rows
+    found = {row.name: row.problems[0].overrides for row in rows if row.verdict == "WRONG"}
+    assert found == ({} if mended is None else {override.partition("=")[0]: mended})
+
+
 def test_another_trainer_and_another_release_are_not_known(
     bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,44 @@
+"""Sections of verl's configuration that are null, of which every other check and verl itself read keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..findings import Problem
+from .reading import ACTOR, ROLLOUT, CheckError
+
+_SECTIONS = (
+    "actor_rollout_ref",
+    "actor_rollout_ref.model",
+    ACTOR,
+    f"{ACTOR}.policy_loss",
+    ROLLOUT,
+    "algorithm",
+    "data",
+    "ray_kwargs",
+    "trainer",
+)
+_OF_V1 = ("trainer.v1",)
+
+
+def null_sections(config: DictConfig) -> Iterator[Problem]:
+    """Sections that are there and hold no keys; to be asked before any check, which would fail on them."""
+    of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
+    for key in (*_SECTIONS, *of_v1):
+        owner, _, name = key.rpartition(".")
+        node = OmegaConf.select(config, owner) if owner else config
+        if isinstance(node, DictConfig) and name in node and not isinstance(node[name], DictConfig):
+            reason = "this section of verl's configuration holds keys that every launch reads."
+            yield Problem(key, node[name], reason, "Remove this override.")
+
+
+def refuse_null_sections(config: DictConfig) -> None:
+    """Stop before a section that is null is read.
+
+    Raises:
+        CheckError: names each.
+    """
+    if problems := list(null_sections(config)):
+        raise CheckError(problems)
