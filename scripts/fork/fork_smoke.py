@@ -22,6 +22,7 @@ _LAUNCH = (
     "correction=[tis_token,gsm]",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
 """A correction, and what verl demands of every launch."""
 

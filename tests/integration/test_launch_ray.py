@@ -78,7 +78,7 @@ def test_jobs_on_two_nodes(run_program: Any, commands: dict[str, dict[str, Any]]
 
     assert done["check"]["returncode"] == 0, done["check"]["output"][-2000:]
     assert "all checks passed" in done["check"]["output"]
-    assert "'upper': 3.0" in done["check"]["output"]
+    assert '"upper": 3.0' in done["check"]["output"]
     assert done["refused"]["returncode"] == 1
     assert "correction.x=1: unknown key" in done["refused"]["output"]
     assert done["status"]["returncode"] == 7, done["status"]["output"]

@@ -75,13 +75,13 @@ def select(config: DictConfig, key: str) -> Any:
 @pytest.mark.parametrize("script", [DENSE, MOE])
 def test_a_script_passes_the_checks_with_overrides_last(script: str, tmp_path: Path) -> None:
     printed = passes_the_checks(script, tmp_path, "correction.weight.upper=3.0")
-    assert "'upper': 3.0" in printed
-    assert "'gsm'" in printed
+    assert '"upper": 3.0' in printed
+    assert '"gsm"' in printed
 
 
 @pytest.mark.verl(">=0.9")
 def test_the_asynchronous_script_passes_the_checks(tmp_path: Path) -> None:
-    assert "'upper': 3.0" in passes_the_checks(ASYNC, tmp_path, "correction.weight.upper=3.0")
+    assert '"upper": 3.0' in passes_the_checks(ASYNC, tmp_path, "correction.weight.upper=3.0")
 
 
 @pytest.mark.verl("<0.9")
