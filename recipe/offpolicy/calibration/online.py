@@ -70,14 +70,25 @@ class Calibration:
         return {"bounds": self.bounds, "window": [_sparse(seen) for seen in window], "updates": self._updates}
 
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
-        """Take up where ``state`` was written, by a run of the same correction.
+        """Take up where ``state`` was written.
+
+        A part that has come to be bounded by other keys starts as it is configured.
 
         Args:
             same_keys: it had the keys of this one; else what it measured was measured otherwise, and is forgotten.
         """
-        bounds: Mapping[str, Bounds] = {n: b for n, b in state["bounds"].items() if n in self.settings.moving}
-        self.spec = with_bounds(self.spec, bounds)
-        window = state["window"] if same_keys else []
+        here = self.bounds
+        bounds: Mapping[str, Bounds] = {name: b for name, b in state["bounds"].items() if name in here}
+        other = {name for name, left in bounds.items() if _open(left) != _open(here[name])}
+        for name in sorted(other):
+            logger.warning(
+                "correction.%s: the checkpoint has it at %s, other keys than its own: it starts at %s, as configured.",
+                path_of(name),
+                _spelt(bounds[name]),
+                _spelt(here[name]),
+            )
+        self.spec = with_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
+        window = state["window"] if same_keys and not other else []
         self._window = [_dense(seen) for seen in window][-self.settings.window :]
         self._updates = int(state["updates"])
         self._shown = self._metrics({})
@@ -175,6 +186,11 @@ def _evidence(name: str, seen: Mapping[str, Statistic]) -> Evidence:
 
 def _counts(statistic: Statistic) -> Sequence[float]:
     return [float(count) for count in statistic.parts]
+
+
+def _open(bounds: Bounds) -> dict[str, bool]:
+    """Which of the keys that bound a part are null."""
+    return {key: value is None for key, value in bounds.items()}
 
 
 def _spelt(bounds: Bounds) -> str:
