@@ -3,7 +3,8 @@ are chosen after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from hydra._internal.config_repository import ConfigRepository
@@ -11,10 +12,14 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from .correction import SpecError
+from .correction.problem import CheckError
+from .similar_keys import find_similar_keys
 
 GROUP = "correction"
 AUTO = "auto"
@@ -22,7 +27,6 @@ EMPTY = frozenset({"none", "resampling", "verl_disabled"})
 """Options that mean no correction."""
 
 _OURS = (f"{GROUP}.", "offpolicy.", "setup.")
-_NULL = "correction=null: nothing says what is meant. Set correction=none to train uncorrected."
 
 
 def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
@@ -34,14 +38,22 @@ def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, of which
             Hydra would take the last.
+        CheckError: keys that resemble ours, which Hydra advises to append.
     """
+    if similar := list(find_similar_keys(arguments, _shipped_options())):
+        raise CheckError(similar)
     bare = [argument.replace(" ", "") for argument in arguments]
     chosen = [argument for argument in bare if argument.startswith(f"{GROUP}=")]
     if any(argument.lower() in {"correction=null", "correction="} for argument in chosen):
-        raise SpecError(_NULL)
+        raise _no_group()
     if len(chosen) > 1:
-        raise SpecError(f"{' '.join(chosen)}: given {len(chosen)} times. Stack options as 'correction=[one,other]'.")
+        reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
+        raise SpecError(reason, "Stack options as 'correction=[one,other]'.")
     return [f"++{a}" if a.startswith(_OURS) else a for a in arguments]
+
+
+def _shipped_options() -> list[str]:
+    return sorted(path.stem for path in (Path(__file__).parent / "config" / GROUP).glob("*.yaml"))
 
 
 def chosen_options() -> list[str]:
@@ -50,6 +62,13 @@ def chosen_options() -> list[str]:
     Raises:
         SpecError: the group was deleted.
     """
+    given = [override for override in parsed(overrides_of_task()) if override.key_or_group == GROUP]
+    if given and not given[-1].is_delete():
+        value = given[-1].value()
+        return [str(option) for option in value] if isinstance(value, list) else [str(value)]
+    if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
+        return [str(choice)]
+    # A list in the defaults of the primary configuration, which Hydra notes nowhere.
     defaults: list[ResultDefault] = (
         _loader()
         .compute_defaults_list(
@@ -60,7 +79,7 @@ def chosen_options() -> list[str]:
     paths = [default.config_path or "" for default in defaults]
     options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
     if not options:
-        raise SpecError(_NULL)
+        raise _no_group()
     return options
 
 
@@ -72,9 +91,8 @@ def check_stack(options: Sequence[str]) -> None:
     """
     for option in options:
         if option in EMPTY | {AUTO} and len(options) > 1:
-            raise SpecError(
-                f"correction=[{','.join(options)}]: {option} with others. Leave {option} out, or choose it alone."
-            )
+            fix = f"Leave {option} out, or choose it alone."
+            raise SpecError(f"{option} with others.", fix, key=GROUP, value=list(options))
     repository = _repository()
     owner: dict[str, str] = {}
     for option in options:
@@ -82,10 +100,8 @@ def check_stack(options: Sequence[str]) -> None:
         for key in leaves:
             for seen, first in owner.items():
                 if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
-                    raise SpecError(
-                        f"correction=[{','.join(options)}]: {first} and {option} both set {GROUP}.{key}. "
-                        f"Choose one of them."
-                    )
+                    reason = f"{first} and {option} both set {GROUP}.{key}."
+                    raise SpecError(reason, "Choose one of them.", key=GROUP, value=list(options))
         owner.update(dict.fromkeys(leaves, option))
 
 
@@ -98,6 +114,24 @@ def option_values(option: str) -> dict[str, Any]:
         SpecError: there is no such option; names those that there are.
     """
     return cast(dict[str, Any], OmegaConf.to_container(_load(_repository(), option), resolve=False))
+
+
+def options_of_group() -> list[str]:
+    """Every option of the group ``correction`` that the running application finds."""
+    return list(_repository().get_group_options(GROUP))
+
+
+def added_overrides(overrides: Iterable[str]) -> list[str]:
+    """Overrides that may add a key: with ``+``, or ``++``."""
+    return [override for override in overrides if override.startswith("+")]
+
+
+def without_overrides(left_out: Sequence[str]) -> DictConfig:
+    """The configuration of the running application as it would be without some of its overrides."""
+    kept = [override for override in _overrides() if override not in left_out]
+    return _loader().load_configuration(
+        config_name=HydraConfig.get().job.config_name, overrides=kept, run_mode=RunMode.RUN
+    )
 
 
 def recomposed(options: Sequence[str]) -> DictConfig:
@@ -114,20 +148,39 @@ def recomposed(options: Sequence[str]) -> DictConfig:
     return cast(DictConfig, config[GROUP])
 
 
+def _no_group() -> SpecError:
+    return SpecError("nothing says what is meant.", "Set correction=none to train uncorrected.", key=GROUP)
+
+
 def _loader() -> Any:
     return GlobalHydra.instance().config_loader()
 
 
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Overrides as Hydra reads them."""
+    return list(OverridesParser.create().parse_overrides(list(overrides)))
+
+
+def overrides_of_task() -> list[str]:
+    """The overrides of the running application, but for Hydra's own."""
+    return _plain(HydraConfig.get().overrides.task)
+
+
 def _overrides() -> list[str]:
     given = HydraConfig.get().overrides
-    return [*given.hydra, *given.task]
+    return [*_plain(given.hydra), *_plain(given.task)]
+
+
+def _plain(overrides: Any) -> list[str]:
+    # They may hold interpolations, which are not resolved here.
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
 def _load(repository: ConfigRepository, option: str) -> DictConfig:
     loaded = repository.load_config(f"{GROUP}/{option}")
     if loaded is None:
         known = ", ".join(repository.get_group_options(GROUP))
-        raise SpecError(f"{GROUP}={option}: no such option. Choose one of {known}.")
+        raise SpecError("no such option.", f"Choose one of {known}.", key=GROUP, value=option)
     return cast(DictConfig, loaded.config)
 
 

@@ -58,12 +58,8 @@ def correction_of(config: DictConfig) -> Any:
     options = (AUTO, *get_args(Proximal))
     if (given := values["proximal"]) not in options:
         near = difflib.get_close_matches(str(given), options, 1)
-        raise SpecError(
-            f"{KEY}={given!r}: set one of {', '.join(options)}.",
-            key=KEY,
-            value=given,
-            overrides={KEY: (*near, AUTO)[0]},
-        )
+        fix = f"Set one of {', '.join(options)}."
+        raise SpecError("no such choice.", fix, key=KEY, value=given, mend={KEY: (*near, AUTO)[0]})
     return values | {"proximal": choose(config).proximal} if given == AUTO else values
 
 
@@ -94,8 +90,11 @@ def one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
         raise SpecError(
-            f"{KEY}=reuse: a batch of {rows} rows came, and a mini-batch takes {expected}, so that it would get "
-            f"several gradient steps, of which only the first starts at pi_old. Set {KEY}=recompute."
+            f"a batch of {rows} rows came, and a mini-batch takes {expected}, so that it would get several gradient "
+            f"steps, of which only the first starts at pi_old.",
+            key=KEY,
+            value="reuse",
+            mend={KEY: "recompute"},
         )
 
 
@@ -174,7 +173,7 @@ def _refused(values: Mapping[str, Any]) -> str:
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:
-        return str(error).partition(":")[0]
+        return f"{error.problem.key or error.problem.reason}"
     return ""
 
 

@@ -17,41 +17,34 @@ from omegaconf import DictConfig, open_dict
 from verl_patches.contract import PatchError
 from verl_patches.runtime_env import forward
 
-from .alarms import fallback
-from .checks import (
-    CheckError,
-    advice,
-    found_by,
-    groups_of,
-    refuse_null_sections,
-    refused_by_verl,
-    run_checks,
-    shadows_of,
-    verl_correction_changes,
-)
-from .composition import own_keys_for_us
+from .checks import groups_of, verl_correction_changes
+from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
+from .correction.problem import CheckError
 from .live_path import live_path
-from .preparation import refuse_emptied, resolve
-from .shadow import check_beside
+from .preflight import examine
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
 
 
-def prepare(config: DictConfig) -> CorrectionSpec:
-    """Choose for ``correction=auto``, validate, and turn verl's idle correction off: in place."""
-    refuse_null_sections(config)
-    options = resolve(config, _say)
-    spec = run_checks(config)
-    check_beside(spec, shadows_of(config))
-    fallback.check(config, spec, run_checks)
-    refuse_emptied(spec, options)
-    if not spec.is_none and not verl_correction_changes(config):
+def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
+    """Examine a composed configuration, say what is on, and turn verl's idle correction off: in place.
+
+    Returns:
+        The correction to train with, and remarks that stop nothing.
+
+    Raises:
+        CheckError: something stops the launch; all of it at once.
+    """
+    found = examine(config, overrides_of_task(), say=_say)
+    if found.spec is None or found.stopping:
+        raise CheckError(found.stopping)
+    if not found.spec.is_none and not verl_correction_changes(config):
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None
-    return spec
+    return found.spec, [f"{problem.verdict}: {problem}" for problem in found.remarks]
 
 
 def _say(line: str) -> None:
@@ -83,22 +76,20 @@ def main() -> None:
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
         try:
-            spec = prepare(config)
+            spec, remarks = prepare(config)
             forward(config, groups=groups_of(live_path(config)))
-            if problems := found_by((refused_by_verl,), config, spec):
-                raise CheckError(problems)
-        except (SpecError, CheckError, PatchError) as error:
+        except (CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         _say(str(live_path(config)))
         _say(f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}")
-        for line in advice(config, spec):
+        for line in remarks:
             _say(line)
         if not only_check:
             train(config)
 
     try:
         sys.argv[1:] = own_keys_for_us(sys.argv[1:])
-    except SpecError as error:
+    except (SpecError, CheckError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     run()
 

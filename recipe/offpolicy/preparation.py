@@ -13,7 +13,7 @@ from .correction import CorrectionSpec, SpecError
 from .recording.settings import resolve_dir
 from .run_setup import read_setup, refuse_setup
 from .selector import Requirement, check_requirements, lines, select
-from .shadow import parse_shadows
+from .shadow import SHIPPED_DELTA, parse_shadows
 
 Say = Callable[[str], None]
 """Takes a line of what was chosen and why."""
@@ -52,21 +52,25 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
         SpecError: names the options.
     """
     if spec.is_none and not EMPTY.issuperset(options):
-        raise SpecError(
-            f"correction=[{','.join(options)}]: nothing is left of it to correct with. Set correction=none."
-        )
+        fix = "Set correction=none to train uncorrected."
+        raise SpecError("nothing is left of it to correct with.", fix, key="correction", value=list(options))
 
 
 def _resolve_shadows(config: DictConfig, say: Say) -> None:
     """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
     names = OmegaConf.select(config, "offpolicy.shadow", default=[])
     if not isinstance(names, str | ListConfig | list):
-        raise SpecError(f"offpolicy.shadow={names}: expected names of corrections. Set offpolicy.shadow=[gsm], or [].")
-    shadows, notes = parse_shadows(
-        [names] if isinstance(names, str) else list(names),
-        option_values,
-        OmegaConf.select(config, "offpolicy.shadow_delta", default=0.1),
-    )
+        fix = "Set offpolicy.shadow=[gsm], or []."
+        key = "offpolicy.shadow"
+        raise SpecError("expected names of corrections.", fix, key=key, value=names, mend={key: []})
+    delta = OmegaConf.select(config, "offpolicy.shadow_delta", default=SHIPPED_DELTA)
+    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), option_values, delta)
+    if delta != SHIPPED_DELTA and not notes:
+        key, reason = (
+            "offpolicy.shadow_delta",
+            "no option of offpolicy.shadow leaves a delta open, so that nothing reads it.",
+        )
+        raise SpecError(reason, key=key, value=delta, mend={key: SHIPPED_DELTA})
     if not shadows:
         return
     with open_dict(config):

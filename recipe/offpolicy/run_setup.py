@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from .correction import SpecError
+from .model_card import experts_of
 
 Engine = Literal["same", "different"]
 Mode = Literal["sync", "async"]
@@ -57,12 +59,16 @@ def read_setup(config: DictConfig) -> Setup:
         seen = look(config)
         if given[name] is None:
             if seen is None:
-                raise SpecError(f"setup.{name}=null: correction=auto needs it, and {_WHY_UNKNOWN[name]}")
+                reason, fix = _WHY_UNKNOWN[name]
+                raise SpecError(f"correction=auto needs it, and {reason}", fix, key=f"setup.{name}")
             values[name] = seen.value
         elif seen is not None and seen.firm and seen.value != given[name]:
             raise SpecError(
-                f"setup.{name}={given[name]} with {seen.source}: the configuration says {seen.value}. "
-                f"Set setup.{name}=null to follow it, or change the configuration."
+                f"the configuration says {seen.value}: {seen.source}.",
+                f"Set setup.{name}=null to follow it, or change the configuration.",
+                key=f"setup.{name}",
+                value=given[name],
+                mend={f"setup.{name}": None},
             )
         else:
             values[name] = given[name]
@@ -79,9 +85,9 @@ def refuse_setup(config: DictConfig) -> None:
     """
     for name, value in _given(config).items():
         if value is not None:
-            raise SpecError(
-                f"setup.{name}={value}: only correction=auto reads it. Set correction=auto, or setup.{name}=null."
-            )
+            key = f"setup.{name}"
+            fix = f"Set correction=auto, or {key}=null."
+            raise SpecError("only correction=auto reads it.", fix, key=key, value=value, mend={key: None})
 
 
 @dataclass(frozen=True)
@@ -99,16 +105,22 @@ def _given(config: DictConfig) -> dict[str, Any]:
     if OmegaConf.is_config(node):
         given = OmegaConf.to_container(node, resolve=True)
     if not isinstance(given, Mapping):
-        raise SpecError(f"setup={given!r}: expected the keys {', '.join(_LOOKS)}.")
+        raise SpecError(f"expected the keys {', '.join(_LOOKS)}.", key="setup", value=given, mend={"setup": {}})
     for name, value in given.items():
+        key = f"setup.{name}"
         if name not in _LOOKS:
-            raise SpecError(f"setup.{name}={value!r}: unknown key. Known under setup: {', '.join(_LOOKS)}.")
+            fix = f"Known under setup: {', '.join(_LOOKS)}."
+            raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
         if value is None:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:
-            raise SpecError(f"setup.{name}={value!r}: set one of {', '.join(_CHOICES[name])}, or null.")
+            fix = f"Set one of {', '.join(_CHOICES[name])}, or null."
+            near = difflib.get_close_matches(str(value), _CHOICES[name], 1)
+            mend = {key: near[0]} if near else None
+            raise SpecError("no such choice.", fix, key=key, value=value, mend=mend)
         if name == "minibatches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SpecError(f"setup.minibatches={value!r}: a number of gradient steps, 1 or more, or null.")
+            fix = "Set 1 or more, or null to count them."
+            raise SpecError("a number of gradient steps.", fix, key=key, value=value, mend={key: None})
     return {name: given.get(name) for name in _LOOKS}
 
 
@@ -130,7 +142,10 @@ def _model(config: DictConfig) -> _Seen | None:
         if (mode := OmegaConf.select(config, key)) not in (None, "disabled"):
             return _Seen("moe", f"{key}={mode}")
     key = f"{_ROLLOUT}.enable_rollout_routing_replay"
-    return _Seen("moe", f"{key}=true") if OmegaConf.select(config, key) else None
+    if OmegaConf.select(config, key):
+        return _Seen("moe", f"{key}=true")
+    experts = experts_of(config)
+    return None if experts is None else _Seen("moe" if experts[0] else "dense", experts[1])
 
 
 def _trajectory(config: DictConfig) -> _Seen | None:
@@ -168,12 +183,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "trajectory": get_args(Trajectory),
 }
 _WHY_UNKNOWN = {
-    "engine": f"{_ROLLOUT}.name is no engine that is known. Set setup.engine=different, or same.",
-    "mode": "trainer.v1.trainer_mode is not set. Set setup.mode=sync, or async.",
-    "model": "the model is not loaded to find out. Set setup.model=dense, or moe for a mixture of experts.",
-    "trajectory": f"{_ROLLOUT}.multi_turn.enable is not set. Set setup.trajectory=single, or tools.",
+    "engine": (f"{_ROLLOUT}.name is no engine that is known.", "Set setup.engine=different, or same."),
+    "mode": ("trainer.v1.trainer_mode is not set.", "Set setup.mode=sync, or async."),
+    "model": (
+        "no config.json of the model is at hand to find out.",
+        "Set setup.model=dense, or moe for a mixture of experts.",
+    ),
+    "trajectory": (f"{_ROLLOUT}.multi_turn.enable is not set.", "Set setup.trajectory=single, or tools."),
     "minibatches": (
-        f"data.train_batch_size, {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_epochs do not tell. "
-        f"Set setup.minibatches=1, or more."
+        f"data.train_batch_size, {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_epochs do not tell.",
+        "Set setup.minibatches=1, or more.",
     ),
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from .correction import SpecError
+from .correction import Problem
+from .correction.problem import CheckError, set_to
 from .run_setup import REPLAYING, Setup
 
 ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
@@ -160,14 +161,13 @@ def check_requirements(config: DictConfig, requires: tuple[Requirement, ...]) ->
     """Hold the configuration to a selection.
 
     Raises:
-        SpecError: all keys that differ, with their fix.
+        CheckError: all keys that differ, with their fix.
     """
-    problems = [line for one in requires if (line := _unmet(config, one))]
-    if problems:
-        raise SpecError("\n".join(problems))
+    if problems := [problem for one in requires if (problem := _unmet(config, one))]:
+        raise CheckError(problems)
 
 
-def _unmet(config: DictConfig, one: Requirement) -> str | None:
+def _unmet(config: DictConfig, one: Requirement) -> Problem | None:
     if one.instead is not None and OmegaConf.select(config, one.instead[0]) == one.instead[1]:
         return None
     value = OmegaConf.select(config, one.key)
@@ -177,15 +177,13 @@ def _unmet(config: DictConfig, one: Requirement) -> str | None:
         met = value == one.value
     if met:
         return None
-    fix = f"Set {one.key}={_spelled(one.value)}"
+    fix = f"Set {set_to(one.key, one.value)}"
     if one.instead is not None:
         fix += f", or {one.instead[0]}={one.instead[1]}"
-    return f"{one.key}={_spelled(value)}: {one.why} {fix}, or choose corrections by name instead of correction=auto."
-
-
-def _spelled(value: Any) -> str:
-    """As Hydra spells it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    fix += ", or choose corrections by name instead of correction=auto."
+    # A release may not have the key.
+    missing = OmegaConf.select(config, one.key, default=...) is ...
+    return Problem(one.key, value, one.why, fix, overrides=(set_to(one.key, one.value, add=missing),))
 
 
 def lines(selection: Selection) -> Iterator[str]:

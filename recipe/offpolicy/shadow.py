@@ -16,6 +16,8 @@ from .correction import BatchConstants, CorrectionSpec, RolloutStage, SpecError,
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
 _KEY = "offpolicy.shadow"
+SHIPPED_DELTA = 0.1
+"""Of ``offpolicy.shadow_delta``, in nats a token."""
 
 _KEEP = re.compile(
     r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
@@ -98,32 +100,41 @@ def parse_shadows(
     shadows: dict[str, CorrectionSpec] = {}
     notes: list[str] = []
     if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
-        raise SpecError(f"{_KEY}_delta={default_delta}: a drift in nats a token, a number > 0. Set {_KEY}_delta=0.1.")
+        key = f"{_KEY}_delta"
+        raise SpecError(
+            "a drift in nats a token, a number > 0.", key=key, value=default_delta, mend={key: SHIPPED_DELTA}
+        )
+    names = list(names)
     for name in names:
+        without = {_KEY: [other for other in dict.fromkeys(names) if other != name]}
         if not isinstance(name, str):
-            raise SpecError(f"{_KEY}: {name!r} is no option of the group correction. Set {_KEY}=[gsm] for example.")
+            raise SpecError("no option of the group correction.", key=_KEY, value=name, mend=without)
         if name in shadows:
-            raise SpecError(f"{_KEY}: {name} is named twice. Leave one of them out.")
+            raise SpecError("named twice.", key=_KEY, value=name, mend={_KEY: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_]+", name) or "min" in name or "max" in name:
             raise SpecError(
-                f"{_KEY}={name!r}: one option is named in lower case letters, digits and _, without 'min' or 'max' "
-                f"(verl reduces metrics by those). Write several as a list, {_KEY}=[gsm,opsm]."
+                "one option is named in lower case letters, digits and _, without 'min' or 'max' (verl reduces "
+                "metrics by those).",
+                f"Write several as a list, {_KEY}=[gsm,opsm].",
+                key=_KEY,
+                value=name,
+                mend=without,
             )
         try:
             plain, filled = _with_delta(values(name), default_delta)
             spec = CorrectionSpec.from_mapping(plain)
         except SpecError as error:
-            raise SpecError(f"{_KEY}={name}: {error}") from error
+            raise SpecError(error.problem.statement, key=_KEY, value=name, mend=without) from error
         if spec.proximal != "recompute":
             raise SpecError(
-                f"{_KEY}={name}: correction.proximal={spec.proximal} changes pi_old and with it the run itself, so "
-                f"that it cannot be reported on beside another. Remove {name} from {_KEY}."
+                f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so that it cannot "
+                f"be reported on beside another.",
+                key=_KEY,
+                value=name,
+                mend=without,
             )
         if spec.weight is None and not spec.masks:
-            raise SpecError(
-                f"{_KEY}={name}: it has no weight and no mask, so that there is nothing to report. "
-                f"Remove {name} from {_KEY}."
-            )
+            raise SpecError("it has no weight and no mask to report on.", key=_KEY, value=name, mend=without)
         shadows[name] = spec
         notes += [
             f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
@@ -141,7 +152,8 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
         try:
             CorrectionSpec.from_mapping(shadow.to_mapping() | {"proximal": spec.proximal, "alpha": spec.alpha})
         except SpecError as error:
-            raise SpecError(f"{_KEY}={name}: {error} Or remove {name} from {_KEY}.") from error
+            left = {_KEY: [other for other in shadows if other != name]}
+            raise SpecError(error.problem.statement, key=_KEY, value=name, mend=left) from error
 
 
 def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:

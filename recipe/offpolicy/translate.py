@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .correction import SpecError
 from .correction.dialects.verl import verl_rejections, verl_weight_bounds
 from .correction.ratios import EXP_CLAMP
 from .correction.rows import Rows, rows_of
-from .correction.spec import SpecError
 from .verl_helper.by_torch import TorchBatch
 from .verl_helper.columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
 from .verl_helper.metrics import (
@@ -72,7 +72,7 @@ def verl_rollout_correction(
     tensors = (old_log_prob, rollout_log_prob, response_mask)
     rows = rows_of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     if rollout_is not in (None, "token", "sequence"):
-        raise SpecError(f"rollout_is={rollout_is!r}: set one of null, token, sequence.")
+        raise SpecError("no such choice.", "Set one of null, token, sequence.", key="rollout_is", value=rollout_is)
     weight = _weight(rollout_is_threshold) if rollout_is else None
     options = verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}

@@ -21,6 +21,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from .correction import Problem
+from .correction.problem import remove, set_to
 from .lost_workers import LostWorkers, end_workers
 from .voice import logger
 
@@ -287,33 +289,36 @@ def watch(trainer: Any, config: DictConfig, **options: Any) -> Watchdog | None:
     return watchdog
 
 
-def problems(config: DictConfig) -> Iterator[tuple[str, object, str, str]]:
-    """What is wrong with ``offpolicy.watchdog``, as (key, value, reason, fix)."""
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.watchdog``."""
     settings = OmegaConf.select(config, SECTION)
     if not isinstance(settings, DictConfig):
-        yield SECTION, settings, "its keys have no values.", "Remove this override."
+        yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
         return
-    for key in map(str, settings):
-        if key not in ("step_timeout", "phase_timeouts", "poll"):
-            yield f"{SECTION}.{key}", settings[key], "unknown key.", f"Remove {SECTION}.{key}."
-    limits = settings.get("phase_timeouts")
+    for name in map(str, settings):
+        if name not in ("step_timeout", "phase_timeouts", "poll"):
+            key, given = f"{SECTION}.{name}", settings[name]
+            yield _problem(key, given, "unknown key.", "", *remove(key, given))
+    key, limits = f"{SECTION}.phase_timeouts", settings.get("phase_timeouts")
     if isinstance(limits, ListConfig) or not isinstance(limits, DictConfig):
-        yield f"{SECTION}.phase_timeouts", limits, "not a mapping.", "Set {rollout: 7200}, or {}."
+        fix = f"Remove this override, or set {key}.rollout=7200 for example."
+        yield _problem(key, limits, "not a mapping.", fix)
         limits = {}
     for name in map(str, limits):
         if name not in NAMES:
-            yield (
-                f"{SECTION}.phase_timeouts.{name}",
-                limits[name],
-                "no phase has this name.",
-                f"Choose of {', '.join(NAMES)}.",
-            )
+            given, fix = limits[name], f"Choose of {', '.join(NAMES)}."
+            yield _problem(f"{key}.{name}", given, "no phase has this name.", fix, *remove(f"{key}.{name}", given))
     seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
     seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}
-    for key, value in seconds.items():
+    for name, value in seconds.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):
-            yield f"{SECTION}.{key}", value, "not a number of seconds above 0.", "Set one, or null for any time."
+            fix, any_time = "Set one, or null for any time.", set_to(f"{SECTION}.{name}", None)
+            yield _problem(f"{SECTION}.{name}", value, "not a number of seconds above 0.", fix, any_time)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from corrections import opsm
+from corrections import GSM, M2PO, TIS, opsm
 
 from recipe.offpolicy.doctor.launch import OURS
 
@@ -21,6 +21,8 @@ RECORDED = f"{ROLLOUT}.enable_rollout_routing_replay"
 Changes = dict[str, Any]
 
 NONE: Changes = {"correction.weight": None, "correction.masks": {}}
+K3 = GSM | {"aggregate": "k3_mean", "lower": None, "upper": 0.01}
+OUTLIER = GSM | {"aggregate": "any", "lower": 1e-4, "upper": 100.0}
 OPSM: Changes = {"correction.masks.opsm": opsm(0.1)}
 # data.train_batch_size is 1024 and ppo_mini_batch_size 256 in verl's own configuration: four gradient steps a batch.
 ONE_STEP: Changes = {"data.train_batch_size": 256}
@@ -52,7 +54,7 @@ class Case(NamedTuple):
 
 
 OF_OURS: dict[str, Case] = {
-    "rollout log-probs off": Case("INERT", "weight", {f"{ROLLOUT}.calculate_log_probs": False}, "there is no mu", {}),
+    "rollout log-probs off": Case("WRONG", "weight", {f"{ROLLOUT}.calculate_log_probs": False}, "there is no mu", {}),
     "both corrections": Case("WRONG", "weight", TIS_OF_VERL, "would correct twice", TIS_OF_VERL | NONE),
     "greedy": Case("WRONG", "masks.gsm", {f"{ROLLOUT}.temperature": 0}, "greedy", {f"{ROLLOUT}.temperature": 0.7}),
     "engine's temperature": Case(
@@ -101,14 +103,14 @@ OF_OURS: dict[str, Case] = {
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
     ),
     "replay where nobody reads it": Case(
-        "INERT",
+        "WRONG",
         "router_replay",
         {f"{ACTOR}.router_replay.mode": "R2"} | MEGATRON,
         "nothing reads it",
         MEGATRON | {REPLAY: "R2"},
     ),
     "replay on FSDP": Case(
-        "INERT", "router_replay", {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}, "nothing reads it", {}
+        "WRONG", "router_replay", {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}, "nothing reads it", {}
     ),
     "R2 with R3": Case(
         "WRONG",
@@ -128,7 +130,7 @@ OF_OURS: dict[str, Case] = {
         MEGATRON | {REPLAY: "R2"},
     ),
     "one mini-batch, a mask on staleness": Case(
-        "INERT",
+        "WRONG",
         "masks.gsm",
         {"correction.masks.gsm.ratio": "ppo"} | ONE_STEP,
         "at which pi is pi_old",
@@ -145,9 +147,9 @@ OF_OURS: dict[str, Case] = {
         OPSM | ONE_STEP | {"trainer.v1.trainer_mode": "colocate_async"},
     ),
     "KL left out": Case("NOTE", "", KL, "rejected tokens keep the gradient of the KL loss", KL_CLIP),
-    "a clip of no KL": Case("INERT", "kl_clip", KL_CLIP | {f"{ACTOR}.use_kl_loss": False}, "no KL loss", KL_CLIP),
+    "a clip of no KL": Case("WRONG", "kl_clip", KL_CLIP | {f"{ACTOR}.use_kl_loss": False}, "no KL loss", KL_CLIP),
     "a clip of a KL of no weight": Case(
-        "INERT", "kl_clip", KL_CLIP | {f"{ACTOR}.kl_loss_coef": 0}, "counts nothing", KL_CLIP
+        "WRONG", "kl_clip", KL_CLIP | {f"{ACTOR}.kl_loss_coef": 0}, "counts nothing", KL_CLIP
     ),
     "the reference of the rollout": Case(
         "INERT",
@@ -157,8 +159,8 @@ OF_OURS: dict[str, Case] = {
         {"algorithm.use_kl_in_reward": True},
     ),
     "a dense penalty": Case(
-        "INERT",
-        "dense_reward",
+        "NOTE",
+        "",
         {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "grpo"},
         "sums a row to one outcome",
         {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"},
@@ -187,19 +189,137 @@ OF_OURS: dict[str, Case] = {
         "verl does not take it: AssertionError",
         {f"{ACTOR}.optim.lr_scheduler_type": "cosine"},
     ),
-    "an actor that verl refuses by another name": Case(
-        "WRONG",
-        "weight",
-        {f"{ACTOR}.ulysses_sequence_parallel_size": "two"},
-        "verl does not take it: '>' not supported",
-        {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
-    ),
     "a key deep in an actor that verl does not have": Case(
         "WRONG",
         "weight",
         {f"{ACTOR}.optim.no_such": None},
-        "unexpected keyword argument",
+        "FSDPOptimizerConfig does not take no_such",
         {},
+    ),
+    "two keys in the section of another": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.policy_loss.tau_pos": 1.2, f"{ACTOR}.policy_loss.tau_neg": 1.1},
+        "PolicyLossConfig does not take tau_pos, tau_neg",
+        {f"{ACTOR}.tau_pos": 1.2, f"{ACTOR}.tau_neg": 1.1},
+    ),
+    "a bound beyond the clamp": Case(
+        "WRONG",
+        "masks.gsm",
+        {"correction.masks.gsm.upper": 1e12},
+        "can never act",
+        {"correction.masks.gsm.upper": 10.0},
+    ),
+    "k3 beyond the clamp": Case(
+        "WRONG",
+        "masks.gsm",
+        {"correction.masks.gsm": K3 | {"upper": 1e9}},
+        "can never act",
+        {"correction.masks.gsm": K3 | {"upper": 5.0}},
+    ),
+    "a bound beyond anything seen": Case(
+        "INERT", "masks.gsm", {"correction.masks.gsm.upper": 100.0}, "In use: 1.01", {"correction.masks.gsm.upper": 1.1}
+    ),
+    "a budget beyond anything seen": Case(
+        "INERT",
+        "masks.m2po",
+        {"correction.masks.m2po": M2PO | {"budget": 100.0}},
+        "In use: 0.04",
+        {"correction.masks.m2po": M2PO | {"budget": 1.0}},
+    ),
+    "a delta beyond anything seen": Case(
+        "INERT",
+        "masks.opsm",
+        {"correction.masks.opsm": opsm(10.0)},
+        "In use: 0.1",
+        {"correction.masks.opsm": opsm(0.5)},
+    ),
+    "an outlier mask, which lies far out": Case(
+        "INERT",
+        "masks.outlier",
+        {"correction.masks.outlier": OUTLIER | {"lower": 1e-6}},
+        "In use: 0.5",
+        {"correction.masks.outlier": OUTLIER},
+    ),
+    "a band without width": Case(
+        "WRONG",
+        "masks.gsm",
+        {"correction.masks.gsm.lower": 1.0, "correction.masks.gsm.upper": 1.0},
+        "rejects everything else",
+        {"correction.masks.gsm.lower": 1.0},
+    ),
+    "k3 without width": Case(
+        "WRONG",
+        "masks.gsm",
+        {"correction.masks.gsm": K3 | {"upper": 0.0}},
+        "rejects everything else",
+        {"correction.masks.gsm": K3},
+    ),
+    "weights that are all 1": Case(
+        "WRONG",
+        "weight",
+        {"correction.weight": TIS | {"kind": "clip", "lower": 1.0, "upper": 1.0}},
+        "every weight is 1",
+        {"correction.weight": TIS | {"kind": "clip", "lower": 0.5, "upper": 1.0}},
+    ),
+    "an aggregate over one token": Case(
+        "WRONG",
+        "weight",
+        {"correction.weight.aggregate": "geometric"},
+        "nothing to aggregate",
+        {"correction.weight.aggregate": "geometric", "correction.weight.level": "sequence"},
+    ),
+    "a mask's aggregate over one token": Case(
+        "WRONG",
+        "masks.gsm",
+        {"correction.masks.gsm.level": "token"},
+        "nothing to aggregate",
+        {"correction.masks.gsm.level": "token", "correction.masks.gsm.aggregate": "product"},
+    ),
+    "no siblings": Case(
+        "WRONG",
+        "baseline",
+        {"correction.baseline": "exclude", "algorithm.adv_estimator": "grpo"},
+        "one rollout alone",
+        {"correction.baseline": "exclude", "algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2},
+    ),
+    "a consent to nothing": Case(
+        "WRONG",
+        "correction.allow_truncated_sampling",
+        NONE | {"correction.allow_truncated_sampling": True},
+        "there is no correction",
+        {"correction.allow_truncated_sampling": True},
+    ),
+    "rows that micro-batches do not divide": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 12, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
+        "leaves 32 on each of 8 ranks, which is no multiple of it",
+        {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 16, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
+    ),
+    "rows that micro-batches for pi_old do not divide": Case(
+        "WRONG",
+        "weight",
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 48},
+        "a batch of 1024 rows leaves 128 on each of 8 ranks, which is no multiple of it",
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 64},
+    ),
+    "rows that ranks do not divide": Case(
+        "WRONG",
+        "weight",
+        {f"{ACTOR}.ppo_mini_batch_size": 100},
+        "cannot be dealt evenly to 8 data-parallel ranks",
+        {f"{ACTOR}.ppo_mini_batch_size": 128},
+    ),
+    "no count of rows": Case(
+        "WRONG", "weight", {"data.train_batch_size": None}, "not a whole number", {"data.train_batch_size": 512}
+    ),
+    "a temperature in words": Case(
+        "WRONG", "weight", {f"{ROLLOUT}.temperature": "abc"}, "not a number", {f"{ROLLOUT}.temperature": 0.7}
+    ),
+    "no epochs": Case("WRONG", "weight", {f"{ACTOR}.ppo_epochs": 0}, "not a whole number", {f"{ACTOR}.ppo_epochs": 2}),
+    "no estimator": Case(
+        "WRONG", "weight", {"algorithm.adv_estimator": None}, "not a name", {"algorithm.adv_estimator": "rloo"}
     ),
     "a base loss without weights": Case(
         "WRONG", "weight", {LOSS_MODE: "geo_mean"}, "gradient under weights", {LOSS_MODE: "gspo"}
@@ -225,14 +345,14 @@ OF_VERL: dict[str, Case] = {
         "WRONG",
         "rollout_correction.rollout_rs",
         K1,
-        "set a threshold",
+        "Set a threshold",
         K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
     ),
     "no threshold of a rejection by k3": Case(
         "WRONG",
         "rollout_correction.rollout_rs",
         {f"{VERL}.rollout_rs": "seq_mean_k3,token_k1"},
-        "set a threshold",
+        "Set a threshold",
         {f"{VERL}.rollout_rs": "seq_mean_k3,token_k1", f"{VERL}.rollout_rs_threshold": "0.01,0.5_2.0"},
     ),
     "a rejection that verl does not know": Case(
@@ -246,7 +366,7 @@ OF_VERL: dict[str, Case] = {
         "WRONG",
         "rollout_correction.rollout_rs",
         {f"{VERL}.rollout_rs": 4, f"{VERL}.rollout_rs_threshold": "2.0"},
-        "set options separated by commas",
+        "Set options separated by commas",
         K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
     ),
     "crossed thresholds": Case(

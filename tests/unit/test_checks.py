@@ -12,8 +12,10 @@ from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy import base_loss_probe
 from recipe.offpolicy.base_loss_probe import probe
-from recipe.offpolicy.checks import CheckError, advice, run_checks, spec_of, verl_correction_changes
+from recipe.offpolicy.checks import REMARKS, spec_of, verl_correction_changes
 from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.preflight import found_by, run_checks
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -234,7 +236,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a key that verl's actor does not have": (
         {f"{ACTOR}.policy_loss.no_such": 1},
-        (f"{ACTOR}.policy_loss.no_such=1: verl does not take it", f"Remove {ACTOR}.policy_loss.no_such"),
+        (f"{ACTOR}.policy_loss.no_such=1: verl has no such key there", f"Remove {ACTOR}.policy_loss.no_such"),
     ),
     "sums without a scale": (
         {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},
@@ -322,7 +324,7 @@ def test_what_verl_refuses_hides_no_problem_of_ours(base: DictConfig) -> None:
     [
         ({"correction.x": 1}, "correction.x=1: unknown key"),
         ({"correction.weight.uper": 3.0}, "correction.weight.uper=3.0: unknown key"),
-        ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 > correction.masks.gsm.upper=1.01"),
+        ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 with correction.masks.gsm.upper=1.01"),
         ({"correction.masks.gsm.lower": float("nan")}, "correction.masks.gsm.lower=nan"),
         ({"correction.masks.gsm.lower": "0.99_1.01"}, "correction.masks.gsm.lower='0.99_1.01'"),
         ({"correction": None}, "Set correction=none"),
@@ -389,7 +391,7 @@ def test_bounds_that_leave_out_agreement_stop(base: DictConfig, changes: dict[st
 @pytest.mark.parametrize(("upper", "said"), [(10.0, False), (10.5, True), (None, True)])
 def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: bool) -> None:
     config = changed(base, {"correction.weight.upper": upper})
-    lines = advice(config, run_checks(config))
+    lines = list(map(str, found_by(REMARKS, config, run_checks(config))))
     assert bool(lines) is said
     assert all("correction.weight.upper" in line for line in lines)
 

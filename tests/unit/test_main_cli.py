@@ -92,9 +92,12 @@ MALFORMED = {
     ),
     "a bound left out": (
         ["correction=gsm", "~correction.masks.gsm.upper"],
-        ["correction.masks.gsm.upper is not set", "Set correction.masks.gsm.upper=..."],
+        ["correction.masks.gsm.upper=???: not set", "Set correction.masks.gsm.upper=..."],
     ),
-    "no delta": (["correction=opsm"], ["correction.masks.opsm.delta is required", "Set correction.masks.opsm.delta="]),
+    "no delta": (
+        ["correction=opsm"],
+        ["correction.masks.opsm.delta=???: required", "Set correction.masks.opsm.delta="],
+    ),
     "auto with others": (["correction=[auto,gsm]"], ["correction=[auto,gsm]: auto with others", "choose it alone"]),
     "two options, one key": (
         ["correction=[tis_token,gsm,tis_sequence]"],
@@ -112,6 +115,59 @@ def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: 
     assert result.status.startswith(REFUSED)
     for part in parts:
         assert part in result.status
+    assert result.trained == []
+
+
+def ours(result: Launch) -> list[str]:
+    """The lines that are ours, of what was printed."""
+    return [line.removeprefix("offpolicy: ") for line in result.printed.split("\n") if line.startswith("offpolicy: ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ([], "UNCORRECTED: correction=none, verl's own loss"),
+        (
+            ["algorithm.rollout_correction.rollout_is=token"],
+            "UNCORRECTED: correction=none, verl's own algorithm.rollout_correction: rollout_is",
+        ),
+        (["correction=bypass"], "correction=bypass: proximal (pi_old: bypass)"),
+        # Nothing of ours is in the loss, whatever is reported beside it.
+        (["offpolicy.shadow=[gsm]"], "UNCORRECTED: correction=none, verl's own loss"),
+    ],
+)
+def test_what_is_on_is_said_before_anything_else(arguments: list[str], first: str, launch: Launcher) -> None:
+    for flags in (["--check"], []):
+        result = launch(*flags, *arguments, *NEEDED)
+        assert result.status == 0
+        assert ours(result)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("argument", "part"),
+    [
+        ("data.train_batch_size=null", "data.train_batch_size=null: not a whole number of at least 1. Set "),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "ppo_mini_batch_size=0: not a whole number"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=abc", "ppo_mini_batch_size=abc: not a whole number"),
+        ("actor_rollout_ref.actor.ppo_epochs=0", "ppo_epochs=0: not a whole number"),
+        ("actor_rollout_ref.rollout.temperature=abc", "rollout.temperature=abc: not a number of at least 0"),
+        ("algorithm.adv_estimator=null", "algorithm.adv_estimator=null: not a name"),
+        ("trainer.project_name=${oc.env:NOBODY_SET_THIS}", "Export NOBODY_SET_THIS, or set trainer.project_name"),
+        ("trainer.project_name=${no.such.key}", "Interpolation key 'no.such.key' not found"),
+        ("trainer.project_name=${nobodys_resolver:1}", "Unsupported interpolation type nobodys_resolver"),
+        ("offpolicy.record.dir=/proc/1/fdinfo", "offpolicy.record.dir=/proc/1/fdinfo: "),
+        ("correction.masks.gsm.upper=1_01", "correction.masks.gsm.upper=101.0: Hydra reads 1_01 as this"),
+        ("correction.masks.gsm.upper=1e12", "this bound can never act"),
+    ],
+)
+def test_no_configuration_ends_in_a_traceback(
+    argument: str, part: str, launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)  # which could register a resolver
+    result = launch("correction=gsm", argument, *NEEDED)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    assert part in result.status
     assert result.trained == []
 
 
@@ -134,8 +190,8 @@ def test_hydra_names_the_options_that_it_has(launch: Launcher, folder: Path) -> 
     [
         (["correction.x=1"], "correction.x=1: unknown key"),
         (["correction=gsm", "correction.masks.gsm.low=1"], "correction.masks.gsm.low=1: unknown key"),
-        (["correction.masks.gsm.lower=1"], "correction.masks.gsm.aggregate is not set"),
-        (["correction=gsm", "correction=tis_token"], "correction=gsm correction=tis_token: given 2 times"),
+        (["correction.masks.gsm.lower=1"], "no mask is chosen that correction.masks.gsm.lower could belong to"),
+        (["correction=gsm", "correction=tis_token"], "correction is given 2 times"),
         (["correction=tis_token", "correction.weight=null"], "correction=[tis_token]: nothing is left"),
         (["correction=gsm", "~correction.masks.gsm"], "correction=[gsm]: nothing is left"),
     ],
@@ -150,6 +206,10 @@ def test_our_keys_are_answered_by_us(arguments: list[str], part: str, launch: La
 def test_check_alone_does_not_train(launch: Launcher) -> None:
     result = launch("--check", "correction=[tis_token,gsm]", *NEEDED)
     assert result.status == 0
+    assert ours(result)[0] == (
+        "correction=[tis_token,gsm]: weight (token, truncate [, 2] on pi_old / mu), "
+        "masks.gsm (sequence, geometric [0.99, 1.01] on pi_old / mu)"
+    )
     assert "all checks passed" in result.printed
     assert str(spec(TIS, gsm=GSM).fingerprint()) in result.printed
     assert result.trained == []
@@ -160,7 +220,7 @@ def test_a_check_asks_verl_and_the_workers_environment(launch: Launcher, monkeyp
     monkeypatch.setenv("OFFPOLICY_X", "1")
     variable = "ray_kwargs.ray_init.runtime_env.env_vars.OFFPOLICY_X"
     for change, part in (
-        ("trainer.n_gpus_per_node=7", "data.train_batch_size=1024: verl's own validation refuses it"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=2048", "verl's own validation refuses it: train_batch_size"),
         (f"++{variable}=2", f"{variable}=2: workers need OFFPOLICY_X=1"),
         ("actor_rollout_ref.actor.policy_loss=null", "actor_rollout_ref.actor.policy_loss=null: this section"),
     ):
@@ -196,7 +256,7 @@ def test_problems_around_the_correction_are_refused(launch: Launcher) -> None:
 def test_without_a_correction_verls_own_is_left_alone() -> None:
     changes = "algorithm.rollout_correction.rollout_is=token"
     with application("correction=none", changes, *NEEDED) as config:
-        assert prepare(config).is_none
+        assert prepare(config)[0].is_none
         assert config.algorithm.rollout_correction.rollout_is == "token"
 
 
@@ -249,7 +309,10 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     ("arguments", "parts"),
     [
         (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
-        (["setup.minibatches=2"], ["setup.minibatches=2 with data.train_batch_size=1024", "says 4"]),
+        (
+            ["setup.minibatches=2"],
+            ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
+        ),
         (
             ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
             [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
@@ -287,7 +350,7 @@ def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
 @pytest.mark.parametrize("option", ["resampling", "verl_disabled"])
 def test_other_names_of_none(option: str) -> None:
     with application(f"correction={option}", *NEEDED) as config:
-        assert prepare(config).is_none
+        assert prepare(config)[0].is_none
 
 
 def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
@@ -298,7 +361,7 @@ def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
 
 def test_the_quickstart_passes_its_own_checks() -> None:
     with application(primary="quickstart") as config:
-        assert not prepare(config).is_none
+        assert not prepare(config)[0].is_none
 
 
 # The command itself, in a process of its own ----------------------------------------------------------------
@@ -389,11 +452,11 @@ def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
 @pytest.mark.parametrize(
     ("shadow", "parts"),
     [
-        ("[gsm,gsm]", ["offpolicy.shadow", "gsm is named twice"]),
+        ("[gsm,gsm]", ["offpolicy.shadow", "offpolicy.shadow=gsm: named twice"]),
         ("[nonsense]", ["nonsense"]),
-        ("[none]", ["offpolicy.shadow=none", "nothing to report"]),
+        ("[none]", ["offpolicy.shadow=none", "no weight and no mask to report on"]),
         ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
-        ("[1]", ["offpolicy.shadow", "1 is no option", "Set offpolicy.shadow=[gsm]"]),
+        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: no option", "Set offpolicy.shadow=[gsm]"]),
         ("3", ["offpolicy.shadow=3", "Set offpolicy.shadow=[gsm]"]),
     ],
 )

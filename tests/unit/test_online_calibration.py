@@ -237,7 +237,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
-    return [f"{key}={value}: {reason} {fix}" for key, value, reason, fix in problems(made)]
+    return [str(problem) for problem in problems(made)]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -260,7 +260,7 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
         ({"every": 0}, "every=0: a count of updates, a whole number of at least 1."),
         ({"window": 2.5}, "window=2.5: a count of updates"),
         ({"warmup": -1}, "warmup=-1: a count of updates, a whole number of at least 0."),
-        ({"rate": 0}, "rate=0: a factor less one, above 0 and at most 1. Set 0.2."),
+        ({"rate": 0}, "rate=0: a factor less one, above 0 and at most 1. Set offpolicy.calibrate.rate=0.2."),
         ({"floor": 2}, "floor=2: a multiple of the configured bound's distance"),
         ({"ceiling": 0.5}, "ceiling=0.5: a multiple of the configured bound's distance"),
         ({"noise_kept": 1}, "noise_kept=1: a share of rows"),
@@ -308,11 +308,30 @@ def test_what_cannot_be_calibrated(correction: CorrectionSpec, values: dict[str,
     assert not expected or expected in messages[0]
 
 
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"rate": 0.5}, "target_kept or target_ess"),
+        ({"side": "upper"}, "target_kept or target_ess"),
+        ({"every": 2}, "target_kept or target_ess"),
+        ({"target_ess": 0.9, "of": ["gsm"]}, "target_kept"),
+        ({"target_ess": 0.9, "noise_kept": 0.9}, "target_kept"),
+    ],
+)
+def test_keys_that_nothing_reads_without_a_target(values: dict[str, Any], needed: str) -> None:
+    stacked = spec(weight=TIS, gsm=GSM)
+    (message,) = found(stacked, target_kept=None, **values)
+    *_, name = values
+    assert message.startswith(f"{KEY}.{name}=")
+    assert f"nothing reads it without offpolicy.calibrate.{needed}." in message
+    assert found(stacked, **({"target_kept": 0.98} | values)) == []
+
+
 def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
-    ((key, _, reason, _),) = problems(made)
-    assert (key, reason) == (KEY, "its keys have no values.")
+    (problem,) = problems(made)
+    assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
 
 
 def test_bins_are_fine_enough_for_the_narrowest_bounds_in_use() -> None:

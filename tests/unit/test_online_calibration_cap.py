@@ -356,9 +356,7 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
 
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
-    return [
-        (key, f"{key}={value}: {reason} {fix}") for key, value, reason, fix in problems(config(correction, **values))
-    ]
+    return [(problem.key, str(problem)) for problem in problems(config(correction, **values))]
 
 
 @pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.run_setup import Setup, read_setup, refuse_setup
 from recipe.offpolicy.selector import Requirement, Selection, check_requirements, lines, select
 
@@ -254,13 +255,13 @@ def test_without_the_node() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
-        ("engine", "vllm", "setup.engine='vllm': set one of same, different"),
-        ("mode", "colocate_async", "setup.mode='colocate_async': set one of sync, async"),
-        ("model", True, "setup.model=True: set one of dense, moe"),
-        ("trajectory", "multi", "setup.trajectory='multi': set one of single, tools"),
+        ("engine", "vllm", "setup.engine=vllm: no such choice. Set one of same, different"),
+        ("mode", "colocate_async", "setup.mode=colocate_async: no such choice. Set one of sync, async"),
+        ("model", True, "setup.model=true: no such choice. Set one of dense, moe"),
+        ("trajectory", "multi", "setup.trajectory=multi: no such choice. Set one of single, tools"),
         ("minibatches", 0, "setup.minibatches=0: a number of gradient steps"),
         ("minibatches", 2.0, "setup.minibatches=2.0: a number of gradient steps"),
-        ("minibatches", True, "setup.minibatches=True: a number of gradient steps"),
+        ("minibatches", True, "setup.minibatches=true: a number of gradient steps"),
         ("staleness", 4, "setup.staleness=4: unknown key. Known under setup: engine, mode, model"),
     ],
 )
@@ -336,7 +337,7 @@ def test_configurations_that_fit(changes: dict[str, Any]) -> None:
     ],
 )
 def test_configurations_that_do_not(changes: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(CheckError) as caught:
         held(changes)
     for part in parts:
         assert part in str(caught.value)
@@ -345,7 +346,7 @@ def test_configurations_that_do_not(changes: dict[str, Any], parts: list[str]) -
 
 def test_all_requirements_are_reported_at_once() -> None:
     requires = (Requirement("a.b", 1, "Why."), Requirement("c", True, "Why not."))
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(CheckError) as caught:
         check_requirements(configuration(a__b=2), requires)
     first, second = str(caught.value).splitlines()
     assert first.startswith("a.b=2: Why. Set a.b=1")

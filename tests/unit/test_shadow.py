@@ -228,10 +228,10 @@ def test_an_open_delta_is_filled_and_said() -> None:
     [
         ("none", "no weight and no mask"),
         ("kl_clip", "no weight and no mask"),
-        ("open_bound", r"correction\.masks\.gsm\.upper is required"),
-        ("open_budget", r"correction\.masks\.m2po\.budget is required"),
-        ("open_weight", r"correction\.weight\.upper is required"),
-        ("open_masks", r"correction\.masks='\?\?\?'"),
+        ("open_bound", r"correction\.masks\.gsm\.upper=\?\?\?: required"),
+        ("open_budget", r"correction\.masks\.m2po\.budget=\?\?\?: required"),
+        ("open_weight", r"correction\.weight\.upper=\?\?\?: required"),
+        ("open_masks", r"correction\.masks=\?\?\?"),
         ("bypass", "correction.proximal=bypass"),
         ("loglinear", "correction.proximal=loglinear"),
         ("mistyped", r"correction\.weights"),
@@ -252,5 +252,5 @@ def test_a_default_delta_that_is_none() -> None:
 
 
 def test_an_option_named_twice() -> None:
-    with pytest.raises(SpecError, match=r"offpolicy\.shadow: tis is named twice"):
+    with pytest.raises(SpecError, match=r"offpolicy\.shadow=tis: named twice"):
         parse_shadows(["tis", "tis"], OPTIONS.__getitem__, 0.1)

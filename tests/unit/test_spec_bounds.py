@@ -10,6 +10,7 @@ from corrections import M2PO, opsm, spec
 from refusals import mask, refused, weight, without
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.problem import shown
 
 # Masks: bounds of each aggregate ----------------------------------------------------------------------------
 
@@ -24,7 +25,7 @@ def test_bounds_of_what_is_never_negative(aggregate: str, side: str) -> None:
 @pytest.mark.parametrize("side", ["lower", "upper"])
 def test_bounds_of_a_difference_of_probabilities(side: str) -> None:
     bounds = {"lower": None, "upper": None} | {side: -1.1 if side == "lower" else 1.1}
-    refused(mask(aggregate="binary_tv", **bounds), f"masks.gsm.{side}=", "[-1, 1]", "Set it inside")
+    refused(mask(aggregate="binary_tv", **bounds), f"masks.gsm.{side}=", "[-1, 1]", f"Set correction.masks.gsm.{side}=")
 
 
 def test_signed_bounds() -> None:
@@ -44,7 +45,7 @@ def test_signed_bounds() -> None:
     ],
 )
 def test_bounds_that_hold_everything(aggregate: str, lower: float | None, upper: float | None) -> None:
-    refused(mask(aggregate=aggregate, lower=lower, upper=upper), f"masks.gsm.lower={lower}", "never acts", "Set")
+    refused(mask(aggregate=aggregate, lower=lower, upper=upper), f"masks.gsm.lower={shown(lower)}", "never acts", "Set")
 
 
 @pytest.mark.parametrize("aggregate", ["k1_mean", "k3_mean", "tv_sum", "binary_tv", "any"])
@@ -93,7 +94,12 @@ def test_a_delta_that_no_mean_reaches() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -0.1, None])
 def test_a_budget_is_positive(bad: Any) -> None:
-    refused({"masks": {"m": M2PO | {"budget": bad}}}, f"masks.m.budget={bad}", "> 0", "Set correction.masks.m.budget=")
+    refused(
+        {"masks": {"m": M2PO | {"budget": bad}}},
+        f"masks.m.budget={shown(bad)}",
+        "> 0",
+        "Set correction.masks.m.budget=",
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "0.04", True])
@@ -103,9 +109,9 @@ def test_a_budget_is_a_number(bad: Any) -> None:
 
 def test_a_budget_is_of_second_moment_alone() -> None:
     clash = M2PO | {"aggregate": "geometric"}
-    refused({"masks": {"m": clash}}, "masks.m.aggregate=geometric", "budget", "Set correction.masks.m.budget=")
+    refused({"masks": {"m": clash}}, "masks.m.aggregate=geometric", "budget", "Set correction.masks.m.aggregate=")
     bounded = without(M2PO, "budget") | {"lower": None, "upper": 0.04}
-    refused({"masks": {"m": bounded}}, "masks.m.aggregate=second_moment", "lower, upper", "budget")
+    refused({"masks": {"m": bounded}}, "masks.m.aggregate=second_moment", "m.lower=null", "m.upper=0.04", "budget")
     refused(
         {"masks": {"m": opsm(0.1, aggregate="second_moment")}}, "masks.m.aggregate=second_moment", "delta", "budget"
     )

@@ -10,6 +10,7 @@ from corrections import GSM, M2PO, TIS, opsm
 from refusals import mask, refused, weight, without
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.problem import shown
 
 # Refusals ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def test_delta_is_a_finite_number(bad: Any) -> None:
 
 @pytest.mark.parametrize("bad", [-0.1, -1e-12, None])
 def test_delta_is_not_negative(bad: Any) -> None:
-    refused({"masks": {"opsm": opsm(bad)}}, f"correction.masks.opsm.delta={bad}", ">= 0", "delta=0.1")
+    refused({"masks": {"opsm": opsm(bad)}}, f"correction.masks.opsm.delta={shown(bad)}", ">= 0", "delta=0.1")
 
 
 def test_a_delta_that_the_option_asks_for() -> None:
@@ -115,8 +116,8 @@ def test_a_weight_bound_that_the_clamp_hides(bad: float) -> None:
 
 def test_truncate_binds_one_side_and_clip_two() -> None:
     refused(weight(lower=0.5), "correction.weight.lower=0.5", "correction.weight.upper=2.0", "kind=clip")
-    refused(weight(kind="clip"), "correction.weight.kind=clip", "lower=None", "kind=truncate")
-    refused(weight(kind="clip", lower=0.5, upper=None), "correction.weight.kind=clip", "upper=None")
+    refused(weight(kind="clip"), "correction.weight.kind=clip", "lower=null", "kind=truncate")
+    refused(weight(kind="clip", lower=0.5, upper=None), "correction.weight.kind=clip", "upper=null")
 
 
 def test_a_mask_with_both_sides_open() -> None:
@@ -126,26 +127,26 @@ def test_a_mask_with_both_sides_open() -> None:
 @pytest.mark.parametrize(
     ("mapping", "key", "allowed"),
     [
-        (weight(level="row"), "correction.weight.level='row'", "token, sequence"),
-        (weight(level=None), "correction.weight.level=None", "token, sequence"),
-        (weight(level=["token"]), "correction.weight.level=['token']", "token, sequence"),
-        (weight(kind="trunc"), "correction.weight.kind='trunc'", "truncate, clip, reject"),
-        (mask(ratio="old"), "correction.masks.gsm.ratio='old'", "rollout, full, ppo"),
-        (weight(level="response"), "correction.weight.level='response'", "token, sequence, turn, version"),
-        (weight(aggregate="mean"), "correction.weight.aggregate='mean'", "product, geometric"),
-        (weight(aggregate=None), "correction.weight.aggregate=None", "product, geometric"),
-        (weight(ratio="ppo"), "correction.weight.ratio='ppo'", "rollout, full"),
-        (mask(aggregate="mean"), "correction.masks.gsm.aggregate='mean'", "product, geometric, any, k1_sum"),
-        (mask(aggregate="k4_sum"), "correction.masks.gsm.aggregate='k4_sum'", "tv_max, binary_tv, second_moment"),
-        (mask(sign="group"), "correction.masks.gsm.sign='group'", "row, token"),
-        (mask(sign=None), "correction.masks.gsm.sign=None", "row, token"),
-        ({"proximal": "none"}, "correction.proximal='none'", "recompute, bypass, reuse, loglinear"),
-        ({"proximal": None}, "correction.proximal=None", "recompute, bypass, reuse, loglinear"),
-        ({"denominator": "masked"}, "correction.denominator='masked'", "original, kept"),
-        ({"baseline": "drop"}, "correction.baseline='drop'", "include, exclude"),
-        (mask(when="A<0"), "correction.masks.gsm.when='A<0'", "any, negative, positive"),
-        (mask(when=True), "correction.masks.gsm.when=True", "any, negative, positive"),
-        (mask(level="response"), "correction.masks.gsm.level='response'", "token, sequence, turn, version"),
+        (weight(level="row"), "correction.weight.level=row", "token, sequence"),
+        (weight(level=None), "correction.weight.level=null", "token, sequence"),
+        (weight(level=["token"]), "correction.weight.level=[token]", "token, sequence"),
+        (weight(kind="trunc"), "correction.weight.kind=trunc", "truncate, clip, reject"),
+        (mask(ratio="old"), "correction.masks.gsm.ratio=old", "rollout, full, ppo"),
+        (weight(level="response"), "correction.weight.level=response", "token, sequence, turn, version"),
+        (weight(aggregate="mean"), "correction.weight.aggregate=mean", "product, geometric"),
+        (weight(aggregate=None), "correction.weight.aggregate=null", "product, geometric"),
+        (weight(ratio="ppo"), "correction.weight.ratio=ppo", "rollout, full"),
+        (mask(aggregate="mean"), "correction.masks.gsm.aggregate=mean", "product, geometric, any, k1_sum"),
+        (mask(aggregate="k4_sum"), "correction.masks.gsm.aggregate=k4_sum", "tv_max, binary_tv, second_moment"),
+        (mask(sign="group"), "correction.masks.gsm.sign=group", "row, token"),
+        (mask(sign=None), "correction.masks.gsm.sign=null", "row, token"),
+        ({"proximal": "none"}, "correction.proximal=none", "recompute, bypass, reuse, loglinear"),
+        ({"proximal": None}, "correction.proximal=null", "recompute, bypass, reuse, loglinear"),
+        ({"denominator": "masked"}, "correction.denominator=masked", "original, kept"),
+        ({"baseline": "drop"}, "correction.baseline=drop", "include, exclude"),
+        (mask(when="A<0"), "correction.masks.gsm.when=A<0", "any, negative, positive"),
+        (mask(when=True), "correction.masks.gsm.when=true", "any, negative, positive"),
+        (mask(level="response"), "correction.masks.gsm.level=response", "token, sequence, turn, version"),
     ],
 )
 def test_words_are_of_the_vocabulary(mapping: dict[str, Any], key: str, allowed: str) -> None:
@@ -167,8 +168,8 @@ def test_a_mask_that_is_null() -> None:
 @pytest.mark.parametrize("bad", ["yes", 1, 0, None, "true", "???"])
 def test_truth_values(bad: Any) -> None:
     for key in ("allow_truncated_sampling", "skyrl_compat"):
-        refused({key: bad}, f"correction.{key}=", repr(bad), "true or false")
-    refused(weight(normalize=bad), "correction.weight.normalize", repr(bad) if bad != "???" else "required")
+        refused({key: bad}, f"correction.{key}={shown(bad)}", "true or false")
+    refused(weight(normalize=bad), "correction.weight.normalize", shown(bad) if bad != "???" else "required")
 
 
 @pytest.mark.parametrize("name", ["min", "gsm_max", "admin", "GSM", "1st", "a.b", "a/b", "a b", "", "_a", 1])
@@ -193,7 +194,7 @@ def test_mask_names_become_metrics(name: Any) -> None:
     ],
 )
 def test_a_value_that_the_option_asks_for(mapping: dict[str, Any], key: str) -> None:
-    refused(mapping, f"{key} is required and not set", f"Set {key}=")
+    refused(mapping, f"{key}=???: required and not set", f"Set {key}=")
 
 
 @pytest.mark.parametrize("key", ["weight", "masks", "proximal", "alpha", "denominator", "baseline", "kl_clip"])

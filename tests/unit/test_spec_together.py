@@ -10,6 +10,7 @@ from corrections import M2PO
 from refusals import mask, refused, weight
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.problem import shown
 
 # Parts that cannot go together ------------------------------------------------------------------------------
 
@@ -47,8 +48,8 @@ def test_loglinear_has_no_inert_ratio() -> None:
 
 @pytest.mark.parametrize("alpha", [None, 0, 1, -0.5, 1.5])
 def test_alpha_lies_between_bypass_and_reuse(alpha: Any) -> None:
-    shown = None if alpha is None else float(alpha)
-    refused({"proximal": "loglinear", "alpha": alpha}, f"correction.alpha={shown}", "Set correction.alpha=0.5")
+    given = shown(None if alpha is None else float(alpha))
+    refused({"proximal": "loglinear", "alpha": alpha}, f"correction.alpha={given}", "Set correction.alpha=0.5")
 
 
 @pytest.mark.parametrize("alpha", [math.nan, math.inf, "0.5", True])
@@ -74,14 +75,14 @@ def test_a_kl_clip_that_is_not_around_one(bounds: tuple[float | None, float | No
     lower, upper = bounds
     refused(
         {"kl_clip": {"lower": lower, "upper": upper}},
-        f"correction.kl_clip={{lower: {lower}, upper: {upper}}}",
+        f"correction.kl_clip={{lower: {shown(lower)}, upper: {shown(upper)}}}",
         "Set correction.kl_clip.lower=0.8",
     )
 
 
 def test_a_kl_clip_that_is_malformed() -> None:
     refused({"kl_clip": 0.2}, "correction.kl_clip=0.2", "mapping")
-    refused({"kl_clip": {"lower": 0.8}}, "correction.kl_clip", "upper: None", "Set correction.kl_clip.lower=0.8")
+    refused({"kl_clip": {"lower": 0.8}}, "correction.kl_clip", "upper: null", "Set correction.kl_clip.lower=0.8")
     refused({"kl_clip": {"lower": 0.8, "upper": 1.2, "low": 1}}, "correction.kl_clip.low=1", "unknown key")
     refused({"kl_clip": {"lower": 0.8, "upper": "1.2"}}, "correction.kl_clip.upper=", "expected a number")
     refused({"kl_clip": {"lower": -0.8, "upper": 1.2}}, "correction.kl_clip.lower=-0.8", "Set a bound > 0")
@@ -133,11 +134,11 @@ def test_a_baseline_is_of_rows() -> None:
 @pytest.mark.parametrize(
     ("foreign", "named"),
     [
-        (mask(level="turn"), "level turn"),
-        (mask(level="version"), "level version"),
-        (mask(aggregate="k3_mean"), "aggregate k3_mean"),
-        (mask(when="negative"), "when negative"),
-        (mask(ratio="full"), "ratio full"),
+        (mask(level="turn"), "level: turn"),
+        (mask(level="version"), "level: version"),
+        (mask(aggregate="k3_mean"), "aggregate: k3_mean"),
+        (mask(when="negative"), "when: negative"),
+        (mask(ratio="full"), "ratio: full"),
     ],
 )
 def test_masks_that_skyrl_does_not_have(foreign: dict[str, Any], named: str) -> None:
@@ -153,11 +154,11 @@ def test_masks_that_skyrl_does_not_have(foreign: dict[str, Any], named: str) -> 
 @pytest.mark.parametrize(
     ("foreign", "named"),
     [
-        (weight(level="turn"), "level turn"),
-        (weight(level="version"), "level version"),
-        (weight(aggregate="geometric"), "aggregate geometric"),
-        (weight(kind="reject"), "kind reject"),
-        (weight(ratio="full"), "ratio full"),
+        (weight(level="turn"), "level: turn"),
+        (weight(level="version"), "level: version"),
+        (weight(aggregate="geometric"), "aggregate: geometric"),
+        (weight(kind="reject"), "kind: reject"),
+        (weight(ratio="full"), "ratio: full"),
     ],
 )
 def test_weights_that_skyrl_does_not_have(foreign: dict[str, Any], named: str) -> None:

@@ -301,8 +301,8 @@ def test_problems_name_key_value_and_fix() -> None:
     assert list(problems(config())) == []
     assert list(problems(config(step_timeout=None, poll=None, phase_timeouts={"rollout": None}))) == []
     keys = {
-        key: fix
-        for key, _, _, fix in problems(
+        problem.key: problem.advice
+        for problem in problems(
             config(step_timeout=0, poll="often", phase_timeouts={"rolout": 5, "rollout": True}, patience=3)
         )
     }
@@ -312,6 +312,8 @@ def test_problems_name_key_value_and_fix() -> None:
         for key in ("step_timeout", "poll", "phase_timeouts.rolout", "phase_timeouts.rollout", "patience")
     }
     assert "rollout" in keys[f"{prefix}phase_timeouts.rolout"]
-    assert [key for key, *_ in problems(config(phase_timeouts=3))] == [f"{prefix}phase_timeouts"]
-    assert [key for key, *_ in problems(OmegaConf.create({"offpolicy": {"watchdog": None}}))] == ["offpolicy.watchdog"]
+    assert [problem.key for problem in problems(config(phase_timeouts=3))] == [f"{prefix}phase_timeouts"]
+    assert [problem.key for problem in problems(OmegaConf.create({"offpolicy": {"watchdog": None}}))] == [
+        "offpolicy.watchdog"
+    ]
     assert "between_phases" in NAMES

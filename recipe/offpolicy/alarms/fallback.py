@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..composition import AUTO, EMPTY, check_stack, option_values
-from ..correction import CorrectionSpec, SpecError
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import CheckError, shown
 from .settings import DEFAULTS, SECTION
 
 
@@ -42,30 +44,37 @@ def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictCo
 
     Raises:
         SpecError: a fallback that the run could not go over to.
-        CheckError: of ``run_checks``, as it is.
+        CheckError: of ``run_checks``, with the fallback that it is about.
     """
     for name in DEFAULTS:
         resolved = OmegaConf.select(config, f"{SECTION}.{name}.fallback")
         if not isinstance(resolved, DictConfig):
             continue
-        key = f"{SECTION}.{name}.fallback=[{','.join(resolved.options)}]"
+        key, options = f"{SECTION}.{name}.fallback", list(resolved.options)
         correction: Any = OmegaConf.to_container(resolved.correction, resolve=True)
         fallback = CorrectionSpec.from_mapping(correction)
-        _can_follow(key, spec, fallback)
+        _can_follow(key, options, spec, fallback)
         try:
             run_checks(_in_place(config, fallback))
-        except RuntimeError as error:
-            # CheckError lies in a later layer; its problems stay as they are.
-            error.args = (f"{key}, were it configured:\n{error}",)
-            raise
+        except CheckError as error:
+            raise CheckError(_of_fallback(problem, key, options) for problem in error.problems) from error
+
+
+def _of_fallback(problem: Problem, key: str, options: list[str]) -> Problem:
+    """A problem of a fallback as one of the run, without overrides of ``correction``, which is the configured one."""
+    reason = f"{key}={shown(options)} would stop the run, were it configured: {problem.reason}"
+    overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
+    return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
 
 
 def _names(key: str, names: Any) -> list[str]:
     listed = [names] if isinstance(names, str) else names
     if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
-        raise SpecError(f"{key}={names}: expected names of corrections. Set {key}=[tis_token,gsm].")
+        mend = {key: ["tis_token", "gsm"]}
+        raise SpecError("expected names of corrections.", key=key, value=names, mend=mend)
     if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
-        raise SpecError(f"{key}=[{','.join(listed)}]: {empty[0]} is no safer correction. Name one, such as tis_token.")
+        reason, fix = f"{empty[0]} is no safer correction.", "Name one, such as tis_token."
+        raise SpecError(reason, fix, key=key, value=list(listed))
     return list(listed)
 
 
@@ -75,18 +84,22 @@ def _stacked(key: str, options: list[str]) -> dict[str, Any]:
         merged = OmegaConf.merge(*(option_values(option) for option in options))
         return CorrectionSpec.from_mapping(OmegaConf.to_container(merged, resolve=True)).to_mapping()  # type: ignore[arg-type]
     except SpecError as error:
-        named = " Or write an option that sets it into a folder of yours, and name that by hydra.searchpath."
-        hint = named if "is required and not set" in str(error) else ""
-        raise SpecError(f"{key}=[{','.join(options)}]: {error}{hint}") from error
+        fix = error.problem.advice
+        if error.problem.value == "???":
+            fix = "Name an option that sets it, of your own in a folder that hydra.searchpath names."
+        raise SpecError(error.problem.statement, fix, key=key, value=options) from error
 
 
-def _can_follow(key: str, spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
+def _can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
     if fallback == spec:
-        raise SpecError(f"{key}: the correction that is configured. Name another one.")
+        raise SpecError("the correction that is configured.", "Name another one.", key=key, value=options)
     if (fallback.proximal, fallback.alpha) != (spec.proximal, spec.alpha):
         raise SpecError(
-            f"{key}: its correction.proximal={fallback.proximal} is not the run's, {spec.proximal}, and the forward "
-            f"passes of a step cannot change while it runs. Name a fallback with proximal={spec.proximal}."
+            f"its correction.proximal={fallback.proximal} is not the run's, {spec.proximal}, and the forward passes of "
+            f"a step cannot change while it runs.",
+            f"Name a fallback with proximal={spec.proximal}.",
+            key=key,
+            value=options,
         )
 
 

@@ -9,10 +9,11 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..correction import CorrectionSpec, SpecError
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import remove, set_to
 from ..forward_passes import correction_of
 from .alarm import Action, Band, Rule
-from .watched import GROWTH, NAMES, never_moves
+from .watched import GROWTH, NAMES, RANGES, never_moves
 
 SECTION = "offpolicy.alarms"
 _COMMON: Final[dict[str, Any]] = {
@@ -35,8 +36,8 @@ DEFAULTS: Final[Mapping[str, dict[str, Any]]] = {
 }
 """Alarms and their keys, in the order in which they are judged."""
 
-Finding = tuple[str, object, str, str]
-"""Key, value, what is wrong, and the fix."""
+_BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
+_MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 @dataclass(frozen=True)
@@ -78,25 +79,37 @@ def settings_of(config: DictConfig) -> dict[str, Settings]:
     return {name: _one(name, values) for name, values in _values(config).items() if values["action"] != "off"}
 
 
-def problems(config: DictConfig) -> Iterator[Finding]:
-    """What is wrong with ``offpolicy.alarms``, in a configuration whose correction is well formed."""
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.alarms``, in a configuration whose correction is well formed."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
-        yield SECTION, section, "its keys have no values.", "Remove this override."
+        yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
         return
     for name in map(str, section):
         key, values = f"{SECTION}.{name}", section[name]
         if name not in DEFAULTS:
-            yield key, values, "no alarm has this name.", f"Choose of {', '.join(NAMES)}."
+            fix = f"Choose of {', '.join(NAMES)}."
+            yield _problem(key, values, "no alarm has this name.", fix, *remove(key, values))
         elif not isinstance(values, DictConfig):
-            yield key, values, "its keys have no values.", f"Set {key}.action=off to do without it."
+            fix = f"Set {key}.action=off to do without it."
+            yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: 'off'}}")
         else:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
-                yield f"{key}.{unknown}", values[unknown], "unknown key.", f"Remove {key}.{unknown}."
+                given = values[unknown]
+                yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
     spec = CorrectionSpec.from_mapping(correction_of(config))
     for name, alarm in _values(config).items():
         found = list(_malformed(name, alarm))
         yield from found or _pointless(name, alarm, spec, config)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+
+
+def _shipped(name: str, *parts: str) -> tuple[str, ...]:
+    """The overrides that give these keys of an alarm the values that are shipped."""
+    return tuple(set_to(f"{SECTION}.{name}.{part}", DEFAULTS[name][part]) for part in parts)
 
 
 def _values(config: DictConfig) -> dict[str, dict[str, Any]]:
@@ -115,9 +128,8 @@ def _one(name: str, values: Mapping[str, Any]) -> Settings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        raise SpecError(
-            f"{SECTION}.{name}.fallback={fallback}: names, that main_offpolicy has not replaced by what they mean."
-        )
+        reason = "names, that main_offpolicy has not replaced by what they mean."
+        raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
     return Settings(
         name=name,
         action=values["action"],
@@ -135,65 +147,94 @@ def _one(name: str, values: Mapping[str, Any]) -> Settings:
     )
 
 
-def _malformed(name: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    def key(part: str) -> str:
-        return f"{SECTION}.{name}.{part}"
+def _malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+    def wrong(part: str, reason: str, fix: str, *overrides: str) -> Problem:
+        return _problem(f"{SECTION}.{name}.{part}", values[part], reason, fix, *overrides)
 
     if values["action"] not in get_args(Action):
-        yield key("action"), values["action"], "no action.", f"Set one of {', '.join(get_args(Action))}."
-    for part in ("lower", "upper", "recovery_lower", "recovery_upper"):
+        yield wrong("action", "no action.", f"Set one of {', '.join(get_args(Action))}.", *_shipped(name, "action"))
+    for part in _BOUNDS:
         if values[part] is not None and not _is_number(values[part]):
-            yield key(part), values[part], "not a number.", "Set one, or null to leave the side open."
+            yield wrong(part, "not a number.", "Set one, or null to leave the side open.", *_shipped(name, *_BOUNDS))
             return
     for part, least in (("patience", 1), ("recovery_patience", 1), ("window", 2), ("return_after", 1)):
         if part in values and not (part == "return_after" and values[part] is None):
             value = values[part]
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                yield key(part), value, f"a count of updates, a whole number of at least {least}.", "Set one."
+                reason = f"a count of updates, a whole number of at least {least}."
+                yield wrong(part, reason, "", *_shipped(name, part))
                 return
     if "least" in values and not (_is_number(values["least"]) and values["least"] > 0):
-        yield key("least"), values["least"], "nats a token, a number > 0.", f"Set {DEFAULTS[name]['least']}."
+        yield wrong("least", "nats a token, a number > 0.", "", *_shipped(name, "least"))
+    yield from _of_band(name, values)
+    back = values["return_after"]
+    if back is not None and back < (patience := values["recovery_patience"]):
+        key = f"{SECTION}.{name}"
+        reason = f"before the alarm has re-armed, after {key}.recovery_patience={patience} updates."
+        fix = f"Set {patience} or more."
+        yield wrong("return_after", reason, fix, set_to(f"{key}.return_after", patience))
+
+
+def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Bounds that cross, lie out of reach of what the alarm measures, or do not fit the stricter ones."""
+    key, shipped = f"{SECTION}.{name}", _shipped(name, *_BOUNDS)
     lower, upper = values["lower"], values["upper"]
     if lower is None and upper is None:
-        yield key("lower"), None, "with both sides open it never fires.", f"Set a bound, or {key('action')}=off."
+        fix = f"Set a bound, or {key}.action=off."
+        yield _problem(f"{key}.lower", None, "with both sides open it never fires.", fix, *shipped)
     elif lower is not None and upper is not None and lower > upper:
-        yield key("lower"), lower, f"above {key('upper')}={upper}, so that every value is beyond.", "Swap them."
+        reason = f"above {key}.upper={upper}, so that every value is beyond."
+        yield _problem(f"{key}.lower", lower, reason, "", *shipped)
+    least, greatest = RANGES[name]
+    within = f"it lies between {least:g} and {greatest:g}" if math.isfinite(greatest) else f"it is {least:g} or more"
+    for side, bound in (("lower", lower), ("upper", upper)):
+        if bound is None:
+            continue
+        below, above = (bound <= least, bound > greatest) if side == "lower" else (bound < least, bound >= greatest)
+        if below or above:
+            never = below == (side == "lower")
+            happens = (
+                "no value is beyond, and it never fires" if never else "every value is beyond, and it always fires"
+            )
+            yield _problem(f"{key}.{side}", bound, f"{within}: {happens}.", "", *shipped)
+            return
     for side, sign in (("lower", 1.0), ("upper", -1.0)):
         bound, recovery = values[side], values[f"recovery_{side}"]
         if (bound is None) != (recovery is None):
             unset = f"recovery_{side}" if recovery is None else side
-            yield key(unset), None, f"{side} and recovery_{side} go together.", "Set both, or neither."
+            given = bound if recovery is None else recovery
+            fix = f"Set both, or neither; {key}.{unset}={given} for example."
+            both = set_to(f"{key}.{unset}", given)
+            yield _problem(f"{key}.{unset}", None, f"{side} and recovery_{side} go together.", fix, both)
         elif bound is not None and sign * recovery < sign * bound:
-            reason = f"looser than {key(side)}={bound}: it would re-arm while it fires."
-            yield key(f"recovery_{side}"), recovery, reason, f"Set {bound}, or a stricter one."
-    back = values["return_after"]
-    if back is not None and back < values["recovery_patience"]:
-        reason = (
-            f"before the alarm has re-armed, after {key('recovery_patience')}={values['recovery_patience']} updates."
-        )
-        yield key("return_after"), back, reason, f"Set {values['recovery_patience']} or more."
+            reason = f"looser than {key}.{side}={bound}: it would re-arm while it fires."
+            stricter = f"{key}.recovery_{side}"
+            yield _problem(stricter, recovery, reason, f"Set {bound}, or a stricter one.", set_to(stricter, bound))
 
 
-def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig) -> Iterator[Finding]:
+def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig) -> Iterator[Problem]:
     key, action = f"{SECTION}.{name}", values["action"]
     if action == "fallback" and not values["fallback"]:
-        yield f"{key}.fallback", values["fallback"], "nothing to fall back to.", f"Set {key}.fallback=[tis_token,gsm]."
+        override = set_to(f"{key}.fallback", ["tis_token", "gsm"])
+        yield _problem(f"{key}.fallback", values["fallback"], "nothing to fall back to.", "", override)
     if action != "fallback" and values["fallback"]:
         names = values["fallback"]
-        shown = names["options"] if isinstance(names, Mapping) else names
-        yield f"{key}.fallback", shown, f"never taken with action={action}.", f"Set {key}.action=fallback, or null."
+        given = names["options"] if isinstance(names, Mapping) else names
+        reason, fix = f"never taken with action={action}.", f"Set {key}.action=fallback, or null."
+        yield _problem(f"{key}.fallback", given, reason, fix, set_to(f"{key}.action", "fallback"))
     if values["return_after"] is not None and action != "fallback":
-        reason = f"nothing to return from with action={action}."
-        yield f"{key}.return_after", values["return_after"], reason, f"Set {key}.action=fallback, or null."
+        reason, fix = f"nothing to return from with action={action}.", f"Set null, or {key}.action=fallback."
+        yield _problem(f"{key}.return_after", values["return_after"], reason, fix, set_to(f"{key}.return_after", None))
     if action not in ("stop", "fallback"):
         return
-    measured = OmegaConf.select(config, "actor_rollout_ref.rollout.calculate_log_probs")
+    measured = OmegaConf.select(config, _MU)
     if spec.is_none and not measured:
         reason = "with correction=none and no rollout log-probs there is nothing to measure."
-        fix = f"Set actor_rollout_ref.rollout.calculate_log_probs=true, or {key}.action=off."
-        yield f"{key}.action", action, reason, fix
+        fix = f"Set {_MU}=true, or {key}.action=off."
+        yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
     elif reason := never_moves(name, spec):
-        yield f"{key}.action", action, reason, f"Set {key}.action=warn, or off."
+        fix = f"Set {key}.action=warn, or off."
+        yield _problem(f"{key}.action", action, reason, fix, set_to(f"{key}.action", "warn"))
 
 
 def _float(value: Any) -> float | None:

@@ -12,6 +12,14 @@ from ..correction.proximal import OF_THE_TRAINER
 
 NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth")
 GROWTH: Final = "mismatch_growth"
+RANGES: Final = {
+    "ess": (0.0, 1.0),
+    "mean_weight": (0.0, math.inf),
+    "kept_share": (0.0, 1.0),
+    "nonfinite": (0.0, math.inf),
+    "mismatch_growth": (0.0, math.inf),
+}
+"""Least and greatest value that each alarm can see."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..correction import CorrectionSpec
-from ..findings import Finding
+from ..correction import CorrectionSpec, Problem
+from ..correction.problem import set_to
 
 KEY = "offpolicy.calibrate.target_ess"
 
 
-def malformed(target: Any) -> Iterator[Finding]:
+def malformed(target: Any) -> Iterator[Problem]:
     """A value that is neither null nor a number in (0, 1)."""
     number = isinstance(target, int | float) and not isinstance(target, bool)
     if target is not None and not (number and 0 < target < 1):
         reason = "an effective sample size as a share of the weights, above 0 and below 1."
-        yield KEY, target, reason, "Set 0.9, or null."
+        yield Problem(KEY, target, reason, "Set 0.9, or null.", parts=(), overrides=(set_to(KEY, 0.9),))
 
 
-def misplaced(target: float, spec: CorrectionSpec, masks: Collection[str]) -> Iterator[Finding]:
+def misplaced(target: float, spec: CorrectionSpec, masks: Collection[str]) -> Iterator[Problem]:
     """A weight of ``spec`` whose cap cannot follow an ESS.
 
     ``normalize`` is none of it: it divides all weights by one number, after the cap, which leaves the ESS as it is.
@@ -28,7 +28,8 @@ def misplaced(target: float, spec: CorrectionSpec, masks: Collection[str]) -> It
         masks: names of the masks whose bounds move.
     """
     for reason, fix in _reasons(spec, masks):
-        yield KEY, target, reason, f"Set {KEY}=null, or {fix}."
+        sentence = f"Set {KEY}=null, or {fix}."
+        yield Problem(KEY, target, reason, sentence, parts=(), overrides=(set_to(KEY, None),))
 
 
 def _reasons(spec: CorrectionSpec, masks: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,8 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from ..correction import CorrectionSpec, MaskSpec
+from ..correction import CorrectionSpec, MaskSpec, Problem
+from ..correction.problem import remove, set_to, shown
 from ..forward_passes import correction_of
 from . import online_cap_settings as cap_settings
 from .online_bounds import WEIGHT
@@ -33,8 +34,8 @@ DEFAULTS: Final[dict[str, Any]] = {
 }
 _COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
 
-Finding = tuple[str, object, str, str]
-"""Key, value, what is wrong, and the fix."""
+_OF_MASKS: Final = ("of", "side", "noise_kept")
+_PACE: Final = ("every", "window", "warmup", "rate", "floor", "ceiling")
 
 
 @dataclass(frozen=True)
@@ -89,25 +90,47 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return noted if values["target_ess"] is not None else {key: noted[key] for key in noted if key != "target_ess"}
 
 
-def problems(config: DictConfig) -> Iterator[Finding]:
-    """What is wrong with ``offpolicy.calibrate``, in a configuration whose correction is well formed."""
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.calibrate``, in a configuration whose correction is well formed."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
-        yield SECTION, section, "its keys have no values.", "Remove this override."
+        yield Problem(SECTION, section, "its keys have no values.", "Remove this override.", parts=())
         return
-    for key in map(str, section):
-        if key not in DEFAULTS:
-            yield f"{SECTION}.{key}", section[key], "unknown key.", f"Remove {SECTION}.{key}."
+    for name in map(str, section):
+        if name not in DEFAULTS:
+            key, given = f"{SECTION}.{name}", section[name]
+            yield Problem(key, given, "unknown key.", parts=(), overrides=remove(key, given))
     values = _values(config)
-    wrong = list(_malformed(values))
-    yield from wrong
-    if wrong or not _on(values):
+    if wrong := list(_malformed(values)):
+        yield from wrong
+        return
+    yield from _unread(values)
+    if not _on(values):
         return
     spec = CorrectionSpec.from_mapping(correction_of(config))
     if values["target_kept"] is not None:
         yield from _misplaced(values, spec)
     if values["target_ess"] is not None:
         yield from cap_settings.misplaced(values["target_ess"], spec, _masks(values, spec))
+
+
+def _problem(name: str, value: Any, reason: str, fix: str = "", **mend: Any) -> Problem:
+    """A problem of one key; ``mend`` holds the keys of the section that mend it, by default what is shipped."""
+    mend = mend or {name: DEFAULTS[name]}
+    overrides = tuple(set_to(f"{SECTION}.{key}", wanted) for key, wanted in mend.items())
+    return Problem(f"{SECTION}.{name}", value, reason, fix, parts=(), overrides=overrides)
+
+
+def _unread(values: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that are set and that nothing reads, because no target, or none of masks, is set."""
+    if values["target_kept"] is not None:
+        return
+    needed = "target_kept" if _on(values) else "target_kept or target_ess"
+    for name in _OF_MASKS if _on(values) else (*_OF_MASKS, *_PACE):
+        if values[name] != DEFAULTS[name]:
+            reason = f"nothing reads it without {SECTION}.{needed}."
+            fix = f"Set {SECTION}.target_kept=0.98 for example, or {SECTION}.{name}={shown(DEFAULTS[name])}."
+            yield _problem(name, values[name], reason, fix)
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
@@ -126,22 +149,21 @@ def _masks(values: dict[str, Any], spec: CorrectionSpec) -> tuple[str, ...]:
     return tuple(sorted(_named(values["of"]))) or tuple(_movable(spec, values["side"]))
 
 
-def _malformed(values: dict[str, Any]) -> Iterator[Finding]:
-    def key(name: str) -> str:
-        return f"{SECTION}.{name}"
-
+def _malformed(values: dict[str, Any]) -> Iterator[Problem]:
     target = values["target_kept"]
     if target is not None and not (_number(target) and 0.5 <= target < 1):
-        yield key("target_kept"), target, "a share of what a mask looks at, from 0.5 to below 1.", "Set 0.98, or null."
+        reason = "a share of what a mask looks at, from 0.5 to below 1."
+        yield _problem("target_kept", target, reason, "Set 0.98, or null.", target_kept=0.98)
     yield from cap_settings.malformed(values["target_ess"])
     if values["side"] not in get_args(Side):
-        yield key("side"), values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}."
+        yield _problem("side", values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}.")
     names = values["of"]
     if not (names is None or isinstance(names, str | ListConfig | list)):
-        yield key("of"), names, "not a list of masks.", f"Set {key('of')}=[gsm], or null for the one there is."
+        fix = f"Set {SECTION}.of=[gsm] for example, or null for the one there is."
+        yield _problem("of", names, "not a list of masks.", fix)
     for name, least in _COUNTS.items():
         if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < least:
-            yield key(name), values[name], f"a count of updates, a whole number of at least {least}.", "Set one."
+            yield _problem(name, values[name], f"a count of updates, a whole number of at least {least}.")
     ranges = {
         "rate": (0.0, 1.0, "a factor less one, above 0 and at most 1"),
         "floor": (0.0, 1.0, "a multiple of the configured bound's distance from agreement, above 0 and at most 1"),
@@ -160,39 +182,41 @@ def _malformed(values: dict[str, Any]) -> Iterator[Finding]:
             }[name]
         )
         if not inside:
-            yield key(name), value, f"{what}.", f"Set {DEFAULTS[name]}."
+            yield _problem(name, value, f"{what}.")
 
 
-def _misplaced(values: dict[str, Any], spec: CorrectionSpec) -> Iterator[Finding]:
+def _misplaced(values: dict[str, Any], spec: CorrectionSpec) -> Iterator[Problem]:
     of, target = f"{SECTION}.of", f"{SECTION}.target_kept"
     masks, movable = dict(spec.masks), _movable(spec, values["side"])
     names = _named(values["of"])
     if not masks:
-        yield (
-            target,
-            values["target_kept"],
-            "the correction has no mask whose bounds could move.",
-            f"Set {target}=null; {cap_settings.KEY} moves the cap of a weight.",
-        )
+        reason = "the correction has no mask whose bounds could move."
+        fix = f"Set {target}=null; {cap_settings.KEY} moves the cap of a weight."
+        yield _problem("target_kept", values["target_kept"], reason, fix)
         return
     if spec.skyrl_compat:
         reason = "correction.skyrl_compat=true lets one mask decide what another sees, so that no share is its own."
-        yield target, values["target_kept"], reason, f"Set {target}=null, or correction.skyrl_compat=false."
+        fix = f"Set {target}=null, or correction.skyrl_compat=false."
+        yield _problem("target_kept", values["target_kept"], reason, fix)
     if not names and len(movable) != 1:
         reason = f"{len(movable)} masks have bounds that could move: {', '.join(movable) or 'none'}."
         fix = f"Set {of}=[{movable[0]}] for example." if movable else f"Set {target}=null."
-        yield of, None, reason, fix
+        mend: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None}
+        yield _problem("of", None, reason, fix, **mend)
     for name in names or movable:
+        first: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None, "of": None}
         if name not in masks:
-            yield of, name, "no mask of the correction.", f"Choose of {', '.join(masks)}."
+            yield _problem("of", name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", **first)
         elif name not in movable:
-            yield of, name, _unmovable(masks[name], values["side"]), f"Choose of {', '.join(movable) or 'other masks'}."
+            fix = f"Choose of {', '.join(movable)}." if movable else f"Set {target}=null."
+            yield _problem("of", name, _unmovable(masks[name], values["side"]), fix, **first)
         elif masks[name].ratio == "full" and spec.proximal in ("bypass", "loglinear"):
             reason = (
                 f"with correction.proximal={spec.proximal} nothing tells backend noise from drift, and the bound must "
                 f"not get below it."
             )
-            yield of, name, reason, f"Set correction.proximal=recompute, or {target}=null."
+            fix = f"Set {target}=null, or correction.proximal=recompute."
+            yield _problem("of", name, reason, fix, target_kept=None, of=None)
 
 
 def _movable(spec: CorrectionSpec, side: Side) -> list[str]:

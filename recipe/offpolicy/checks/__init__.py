@@ -1,7 +1,7 @@
-"""Start-up checks: whatever would leave a configured correction dead, wrong or applied twice stops the run.
+"""Start-up checks: whatever would leave a configured correction dead, wrong or applied twice.
 
-One set for the launch, ``--check``, the doctor and the test of a fork. Each check looks at the resolved configuration
-and yields problems that name the key, its value and the fix. What is rarely meant and no reason to stop is a remark.
+Each looks at the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
+launch; what is rarely meant and no reason to stop is one of ``REMARKS``. ``preflight.examine`` runs them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 
 from omegaconf import DictConfig
 
-from ..correction import CorrectionSpec, SpecError
-from ..findings import Problem
-from . import bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
+from ..correction import CorrectionSpec
+from ..correction.problem import Problem
+from ..verl_keys.reading import active
+from . import batch_sizes, bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
 from .own_keys import OWN_KEYS, own_keys
-from .reading import CheckError, Part, parts_of, shadows_of, spec_of
-from .sections import null_sections, refuse_null_sections
+from .reading import Part, parts_of, shadows_of, spec_of
+from .sections import null_sections
+from .values import unreadable_values, unresolved_interpolations
 from .verls_own import verl_correction_changes
 from .verls_validation import refused_by_verl
 from .workers_env import groups_of
@@ -36,6 +38,8 @@ CHECKS: tuple[Check, ...] = (
     workers_env.workers_env,
     own_keys,
     bounds.bounds_without_agreement,
+    bounds.bounds_out_of_reach,
+    bounds.aggregate_of_single_tokens,
     bounds.weight_beside_the_loss,
     steps.proximal,
     steps.unread_proximal,
@@ -46,12 +50,15 @@ CHECKS: tuple[Check, ...] = (
     loss.denominator,
     loss.baseline,
     rollout.rollout_log_probs,
+    rollout.unread_consent,
+    batch_sizes.uneven_micro_batches,
     verls_own.both_at_once,
     loss.distillation,
     *OF_VERLS_OWN,
     loss.base_loss,
 )
 REMARKS: tuple[Check, ...] = (
+    bounds.bounds_never_seen,
     remarks.level_version,
     remarks.wide_caps,
     remarks.no_staleness,
@@ -61,51 +68,21 @@ REMARKS: tuple[Check, ...] = (
 )
 
 
-def run_checks(config: DictConfig) -> CorrectionSpec:
-    """Run every check.
-
-    Returns:
-        The correction to train with.
-
-    Raises:
-        SpecError: the correction itself is malformed.
-        CheckError: something around it makes it dead, wrong or double; all problems at once.
-    """
-    spec = spec_of(config)
-    problems = found_by(CHECKS, config, spec)
-    if problems:
-        raise CheckError(problems)
-    return spec
-
-
-def advice(config: DictConfig, spec: CorrectionSpec) -> list[str]:
-    """What is allowed and rarely meant."""
-    return [str(problem) for problem in found_by(REMARKS, config, spec)]
-
-
-def found_by(checks: tuple[Check, ...], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
-    """The problems that these checks find, in their order."""
-    return [problem for check in checks for problem in check(config, spec)]
-
-
 __all__ = [
     "CHECKS",
     "OF_VERLS_OWN",
     "OWN_KEYS",
     "REMARKS",
-    "CheckError",
+    "Check",
     "Part",
-    "Problem",
-    "SpecError",
-    "advice",
-    "found_by",
+    "active",
     "groups_of",
     "null_sections",
     "parts_of",
-    "refuse_null_sections",
     "refused_by_verl",
-    "run_checks",
     "shadows_of",
     "spec_of",
+    "unreadable_values",
+    "unresolved_interpolations",
     "verl_correction_changes",
 ]

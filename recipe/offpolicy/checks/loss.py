@@ -14,13 +14,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ..baseline import GROUP_ESTIMATORS
 from ..correction import CorrectionSpec
 from ..correction.denominator import HAS_DENOMINATOR
-from ..findings import EVERYTHING, Problem, set_to, taken_away
+from ..correction.problem import EVERYTHING, Problem, remove, set_to
 from ..verl_keys.reading import BYPASS, active, part
 from ..voice import logger
 from .reading import ACTOR
 
 _KL_CLIP = ("kl_clip",)
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
+_SECTION = re.compile(r"full_key: ([\w.]+)")
+"""Where verl's instantiation of a section failed, as Hydra's message ends."""
 
 
 def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -89,6 +91,16 @@ def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             ("baseline",),
             (set_to("correction.baseline", "include"),),
         )
+    elif (rows := OmegaConf.select(config, "actor_rollout_ref.rollout.n")) == 1:
+        yield Problem(
+            "actor_rollout_ref.rollout.n",
+            rows,
+            "baseline=exclude takes rejected siblings out of a group, and each prompt has one rollout alone.",
+            "Set 2 or more rollouts a prompt, or correction.baseline=include.",
+            "INERT",
+            ("baseline",),
+            (set_to("correction.baseline", "include"),),
+        )
 
 
 def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -96,7 +108,8 @@ def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     key = "distillation.enabled"
     if OmegaConf.select(config, key, default=False):
         reason = "verl's distillation loss and the corrected loss take the same place in the worker."
-        yield Problem(key, True, reason, "Set distillation.enabled=false.", overrides=(set_to(key, False),))
+        fix = "Set distillation.enabled=false, which gives up the distillation, or launch verl.trainer.main_ppo."
+        yield Problem(key, True, reason, fix, overrides=(set_to(key, False),))
 
 
 def base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -125,7 +138,9 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         actor_config: Any = omega_conf_to_dataclass(actor)
     except Exception as error:
         cause = error.__cause__ or error
-        yield _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
+        section = _SECTION.search(str(error))
+        unknown = _unknown_keys(config, section[1], parts) if section else None
+        yield unknown or _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
         return
     try:
         wrong = probe(actor_config)
@@ -136,7 +151,8 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         fix = (
             "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
             if without_scale
-            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo."
+            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo. "
+            f"It trains another objective than {actor.policy_loss.loss_mode}."
         )
         override = (
             set_to(f"{ACTOR}.loss_scale_factor", config.data.max_response_length)
@@ -144,21 +160,48 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
             else set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
         )
         yield Problem(
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            f"{actor.policy_loss.loss_mode} (actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode})",
+            f"{ACTOR}.policy_loss.loss_mode",
+            actor.policy_loss.loss_mode,
             f"{wrong}.",
             fix,
             parts=parts,
             overrides=(override,),
+            beside={f"{ACTOR}.loss_agg_mode": actor.loss_agg_mode},
         )
+
+
+def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
+    """All keys of a section that the class which verl makes of it does not have; None where there is none.
+
+    A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
+    """
+    node = OmegaConf.select(config, section)
+    target = node.get("_target_") if isinstance(node, DictConfig) else None
+    if target is None:
+        return None
+    known = {field.name for field in dataclasses.fields(get_class(target))}
+    extra = [str(name) for name in node if name not in known and name != "_target_"]
+    if not extra:
+        return None
+    overrides: list[str] = []
+    sentences: list[str] = []
+    for name in extra:
+        key, value = f"{section}.{name}", node[name]
+        overrides += remove(key, value)
+        instead = next((place for place in _places(config, name) if place != key), None)
+        if instead is None:
+            sentences.append(f"Remove {key}; what it asks for is then not done.")
+        else:
+            overrides.append(set_to(instead, value))
+            sentences.append(f"Set {instead} in the place of {key}.")
+    reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."
+    key, fix = f"{section}.{extra[0]}", " ".join(sentences)
+    return Problem(key, node[extra[0]], reason, fix, parts=parts, overrides=(*overrides,))
 
 
 def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
     """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
-    if unknown is not None and (key := _below(config, unknown[1])) is not None:
-        return _problem(config, key, reason, f"Remove {key}.", parts, *taken_away(key, OmegaConf.select(config, key)))
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if name.endswith(_DEMANDED):
@@ -208,9 +251,14 @@ def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
 
 def _below(config: DictConfig, name: str) -> str | None:
     """The key of the actor, or of a section of it, that has this name."""
+    return next(_places(config, name), None)
+
+
+def _places(config: DictConfig, name: str) -> Iterator[str]:
+    """Keys of the actor and of its sections that have this name."""
     actor = config.actor_rollout_ref.actor
     places = (f"{section}.{name}" if section else name for section in _sections(actor))
-    return next((f"{ACTOR}.{place}" for place in places if _has(actor, place)), None)
+    return (f"{ACTOR}.{place}" for place in places if _has(actor, place))
 
 
 def _sections(node: DictConfig, place: str = "") -> Iterator[str]:

@@ -12,7 +12,7 @@ from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 
 from ..correction import CorrectionSpec
-from ..findings import EVERYTHING, Problem, set_to
+from ..correction.problem import EVERYTHING, Problem, set_to
 from ..live_path import STRATEGY, LivePath, live_path, uncovered
 from .reading import SHADOW, shadows_of
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
-from ..findings import Problem, spelt
+from ..correction.problem import shown
 from ..forward_passes import correction_of
 from ..forward_passes import gradient_steps as gradient_steps
 from ..verl_keys.reading import active, own, part
@@ -20,14 +20,6 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 SHADOW = "offpolicy.shadow"
 
 
-class CheckError(RuntimeError):
-    """The configuration would train something else than it says."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = problems
-
-
 @dataclass(frozen=True)
 class Part:
     """One thing that a configuration asks for, whose verdict is told by itself.
@@ -36,11 +28,13 @@ class Part:
         name: as ``Problem.parts`` names it.
         meaning: what is asked for, in a few words.
         reads_mu: whether it needs the rollout engine's log-probs.
+        ours: whether it corrects the loss by this recipe: verl's own parts and what is only reported do not.
     """
 
     name: str
     meaning: str
     reads_mu: bool = True
+    ours: bool = True
 
 
 def spec_of(config: DictConfig) -> CorrectionSpec:
@@ -53,7 +47,7 @@ def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
     node = OmegaConf.select(config, SHADOW)
     mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
     if not isinstance(mapping, dict):
-        raise SpecError(f"offpolicy.shadow={mapping}: names, that main_offpolicy has not replaced by what they mean.")
+        raise SpecError("names, that main_offpolicy has not replaced by what they mean.", key=SHADOW, value=mapping)
     return {str(name): CorrectionSpec.from_mapping(values) for name, values in mapping.items()}
 
 
@@ -71,14 +65,16 @@ def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
         parts.append(Part("denominator", spec.denominator))
     if spec.baseline != "include":
         parts.append(Part("baseline", spec.baseline))
-    parts += [Part(f"shadow.{name}", "reported, not applied") for name in OmegaConf.select(config, SHADOW) or ()]
+    parts += [
+        Part(f"shadow.{name}", "reported, not applied", ours=False) for name in OmegaConf.select(config, SHADOW) or ()
+    ]
     values = own(config)
     for key in active(config):
         bound = values.get(f"{key}_threshold")
-        within = f", {key}_threshold={spelt(bound)}" if f"{key}_threshold" in values else ""
-        parts.append(Part(part(key), f"verl's own, {spelt(values[key])}{within}"))
+        within = f", {key}_threshold={shown(bound)}" if f"{key}_threshold" in values else ""
+        parts.append(Part(part(key), f"verl's own, {shown(values[key])}{within}", ours=False))
     if asked := asked_for(config):
-        parts.append(Part(ROUTER_REPLAY, asked, reads_mu=False))
+        parts.append(Part(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
     return parts
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec
+from ..correction.problem import Problem, set_to, shown
 from ..correction.proximal import WITHOUT_FORWARD
-from ..findings import Problem, set_to, spelt
 from ..verl_keys.estimators import OUTCOME
 from ..verl_keys.reading import BYPASS, VERL, active, own, part
 from .reading import ACTOR, ROLLOUT, gradient_steps
@@ -82,9 +82,9 @@ def unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
     yield Problem(
         key,
         scored,
-        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={spelt(trained)}): kernels may round "
+        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={shown(trained)}): kernels may round "
         f"differently, so that pi / pi_old is not exactly 1 at the first step.",
-        f"Set {key}={spelt(trained)}.",
+        f"Set {key}={shown(trained)}.",
         "NOTE",
         ("pi_old",),
         (set_to(key, trained),),
@@ -154,9 +154,9 @@ def collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             key,
             True,
             f"the penalty is given by token, and algorithm.adv_estimator={estimator} sums a row to one outcome before "
-            f"its baseline: no token is charged for its own KL.",
-            f"Set {key}=false and {ACTOR}.use_kl_loss=true, or algorithm.adv_estimator=reinforce_plus_plus.",
-            "INERT",
+            f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own.",
+            f"Set {key}=false and {ACTOR}.use_kl_loss=true to charge each token for its own.",
+            "NOTE",
             ("dense_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
         )

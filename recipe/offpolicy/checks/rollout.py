@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec
-from ..findings import MU, Problem, set_to
+from ..correction.problem import MU, Problem, set_to
 from ..verl_keys.reading import active
 from .reading import ENGINE, ROLLOUT, looks_at_mu
 
@@ -76,6 +76,14 @@ def sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
     if not spec.allow_truncated_sampling:
         yield from _truncated(config)
+
+
+def unread_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A consent to truncated sampling where nothing reads mu."""
+    if spec.allow_truncated_sampling and not (looks_at_mu(config, spec) or active(config)):
+        key = "correction.allow_truncated_sampling"
+        reason = "there is no correction whose mu it could be about."
+        yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
 
 
 def _truncated(config: DictConfig) -> Iterator[Problem]:

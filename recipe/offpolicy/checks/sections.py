@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..findings import Problem
-from .reading import ACTOR, ROLLOUT, CheckError
+from ..correction.problem import Problem
+from .reading import ACTOR, ROLLOUT
 
 _SECTIONS = (
     "actor_rollout_ref",
@@ -32,13 +32,3 @@ def null_sections(config: DictConfig) -> Iterator[Problem]:
         if isinstance(node, DictConfig) and name in node and not isinstance(node[name], DictConfig):
             reason = "this section of verl's configuration holds keys that every launch reads."
             yield Problem(key, node[name], reason, "Remove this override.")
-
-
-def refuse_null_sections(config: DictConfig) -> None:
-    """Stop before a section that is null is read.
-
-    Raises:
-        CheckError: names each.
-    """
-    if problems := list(null_sections(config)):
-        raise CheckError(problems)

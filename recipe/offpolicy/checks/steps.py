@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, set_to
+from ..correction.problem import Problem, set_to
 from .reading import ACTOR, gradient_steps
 
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects.verl import VERL_DEFAULTS, verl_rejections, verl_weight_bounds
-from ..findings import Problem, set_to, told
+from ..correction.problem import Problem, set_to
 from ..live_path import live_path
 from ..verl_keys import dead_keys as dead_keys_of
 from ..verl_keys.reading import VERL, changes, own, part
@@ -67,8 +67,8 @@ def _malformed(key: str, owner: str, proposed: str | float, read: Callable[[], o
     try:
         read()
     except SpecError as error:
-        problem = told(error, (part(owner),))
-        yield replace(problem, overrides=(set_to(key, proposed),) if problem.key == key else problem.overrides)
+        overrides = (set_to(key, proposed),) if error.problem.key == key else error.problem.overrides
+        yield replace(error.problem, parts=(part(owner),), overrides=overrides)
 
 
 def _usual(rejection: str) -> str:

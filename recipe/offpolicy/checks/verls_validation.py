@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, set_to
+from ..correction.problem import Problem, set_to
 from .reading import ACTOR
 
 _BATCH = "data.train_batch_size"
@@ -55,10 +55,15 @@ def _told(config: DictConfig, said: str) -> Problem:
         key = f"{ACTOR}.ppo_mini_batch_size"
         return _set(config, key, OmegaConf.select(config, _BATCH), reason)
     if found := _UNSET.search(said):
-        return _set(config, found[1], 1, reason)
+        return _set(config, _whole_key(found[1]), 1, reason)
     if found := _BOTH.search(said):
-        return _set(config, found[1], None, reason)
+        return _set(config, _whole_key(found[1]), None, reason)
     return Problem("", None, reason, "")
+
+
+def _whole_key(named: str) -> str:
+    """verl's messages about the actor name its keys without the section above."""
+    return f"actor_rollout_ref.{named}" if named.startswith("actor.") else named
 
 
 def _divisible(config: DictConfig, divisor: int) -> int:

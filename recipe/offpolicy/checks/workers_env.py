@@ -10,7 +10,7 @@ from verl_patches.contract import PatchError
 from verl_patches.runtime_env import KEY, forward
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, taken_away
+from ..correction.problem import Problem, remove
 from ..live_path import LivePath, live_path
 
 _VARIABLES = f"{KEY}.env_vars."
@@ -43,4 +43,4 @@ def _told(message: str) -> Problem:
     if not key.startswith(_VARIABLES):
         return Problem("", None, message, "")
     reason, _, fix = reason.partition(" Fix: ")
-    return Problem(key, value, reason, f"{fix[:1].upper()}{fix[1:]}", overrides=taken_away(key, value))
+    return Problem(key, value, reason, f"{fix[:1].upper()}{fix[1:]}", overrides=remove(key, value))

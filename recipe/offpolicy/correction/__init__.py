@@ -10,19 +10,20 @@ Needs torch alone. The three log-probs, each (B, T), or nested by row with layou
 """
 
 from .mask_spec import MaskSpec
+from .problem import Problem, SpecError
 from .proximal import proximal_log_prob
 from .results import BatchConstants, RolloutStage, StepStage
 from .spec import CorrectionSpec
 from .stages import batch_constants, rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns
-from .validation import SpecError
 from .weight_spec import WeightSpec
 
 __all__ = [
     "BatchConstants",
     "CorrectionSpec",
     "MaskSpec",
+    "Problem",
     "Reduction",
     "RolloutStage",
     "SpecError",

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import SpecError, band, choice, number, ordered_bounds, ratio_bounds, require_keys
+from .validation import band, choice, number, ordered_bounds, ratio_bounds, require_keys
 
 Ratio = Literal["rollout", "full", "ppo"]
 Aggregate = Literal[
@@ -83,9 +84,11 @@ class MaskSpec:
         aggregate = choice(mapping, "aggregate", Aggregate, key)
         if (aggregate == "second_moment") != ("budget" in mapping):
             raise SpecError(
-                f"{key}.aggregate={aggregate} with {', '.join(sorted(bound_keys))}: second_moment is bounded by "
-                f"budget, and nothing else is. Set {key}.budget=0.04 with second_moment, or lower and upper.",
-                overrides=_one_kind_of_bound(mapping, key),
+                "second_moment is bounded by budget, and nothing else is.",
+                key=f"{key}.aggregate",
+                value=aggregate,
+                beside={f"{key}.{name}": mapping[name] for name in sorted(bound_keys)},
+                **_one_kind_of_bound(mapping, key),
             )
         delta = budget = lower = upper = None
         if "delta" in mapping:
@@ -95,7 +98,10 @@ class MaskSpec:
             budget = number(mapping["budget"], f"{key}.budget", nullable=False)
             if budget is None or budget <= 0:
                 raise SpecError(
-                    f"{key}.budget={mapping['budget']}: a mean of (log ratio)^2, a number > 0. Set {key}.budget=0.04."
+                    "a mean of (log ratio)^2, a number > 0.",
+                    key=f"{key}.budget",
+                    value=mapping["budget"],
+                    mend={f"{key}.budget": 0.04},
                 )
         else:
             lower, upper = _bounds(mapping, aggregate, key)
@@ -116,22 +122,29 @@ class MaskSpec:
     def _check(self, key: str) -> None:
         if self.sign == "token" and self.when == "any":
             raise SpecError(
-                f"{key}.sign=token with {key}.when=any: no advantage is looked at. Set {key}.when=negative or "
-                f"positive, or leave sign out.",
-                overrides={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
+                "no advantage is looked at.",
+                f"Set {key}.when=negative or positive, or {key}.sign=row.",
+                key=f"{key}.sign",
+                value="token",
+                beside={f"{key}.when": "any"},
+                mend={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
             )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.aggregate in ("product", "geometric") and self.when == "any":
             side = "lower" if self.lower is None else "upper"
             raise SpecError(
-                f"{key}.{side}=null: a band on single tokens has two bounds. Set {key}.{side}, or "
-                f"{key}.aggregate=any if one side is meant to stay open."
+                "a band on single tokens has two bounds.",
+                f"Set {key}.{side}, or {key}.aggregate=any if one side is meant to stay open.",
+                key=f"{key}.{side}",
+                mend={f"{key}.aggregate": "any"},
             )
         if self.aggregate == "second_moment" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
             raise SpecError(
-                f"{key}.aggregate=second_moment with ratio={self.ratio}, level={self.level}, when={self.when}: its cut "
-                f"is fixed for the batch from mu and pi_old, by token, whatever the advantage. "
-                f"Set {key}.ratio=rollout, {key}.level=token and {key}.when=any."
+                "its cut is fixed for the batch from mu and pi_old, by token, whatever the advantage.",
+                key=f"{key}.aggregate",
+                value="second_moment",
+                beside={f"{key}.{name}": getattr(self, name) for name in ("ratio", "level", "when")},
+                mend={f"{key}.ratio": "rollout", f"{key}.level": "token", f"{key}.when": "any"},
             )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -173,19 +186,23 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
         if name in mapping:
             first = sorted(chosen)[0]
             raise SpecError(
-                f"{key}.{first}={mapping[first]} with {key}.{name}={mapping[name]}: delta d stands for lower=exp(-d), "
-                f"upper=null, and budget for a cut by batch. Give delta, or budget, or the two bounds.",
+                "delta d stands for lower=exp(-d), upper=null, and budget for a cut by batch.",
+                "Give delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],
-                removed=f"{key}.{name}",
+                beside={f"{key}.{first}": mapping[first]},
+                removed={f"{key}.{name}": mapping[name]},
             )
 
 
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What brings the aggregate and its kind of bound together: key -> value."""
+    """The mend that brings the aggregate and its kind of bound together, as arguments of SpecError."""
     if "budget" in mapping:
-        return {f"{key}.aggregate": "second_moment"}
-    return {f"{key}.aggregate": "geometric"} if "delta" in mapping else {f"{key}.budget": 0.04}
+        return {"mend": {f"{key}.aggregate": "second_moment"}}
+    if "delta" in mapping:
+        return {"mend": {f"{key}.aggregate": "geometric"}}
+    bounds = {f"{key}.{side}": mapping[side] for side in ("lower", "upper") if side in mapping}
+    return {"mend": {f"{key}.budget": 0.04}, "removed": bounds}
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
@@ -199,18 +216,28 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
     delta = number(value, f"{key}.delta", nullable=False) if value != "???" else None
     if aggregate not in ("geometric", "product"):
         raise SpecError(
-            f"{key}.delta={value} with {key}.aggregate={aggregate}: delta bounds a mean or a sum of log ratios. "
-            f"Set {key}.aggregate=geometric, or give lower and upper."
+            "delta bounds a mean or a sum of log ratios.",
+            f"Set {key}.aggregate=geometric, or give lower and upper.",
+            key=f"{key}.delta",
+            value=value,
+            beside={f"{key}.aggregate": aggregate},
+            mend={f"{key}.aggregate": "geometric"},
         )
     if delta is None or delta < 0:
         raise SpecError(
-            f"{key}.delta={value}: a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, "
-            f"in nats a token. Set {key}.delta=0.1 for example."
+            "a row is dropped when mean log(mu/pi) > delta, so delta must be a number >= 0, in nats a token.",
+            f"Set {key}.delta=0.1 for example.",
+            key=f"{key}.delta",
+            value=value,
+            mend={f"{key}.delta": 0.1},
         )
     if delta > EXP_CLAMP and aggregate == "geometric":
         raise SpecError(
-            f"{key}.delta={delta}: a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the "
-            f"mask never acts. Set {key}.delta=0.1 for example, or remove the mask."
+            f"a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the mask never acts.",
+            f"Set {key}.delta=0.1 for example, or remove the mask.",
+            key=f"{key}.delta",
+            value=delta,
+            mend={f"{key}.delta": 0.1},
         )
     return delta
 
@@ -219,29 +246,38 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
     lower, upper = ratio_bounds(mapping, key) if aggregate in ON_RATIO else ordered_bounds(mapping, key)
     if lower is None and upper is None:
         raise SpecError(
-            f"{key}.lower=null with {key}.upper=null: a mask with both sides open never acts. "
-            f"Set a bound, or remove the mask.",
-            overrides=_closed(mapping, aggregate, key),
+            "a mask with both sides open never acts.",
+            "Set a bound, or remove the mask.",
+            key=f"{key}.lower",
+            beside={f"{key}.upper": None},
+            mend=_closed(mapping, aggregate, key),
         )
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is None:
             continue
         if aggregate.startswith(("k2", "k3", "tv")) and bound < 0:
             raise SpecError(
-                f"{key}.{side}={bound}: {aggregate} is never negative. Set a bound >= 0, or null.",
-                overrides={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                f"{aggregate} is never negative.",
+                "Set a bound >= 0, or null.",
+                key=f"{key}.{side}",
+                value=bound,
+                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
             )
         if aggregate == "binary_tv" and abs(bound) > 1:
             raise SpecError(
-                f"{key}.{side}={bound}: a difference of probabilities lies in [-1, 1]. Set it inside.",
-                overrides={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                "a difference of probabilities lies in [-1, 1].",
+                key=f"{key}.{side}",
+                value=bound,
+                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
             )
     least, greatest = _range(aggregate)
     if (lower is None or lower <= least) and (upper is None or upper >= greatest):
         raise SpecError(
-            f"{key}.lower={lower} with {key}.upper={upper}: {aggregate} never lies outside, so that the mask never "
-            f"acts. Set {key}.upper, or remove the mask.",
-            overrides={f"{key}.upper": band(aggregate)[1]},
+            f"{aggregate} never lies outside, so that the mask never acts.",
+            key=f"{key}.lower",
+            value=lower,
+            beside={f"{key}.upper": upper},
+            mend={f"{key}.upper": band(aggregate)[1]},
         )
     return lower, upper
 

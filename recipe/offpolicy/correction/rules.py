@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .validation import SpecError
+from .problem import SpecError
 
 if TYPE_CHECKING:
     from .spec import CorrectionSpec
+
+_OF_MASK = ("ratio", "level", "aggregate", "when")
+_OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
 
 
 def check_together(spec: CorrectionSpec) -> None:
@@ -24,54 +27,83 @@ def _proximal_fits(spec: CorrectionSpec) -> None:
     if spec.proximal == "loglinear":
         if spec.alpha is None or not 0 < spec.alpha < 1:
             raise SpecError(
-                f"correction.alpha={spec.alpha} with correction.proximal=loglinear: the share of the current policy, "
-                f"between 0 (bypass) and 1 (reuse). Set correction.alpha=0.5 for example."
+                "the share of the current policy, between 0 (bypass) and 1 (reuse).",
+                "Set correction.alpha=0.5 for example.",
+                key="correction.alpha",
+                value=spec.alpha,
+                beside=_proximal(spec),
+                mend={"correction.alpha": 0.5},
             )
     elif spec.alpha is not None:
         raise SpecError(
-            f"correction.alpha={spec.alpha} with correction.proximal={spec.proximal}: only loglinear interpolates. "
-            f"Set correction.proximal=loglinear, or correction.alpha=null."
+            "only loglinear interpolates.",
+            "Set correction.proximal=loglinear, or correction.alpha=null.",
+            key="correction.alpha",
+            value=spec.alpha,
+            beside=_proximal(spec),
+            mend={"correction.alpha": None},
         )
     if spec.proximal == "bypass":
         if spec.weight is not None and spec.weight.ratio == "rollout":
             raise SpecError(
-                "correction.weight.ratio=rollout with correction.proximal=bypass: pi_old is mu, so that PPO's own "
-                "ratio pi / mu corrects already and a weight would count it twice. Set correction.weight=null or "
-                "correction.proximal=recompute."
+                "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice.",
+                "Set correction.proximal=recompute, or correction.weight=null.",
+                key="correction.weight.ratio",
+                value="rollout",
+                beside=_proximal(spec),
+                mend={"correction.proximal": "recompute"},
             )
         _inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
     if spec.proximal == "reuse":
         _inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
         if spec.kl_clip is not None:
             raise SpecError(
-                "correction.kl_clip with correction.proximal=reuse: pi / pi_old is 1, so that nothing is clipped. "
-                "Set correction.kl_clip=null."
+                "pi / pi_old is 1, so that nothing is clipped.",
+                key="correction.kl_clip",
+                value=spec.to_mapping()["kl_clip"],
+                beside=_proximal(spec),
+                mend={"correction.kl_clip": None},
             )
-    if spec.proximal in ("reuse", "loglinear"):
-        needs = [key for key, needed in _batch_wide(spec).items() if needed]
-        if needs:
-            raise SpecError(
-                f"{needs[0]} with correction.proximal={spec.proximal}: it is fixed for the batch from pi_old, which is "
-                f"not known before the gradient step. Set correction.proximal=recompute."
-            )
+    if spec.proximal in ("reuse", "loglinear") and (batch_wide := _batch_wide(spec)):
+        key, value = next(iter(batch_wide.items()))
+        raise SpecError(
+            "it is fixed for the batch from pi_old, which is not known before the gradient step.",
+            key=key,
+            value=value,
+            beside=_proximal(spec),
+            mend={"correction.proximal": "recompute", "correction.alpha": None},
+        )
+
+
+def _proximal(spec: CorrectionSpec) -> dict[str, Any]:
+    return {"correction.proximal": spec.proximal}
 
 
 def _inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
     for name, mask in spec.masks:
         if mask.ratio == ratio:
+            key = f"correction.masks.{name}.ratio"
             raise SpecError(
-                f"correction.masks.{name}.ratio={ratio} with correction.proximal={spec.proximal}: {why}, so that the "
-                f"mask never acts. Set correction.masks.{name}.ratio={instead}, or correction.proximal=recompute."
+                f"{why}, so that the mask never acts.",
+                f"Set {key}={instead}, or correction.proximal=recompute.",
+                key=key,
+                value=ratio,
+                beside=_proximal(spec),
+                mend={key: instead},
             )
 
 
-def _batch_wide(spec: CorrectionSpec) -> dict[str, bool]:
-    return {
-        "correction.weight.normalize=true": spec.weight is not None and spec.weight.normalize,
-        **{f"correction.masks.{name}.budget={m.budget}": m.budget is not None for name, m in spec.masks},
-        "correction.denominator=kept": spec.denominator == "kept",
-        "correction.baseline=exclude": spec.baseline == "exclude",
-    }
+def _batch_wide(spec: CorrectionSpec) -> dict[str, Any]:
+    """Keys that are fixed for the whole batch, with their values."""
+    keys: dict[str, Any] = {}
+    if spec.weight is not None and spec.weight.normalize:
+        keys["correction.weight.normalize"] = True
+    keys |= {f"correction.masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
+    if spec.denominator == "kept":
+        keys["correction.denominator"] = "kept"
+    if spec.baseline == "exclude":
+        keys["correction.baseline"] = "exclude"
+    return keys
 
 
 def _step_rejects(spec: CorrectionSpec) -> str | None:
@@ -85,13 +117,19 @@ def _denominator_fits(spec: CorrectionSpec) -> None:
         return
     if late := _step_rejects(spec):
         raise SpecError(
-            f"correction.denominator=kept with correction.{late}: it waits for the current policy or the "
-            f"advantages, so that the count would change within a mini-batch. Set correction.denominator=original."
+            f"correction.{late} waits for the current policy or the advantages, so that the count would change within "
+            f"a mini-batch.",
+            key="correction.denominator",
+            value="kept",
+            mend={"correction.denominator": "original"},
         )
     if not spec.rollout_rejects:
         raise SpecError(
-            "correction.denominator=kept with no mask: nothing is rejected, so that both counts are one. "
-            "Set correction.denominator=original, or add a mask."
+            "there is no mask: nothing is rejected, so that both counts are one.",
+            "Set correction.denominator=original, or add a mask.",
+            key="correction.denominator",
+            value="kept",
+            mend={"correction.denominator": "original"},
         )
 
 
@@ -100,16 +138,22 @@ def _baseline_fits(spec: CorrectionSpec) -> None:
         return
     if late := _step_rejects(spec):
         raise SpecError(
-            f"correction.baseline=exclude with correction.{late}: circular, for what is rejected depends "
-            f"on the current policy or on the very advantages that the baseline makes. Set correction.baseline=include."
+            f"circular: what correction.{late} rejects depends on the current policy or on the very advantages that "
+            f"the baseline makes.",
+            key="correction.baseline",
+            value="exclude",
+            mend={"correction.baseline": "include"},
         )
     levels = {mask.level for _, mask in spec.masks}
     if spec.weight is not None and spec.weight.kind == "reject":
         levels.add(spec.weight.level)
     if not levels - {"token"}:
         raise SpecError(
-            "correction.baseline=exclude with nothing that rejects rows: no sibling would be left out. "
-            "Set correction.baseline=include, or add a mask by sequence."
+            "nothing rejects rows: no sibling would be left out.",
+            "Set correction.baseline=include, or add a mask by sequence.",
+            key="correction.baseline",
+            value="exclude",
+            mend={"correction.baseline": "include"},
         )
 
 
@@ -119,11 +163,8 @@ def _skyrl_fits(spec: CorrectionSpec) -> None:
     for name, mask in spec.masks:
         known = mask.level in ("token", "sequence") and mask.aggregate in ("any", "product", "geometric")
         if mask.needs_step or not known:
-            raise SpecError(
-                f"correction.skyrl_compat=true with correction.masks.{name} (ratio {mask.ratio}, level {mask.level}, "
-                f"aggregate {mask.aggregate}, when {mask.when}): SkyRL has no such mask, so that its order is not "
-                f"defined. Set correction.skyrl_compat=false."
-            )
+            plain = {key: value for key, value in mask.to_mapping().items() if key in _OF_MASK}
+            _refuse_skyrl(f"correction.masks.{name}", plain, "mask")
     weight = spec.weight
     if weight is not None and (
         weight.needs_step
@@ -131,13 +172,18 @@ def _skyrl_fits(spec: CorrectionSpec) -> None:
         or weight.level not in ("token", "sequence")
         or weight.aggregate != "product"
     ):
-        raise SpecError(
-            f"correction.skyrl_compat=true with correction.weight (ratio {weight.ratio}, level {weight.level}, "
-            f"aggregate {weight.aggregate}, kind {weight.kind}): SkyRL has no such weight, so that its order is not "
-            f"defined. Set correction.skyrl_compat=false."
-        )
+        plain = {key: value for key, value in weight.to_mapping().items() if key in _OF_WEIGHT}
+        _refuse_skyrl("correction.weight", plain, "weight")
     if spec.needs_batch:
-        key = next(key for key, needed in _batch_wide(spec).items() if needed)
-        raise SpecError(
-            f"correction.skyrl_compat=true with {key}: SkyRL has no such thing. Set correction.skyrl_compat=false."
-        )
+        key, value = next(iter(_batch_wide(spec).items()))
+        _refuse_skyrl(key, value, "key")
+
+
+def _refuse_skyrl(key: str, value: Any, kind: str) -> None:
+    raise SpecError(
+        f"SkyRL has no such {kind}, so that its order is not defined.",
+        key="correction.skyrl_compat",
+        value=True,
+        beside={key: value},
+        mend={"correction.skyrl_compat": False},
+    )

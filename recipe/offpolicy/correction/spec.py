@@ -12,11 +12,11 @@ from .dialects.skyrl import plain_from_skyrl
 from .dialects.trl import plain_from_trl
 from .dialects.verl import plain_from_verl
 from .mask_spec import MaskSpec
+from .problem import SpecError
 from .proximal import Proximal
 from .rules import check_together
 from .units import Level
 from .validation import (
-    SpecError,
     choice,
     known_keys,
     mapping_at,
@@ -80,22 +80,16 @@ class CorrectionSpec:
             SpecError: a malformed value, or parts that cannot go together.
         """
         if not isinstance(mapping, Mapping):
-            shown = "null" if mapping is None else repr(mapping)
             raise SpecError(
-                f"correction={shown}: expected a mapping with the keys weight and masks. "
-                f"Set correction=none to train uncorrected."
+                "expected a mapping with the keys weight and masks.",
+                "Set correction=none to train uncorrected.",
+                key="correction",
+                value=mapping,
             )
         known_keys(mapping, _KEYS, "correction")
-        weight, masks = mapping.get("weight"), mapping.get("masks")
         spec = cls(
-            weight=None if weight is None else WeightSpec.from_mapping(mapping_at(weight, "correction.weight")),
-            masks=tuple(
-                (metric_name(name, "correction.masks", mask), MaskSpec.from_mapping(mapping_at(mask, key), key=key))
-                for name, mask, key in sorted(
-                    (str(n), m, f"correction.masks.{n}")
-                    for n, m in mapping_at({} if masks is None else masks, "correction.masks").items()
-                )
-            ),
+            weight=_weight(mapping.get("weight")),
+            masks=_masks(mapping.get("masks")),
             proximal=choice(mapping, "proximal", Proximal, "correction", "recompute"),
             alpha=number(mapping.get("alpha"), "correction.alpha"),
             denominator=choice(mapping, "denominator", Denominator, "correction", "original"),
@@ -177,19 +171,43 @@ class CorrectionSpec:
         return tuple((["weight"] if rejects else []) + parts)
 
 
+def _weight(value: Any) -> WeightSpec | None:
+    if value is None:
+        return None
+    key = "correction.weight"
+    fix = f"Set {key}=null, or choose an option that has a weight, such as tis_token, in correction=[...]."
+    return WeightSpec.from_mapping(mapping_at(value, key, fix, {key: None}), key=key)
+
+
+def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
+    whole, option = "correction.masks", "choose an option that has masks, such as gsm, in correction=[...]."
+    masks = mapping_at({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    specs = []
+    for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
+        name, key = metric_name(given, whole, mask), f"{whole}.{given}"
+        specs.append((name, MaskSpec.from_mapping(mapping_at(mask, key, f"Remove it, or {option}"), key=key)))
+    return tuple(specs)
+
+
 def _kl_clip(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
     key = "correction.kl_clip"
-    mapping = mapping_at(value, key)
+    # A single number is what PPO's own clip takes: the distance of both bounds from 1.
+    width = value if isinstance(value, float) and 0 < value < 1 else 0.2
+    bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
+    mapping = mapping_at(value, key, "", {key: bounds_around_1})
     known_keys(mapping, {"lower", "upper"}, key)
     bounds = {"lower": None, "upper": None, **mapping}
     require_keys(bounds, {"lower", "upper"}, key)
     lower, upper = ratio_bounds(bounds, key)
     if lower is None or upper is None or not lower < 1 < upper:
         raise SpecError(
-            f"{key}={{lower: {lower}, upper: {upper}}}: a clip of pi / pi_old, two bounds around 1. "
-            f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio."
+            "a clip of pi / pi_old, two bounds around 1.",
+            f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio.",
+            key=key,
+            value={"lower": lower, "upper": upper},
+            mend={f"{key}.lower": 0.8, f"{key}.upper": 1.2},
         )
     return lower, upper
 

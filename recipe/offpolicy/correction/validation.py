@@ -1,7 +1,4 @@
-"""Reading plain values, with messages that name the key, the value and the fix.
-
-A mistyped threshold that is taken for a valid one degrades a run in silence.
-"""
+"""Read plain values of a correction, and refuse what cannot be meant by key, value, reason and mend."""
 
 from __future__ import annotations
 
@@ -10,6 +7,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
+
+from .problem import SpecError
+from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
 _IN_USE = {"delta": 0.1, "budget": 0.04, "kind": "truncate", "ratio": "rollout", "when": "any", "sign": "row"}
@@ -26,42 +26,11 @@ _BANDS: dict[str, tuple[float | None, float | None]] = {
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-class SpecError(ValueError):
-    """A correction that cannot be what was meant; the message names key, value and fix.
-
-    Attributes:
-        key, value: as they were given; an empty key where the message alone tells.
-        overrides: key -> the value that mends it; empty where none is known.
-        removed: a key that is to be taken away before, whose value is ``value``; "" for none.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str = "",
-        value: Any = None,
-        overrides: Mapping[str, Any] | None = None,
-        removed: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.key, self.value, self.removed = key, value, removed
-        self.overrides = dict(overrides or {})
-
-
-def mapping_at(value: Any, key: str) -> Mapping[str, Any]:
-    """``value`` if it is a mapping."""
+def mapping_at(value: Any, key: str, fix: str, mend: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """``value`` if it is a mapping; ``fix`` and ``mend`` are proposed where it is not, or else that it be removed."""
     if not isinstance(value, Mapping):
-        shown = "null" if value is None else repr(value)
-        whole: dict[str, Any] = {key: {} if key == "correction.masks" else None}
-        mask = key.startswith("correction.masks.")
-        raise SpecError(
-            f"{key}={shown}: expected a mapping. Choose it by a group option, e.g. correction=gsm.",
-            key=key,
-            value=value,
-            overrides=None if mask else whole,
-            removed=key if mask else "",
-        )
+        removed = {key: value} if mend is None else None
+        raise SpecError("expected a mapping.", fix, key=key, value=value, mend=mend, removed=removed)
     return value
 
 
@@ -73,11 +42,12 @@ def known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str) -> No
         value = unknown[name]
         near = difflib.get_close_matches(name, known, 1) if not isinstance(value, Mapping) else []
         raise SpecError(
-            f"{key}.{name}={value!r}: unknown key. Known under {key}: {', '.join(sorted(known))}.",
+            "unknown key.",
+            f"Known under {key}: {', '.join(sorted(known))}.",
             key=f"{key}.{name}",
             value=value,
-            overrides={f"{key}.{near[0]}": value} if near and value != _MISSING else None,
-            removed=f"{key}.{name}",
+            mend={f"{key}.{near[0]}": value} if near and value != _MISSING else None,
+            removed={f"{key}.{name}": value},
         )
 
 
@@ -86,22 +56,38 @@ def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, 
     required = set(required)
     known_keys(mapping, required | set(optional), key)
     left_open = sorted((required - set(mapping)) | {name for name, value in mapping.items() if value == _MISSING})
+    if "level" in left_open:
+        _refuse_without_level(mapping, left_open, key)
     in_use = {each: value for name in left_open for each, value in usual(mapping, name, key).items()}
-    for name in sorted(required - set(mapping)):
+    for name in left_open:
         hint = "null leaves that side open" if name in {"lower", "upper"} else "it has no default"
+        published = " OPSM has no published default." if name == "delta" else ""
         raise SpecError(
-            f"{key}.{name} is not set ({hint}). Set {key}.{name}=...",
+            f"required and not set.{published}" if name in mapping else f"not set; {hint}.",
+            f"Set {key}.{name}=...",
             key=f"{key}.{name}",
-            overrides=in_use,
+            value=_MISSING,
+            mend=in_use,
         )
-    for name in sorted(set(mapping)):
-        if mapping[name] == _MISSING:
-            hint = " OPSM has no published default." if name == "delta" else ""
-            raise SpecError(
-                f"{key}.{name} is required and not set.{hint} Set {key}.{name}=...",
-                key=f"{key}.{name}",
-                overrides=in_use,
-            )
+
+
+def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key: str) -> None:
+    """Refuse a weight or mask that does not say which tokens it decides together, which no default could guess."""
+    kind = "mask" if key.startswith("correction.masks.") else "weight"
+    others = [name for name in left_open if name not in ("level", "lower", "upper")]
+    given = ", ".join(f"{key}.{name}" for name in mapping if name not in left_open)
+    if not others:
+        *levels, last = get_args(Level)
+        fix = f"Set {key}.level={', '.join(levels)} or {last}."
+        reason = "required and not set." if "level" in mapping else "not set; it has no default."
+        raise SpecError(reason, fix, key=f"{key}.level", value=_MISSING)
+    example = "tis_token or tis_sequence" if kind == "weight" else "gsm"
+    raise SpecError(
+        f"no {kind} is chosen that {given or 'this'} could belong to: {', '.join(left_open)} are not set.",
+        f"Choose an option that has this {kind}, such as {example}, in correction=[...]; or give the {kind} whole.",
+        key=key,
+        value=dict(mapping),
+    )
 
 
 def choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, default: str | None = None) -> Any:
@@ -110,11 +96,13 @@ def choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, defaul
     if (value := mapping.get(name, default)) not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
         in_use = default or usual(mapping, name, key).get(f"{key}.{name}", allowed[0])
+        guessed = near[0] if near else None if name == "level" else in_use
         raise SpecError(
-            f"{key}.{name}={value!r}: set one of {', '.join(allowed)}.",
+            "no such choice.",
+            f"Set one of {', '.join(allowed)}.",
             key=f"{key}.{name}",
             value=value,
-            overrides={f"{key}.{name}": near[0] if near else in_use},
+            mend={f"{key}.{name}": guessed} if guessed is not None else None,
         )
     return cast(Any, value)
 
@@ -124,10 +112,11 @@ def truth(mapping: Mapping[str, Any], name: str, key: str) -> bool:
     value = mapping.get(name, False)
     if not isinstance(value, bool):
         raise SpecError(
-            f"{key}.{name}={value!r}: set true or false.",
+            "not a truth value.",
+            "Set true or false.",
             key=f"{key}.{name}",
             value=value,
-            overrides={f"{key}.{name}": False},
+            mend={f"{key}.{name}": False},
         )
     return value
 
@@ -136,13 +125,14 @@ def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
     """A finite number or None; ``nullable`` is for messages."""
     if value is None:
         return None
+    in_use = None if nullable else _IN_USE.get(key.rpartition(".")[2])
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         expected = "a number or null" if nullable else "a number"
         raise SpecError(
-            f"{key}={value!r}: expected {expected}, not {type(value).__name__}. Set {key}=0.5, unquoted.",
+            f"expected {expected}, not {type(value).__name__}.",
             key=key,
             value=value,
-            overrides={key: _unquoted(value, None if nullable else _IN_USE.get(key.rpartition(".")[2]))},
+            mend={key: _unquoted(value, in_use)},
         )
     try:
         converted = float(value)
@@ -150,10 +140,11 @@ def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
         converted = math.inf
     if not math.isfinite(converted):
         raise SpecError(
-            f"{key}={value}: expected a finite number. Write null for an open side.",
+            "expected a finite number.",
+            "Write null for an open side." if nullable else "",
             key=key,
             value=value,
-            overrides={key: None if nullable else _IN_USE.get(key.rpartition(".")[2])},
+            mend={key: in_use},
         )
     return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
 
@@ -171,10 +162,12 @@ def ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, 
     lower, upper = (number(mapping[side], f"{key}.{side}") for side in ("lower", "upper"))
     if lower is not None and upper is not None and lower > upper:
         raise SpecError(
-            f"{key}.lower={lower} > {key}.upper={upper}: nothing lies between. Swap the bounds.",
+            "nothing lies between.",
+            "Swap the bounds.",
             key=f"{key}.lower",
             value=lower,
-            overrides={f"{key}.lower": upper, f"{key}.upper": lower},
+            beside={f"{key}.upper": upper},
+            mend={f"{key}.lower": upper, f"{key}.upper": lower},
         )
     return lower, upper
 
@@ -185,10 +178,11 @@ def ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, fl
         bound = number(mapping[side], f"{key}.{side}")
         if bound is not None and bound <= 0:
             raise SpecError(
-                f"{key}.{side}={bound}: ratios are positive. Set a bound > 0, or null to leave it open.",
+                "ratios are positive.",
+                "Set a bound > 0, or null to leave it open.",
                 key=f"{key}.{side}",
                 value=bound,
-                overrides=usual(mapping, side, key),
+                mend=usual(mapping, side, key),
             )
     return ordered_bounds(mapping, key)
 
@@ -213,8 +207,6 @@ def usual(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
         return {full: None if open_below else lower if name == "lower" else upper}
     if name == "aggregate":
         return {full: "product" if "kind" in mapping else "second_moment" if "budget" in mapping else "geometric"}
-    if name == "level":
-        return {full: "token" if "kind" in mapping or "budget" in mapping else "sequence"}
     return {full: _IN_USE[name]} if name in _IN_USE else {}
 
 
@@ -231,12 +223,12 @@ def metric_name(name: str, key: str, mask: Any = None) -> str:
     """
     if not _NAME.fullmatch(name) or "min" in name or "max" in name:
         raise SpecError(
-            f"{key}.{name}: a mask's name is lower case letters, digits and _, without 'min' or 'max' "
-            f"(verl reduces metrics by those). Rename the mask.",
+            "a mask's name is lower case letters, digits and _, without 'min' or 'max', by which verl reduces metrics.",
+            "Rename the mask.",
             key=f"{key}.{name}",
             value=mask,
-            overrides={f"{key}.{_renamed(name)}": mask},
-            removed=f"{key}.{name}",
+            mend={f"{key}.{_renamed(name)}": mask},
+            removed={f"{key}.{name}": mask},
         )
     return name
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import SpecError, choice, ratio_bounds, require_keys, truth, usual
+from .validation import choice, ratio_bounds, require_keys, truth, usual
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
@@ -53,21 +54,30 @@ class WeightSpec:
         for side, bound in (("lower", lower), ("upper", upper)):
             if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
                 raise SpecError(
-                    f"{key}.{side}={bound}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never "
-                    f"leaves [{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}]. Set a bound inside, or "
-                    f"null to leave that side open.",
-                    overrides=usual(mapping, side, key),
+                    f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never leaves "
+                    f"[{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}].",
+                    "Set a bound inside, or null to leave that side open.",
+                    key=f"{key}.{side}",
+                    value=bound,
+                    mend=usual(mapping, side, key),
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
-                f"{key}.lower={lower} with {key}.upper={upper}: kind 'truncate' binds one side. "
-                f"Set {key}.kind=clip to bind both, or one of the bounds to null."
+                "kind 'truncate' binds one side.",
+                f"Set {key}.kind=clip to bind both, or one of the bounds to null.",
+                key=f"{key}.lower",
+                value=lower,
+                beside={f"{key}.upper": upper},
+                mend={f"{key}.kind": "clip"},
             )
         if kind == "clip" and (lower is None or upper is None):
             raise SpecError(
-                f"{key}.kind=clip with lower={lower}, upper={upper}: 'clip' binds both sides. "
+                "'clip' binds both sides.",
                 f"Give both bounds, or set {key}.kind=truncate.",
-                overrides=(
+                key=f"{key}.kind",
+                value="clip",
+                beside={f"{key}.lower": lower, f"{key}.upper": upper},
+                mend=(
                     {f"{key}.lower": 0.5, f"{key}.upper": 2.0}
                     if lower is None and upper is None
                     else {f"{key}.kind": "truncate"}
@@ -75,9 +85,12 @@ class WeightSpec:
             )
         if kind == "reject" and lower is None and upper is None:
             raise SpecError(
-                f"{key}.kind=reject with lower=null, upper=null: nothing would be rejected. "
+                "nothing would be rejected.",
                 f"Give a bound, or set {key}.kind=truncate.",
-                overrides={f"{key}.upper": 2.0},
+                key=f"{key}.kind",
+                value="reject",
+                beside={f"{key}.lower": None, f"{key}.upper": None},
+                mend={f"{key}.upper": 2.0},
             )
         weight = cls(
             level=choice(mapping, "level", Level, key),
@@ -90,8 +103,12 @@ class WeightSpec:
         )
         if weight.normalize and weight.needs_step:
             raise SpecError(
-                f"{key}.normalize=true with {key}.ratio=full: the batch's mean would move with the current policy, so "
-                f"that the loss would depend on the split into micro-batches. Set {key}.normalize=false."
+                "the batch's mean would move with the current policy, so that the loss would depend on the split into "
+                "micro-batches.",
+                key=f"{key}.normalize",
+                value=True,
+                beside={f"{key}.ratio": "full"},
+                mend={f"{key}.normalize": False},
             )
         return weight
 

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
 
-from ..alarms import fallback
 from ..checks import (
     CHECKS,
     OF_VERLS_OWN,
     REMARKS,
-    Check,
-    CheckError,
     Part,
+    active,
     null_sections,
     parts_of,
     path,
-    refused_by_verl,
-    shadows_of,
-    spec_of,
+    unreadable_values,
+    unresolved_interpolations,
 )
-from ..correction import CorrectionSpec, SpecError
-from ..findings import EVERYTHING, MU, Problem, told
+from ..composition import overrides_of_task
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import EVERYTHING, MU, CheckError
 from ..live_path import LivePath, live_path
-from ..preparation import refuse_emptied, resolve
-from ..shadow import check_beside
+from ..pairs import find_pairs
+from ..preflight import examine, found_by, verls_loss
 from ..verl_keys.router_replay import ROUTER_REPLAY
 from . import seams
 from .launch import VERLS, Launch, LaunchError, composed
-from .raw import numbers_of_pairs
 
 State = Literal["LIVE", "INERT", "WRONG"]
 _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
@@ -71,6 +68,7 @@ class Diagnosis:
         said: what the launch itself would say, such as what ``correction=auto`` chose.
         fingerprint: of our own correction.
         error: why there is no configuration to look at; "" where there is.
+        headline: which correction is on, or UNCORRECTED; "" where there is no configuration.
     """
 
     launch: Launch
@@ -80,6 +78,7 @@ class Diagnosis:
     said: tuple[str, ...] = ()
     fingerprint: int | None = None
     error: str = ""
+    headline: str = ""
 
     @property
     def verdict(self) -> State:
@@ -95,48 +94,55 @@ class Diagnosis:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Each once."""
-        return tuple(dict.fromkeys(problem for row in self.rows for problem in map(_hashable, row.problems)))
+        return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))
 
 
 def diagnose(launch: Launch) -> Diagnosis:
     """Compose the launch's configuration and run every check and remark on it, without Ray."""
-    said: list[str] = []
     try:
         config = composed(launch)
-        if null := list(null_sections(config)):
-            return Diagnosis(launch, rows=arranged((), null)[0])
-        where = live_path(config)
-    except (LaunchError, PatchError, SpecError) as error:
+        return judged(config, launch, overrides_of_task())
+    except (LaunchError, PatchError, SpecError, CheckError) as error:
         return Diagnosis(launch, error=str(error))
     except OmegaConfBaseException as error:
         return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({error}).")
-    try:
-        options = resolve(config, said.append) if launch.ours else []
-        return replace(judged(config, launch, options, (refused_by_verl,)), said=tuple(said))
-    except SpecError as error:
-        return Diagnosis(launch, where, rows=_malformed(told(error), launch), said=tuple(said))
 
 
-def judged(config: DictConfig, launch: Launch, options: Sequence[str] = (), last: Sequence[Check] = ()) -> Diagnosis:
-    """The verdicts on a configuration that is composed, and prepared as the launch prepares it.
+def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:
+    """The verdicts on a composed configuration.
 
     Args:
-        options: of the group ``correction``.
-        last: checks that the launch makes of what all others let pass.
-
-    Raises:
-        SpecError: the correction itself is malformed.
+        overrides: of the command line, with what Hydra was given for ours.
     """
+    if null := list(null_sections(config)):
+        return Diagnosis(launch, rows=arranged((), null)[0])
     where = live_path(config)
-    spec = spec_of(config) if launch.ours else CorrectionSpec()
-    raw = list(numbers_of_pairs(launch.overrides))
-    problems = _of_ours(config, spec, options) if launch.ours else _of_verl(config, launch, where)
-    read_otherwise = {problem.key for problem in raw}
-    problems = [*raw, *(problem for problem in problems if problem.key not in read_otherwise)]
-    if all(problem.verdict != "WRONG" for problem in problems):
-        problems += _found(last, config, spec)
-    rows, notes = arranged(parts_of(config, spec), problems)
-    return Diagnosis(launch, where, rows, notes, fingerprint=None if spec.is_none else spec.fingerprint())
+    if not launch.ours:
+        return _of_verl(config, launch, where, overrides)
+    found = examine(config, overrides, checks=tuple(_seams if check is path.seams else check for check in CHECKS))
+    parts = parts_of(config, found.spec) if found.spec is not None else ()
+    rows, notes = arranged(parts, found.problems)
+    fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
+    return Diagnosis(launch, where, rows, notes, found.said, fingerprint, headline=found.headline)
+
+
+def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
+    """The verdicts on verl's own programs: on its own correction alone."""
+    problems = [*unresolved_interpolations(config), *unreadable_values(config), *find_pairs(overrides)]
+    if launch.module not in VERLS:
+        reason = "a trainer of its own: which keys it reads was not looked at."
+        fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
+        problems.append(Problem("module", launch.module, reason, fix))
+    if where.release not in _OF_VERL:
+        reason = f"which keys this release reads was not looked at; of {', '.join(_OF_VERL)} it was."
+        problems.append(Problem("verl", where.release, reason, "Install one of them."))
+    read_otherwise = {problem.key for problem in problems}
+    found = found_by((*OF_VERLS_OWN, *REMARKS), config, CorrectionSpec())
+    problems += [problem for problem in found if problem.key not in read_otherwise]
+    rows, notes = arranged(parts_of(config, CorrectionSpec()), problems)
+    asked = bool(active(config))
+    said = f"{verls_loss(config)}" if asked else f"UNCORRECTED: {launch.module} with {verls_loss(config)}"
+    return Diagnosis(launch, where, rows, notes, headline=said)
 
 
 def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[Row, ...], tuple[Problem, ...]]:
@@ -163,75 +169,11 @@ def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[
     ), tuple(notes)
 
 
-def _malformed(problem: Problem, launch: Launch) -> tuple[Row, ...]:
-    """Rows for a correction that is malformed, and for bounds that Hydra read otherwise, which may be the cause."""
-    raw = list(numbers_of_pairs(launch.overrides))
-    rows, _ = arranged((), raw)
-    sections = {each.key.rpartition(".")[0] for each in raw}
-    explained = problem.key.rpartition(".")[0] in sections
-    return rows if explained else (*rows, Row("correction", "", (problem,)))
-
-
 def _concerns(problem: Problem, part: Part) -> bool:
     if problem.parts == EVERYTHING:
         return part.name != ROUTER_REPLAY
     return (problem.parts == MU and part.reads_mu) or part.name in problem.parts
 
 
-def _of_ours(config: DictConfig, spec: CorrectionSpec, options: Sequence[str]) -> list[Problem]:
-    """As the launch checks it; seams are read in verl's source."""
-    checks = tuple(_seams if check is path.seams else check for check in CHECKS)
-    problems = _found((*checks, *REMARKS), config, spec)
-
-    def run_checks(changed: DictConfig) -> None:
-        if found := _found(checks, changed, spec_of(changed)):
-            raise CheckError(found)
-
-    steps: tuple[Callable[[], Any], ...] = (
-        lambda: check_beside(spec, shadows_of(config)),
-        lambda: fallback.check(config, spec, run_checks),
-        lambda: refuse_emptied(spec, options),
-    )
-    for step in steps:
-        try:
-            step()
-        except SpecError as error:
-            problems.append(told(error))
-        except CheckError as error:
-            problems += [each for each in error.problems if each not in problems]
-    return problems
-
-
-def _of_verl(config: DictConfig, launch: Launch, where: LivePath) -> list[Problem]:
-    """verl's own programs: its own correction alone."""
-    problems = []
-    if launch.module not in VERLS:
-        reason = "a trainer of its own: which keys it reads was not looked at."
-        fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
-        problems.append(Problem("module", launch.module, reason, fix))
-    if where.release not in _OF_VERL:
-        reason = f"which keys this release reads was not looked at; of {', '.join(_OF_VERL)} it was."
-        problems.append(Problem("verl", where.release, reason, "Install one of them."))
-    return [*problems, *_found((*OF_VERLS_OWN, *REMARKS), config, CorrectionSpec())]
-
-
-def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterable[Problem]:
+def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     return path.seams_held(live_path(config), seams.hold)
-
-
-def _found(checks: Iterable[Check | Any], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
-    """As ``checks.found_by``; a value that a check cannot read hides nothing of the others."""
-    problems: list[Problem] = []
-    for check in checks:
-        try:
-            problems += check(config, spec)
-        except (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            said = str(error).strip().split("\n")[0]
-            reason = f"The check {check.__name__} cannot read the configuration: {said}."
-            problems.append(Problem("", None, reason, ""))
-    return problems
-
-
-def _hashable(problem: Problem) -> Problem:
-    """Values of a configuration may be mappings."""
-    return replace(problem, value=str(problem.value)) if isinstance(problem.value, dict | list) else problem

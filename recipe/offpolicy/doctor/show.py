@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..findings import Problem, spelt
+from ..correction.problem import Problem, shown
 from .diagnosis import Diagnosis, Row
 from .launch import OURS
 
@@ -23,6 +23,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
     ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
     the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
+    ``headline``: which correction is on, or UNCORRECTED; null where nothing was composed.
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
     ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
 
@@ -45,6 +46,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             "strategy": where.strategy,
         },
         "fingerprint": diagnosis.fingerprint,
+        "headline": diagnosis.headline or None,
         "error": diagnosis.error or None,
         "corrections": [
             {
@@ -64,10 +66,10 @@ def _plain(problem: Problem) -> dict[str, Any]:
     value = problem.value
     return {
         "key": problem.key,
-        "value": value if isinstance(value, bool | int | float | str | None) else spelt(value),
+        "value": value if isinstance(value, bool | int | float | str | None) else shown(value),
         "verdict": problem.verdict,
-        "reason": problem.reason,
-        "fix": problem.fix,
+        "reason": problem.cause,
+        "fix": problem.advice,
         "overrides": list(problem.overrides),
     }
 
@@ -80,6 +82,8 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     if diagnosis.launch.origin:
         module = diagnosis.launch.module
         _line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
+    if diagnosis.headline:
+        _line(console, diagnosis.headline)
     if diagnosis.path is not None:
         _line(console, str(diagnosis.path))
     for line in diagnosis.said:

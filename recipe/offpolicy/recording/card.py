@@ -23,7 +23,6 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
 _SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|(access|auth|hf|bearer|private)_?(token|key))")
 _SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw|credential)")
-FIX = "Give another directory, or remove what is recorded there."
 _HIDDEN = "(not recorded)"
 _SHORTEST_SECRET = 8
 

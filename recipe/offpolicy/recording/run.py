@@ -15,10 +15,10 @@ from ..batch_plan import Dealing, SharedPlan, UpdateRows
 from ..checkpoints import write_json
 from ..correction import CorrectionSpec
 from ..voice import logger
-from .card import FIX, card_of, foreign
+from .card import card_of, foreign
 from .files import RecordingError
 from .recording import CARD, PROOF, step_of, update_of
-from .settings import SECTION, RecordSettings
+from .settings import FOREIGN, SECTION, RecordSettings
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""
@@ -51,7 +51,7 @@ class RunRecord:
         if self.settings is None:
             return
         if trouble := foreign(self.settings.dir, config):
-            raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FIX}")
+            raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FOREIGN}")
         try:
             write_json(self._directory / CARD, card_of(config, spec, shadows))
         except OSError as error:

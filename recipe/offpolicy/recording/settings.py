@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ..correction import CorrectionSpec
-from .card import FIX, foreign
+from ..correction import CorrectionSpec, Problem
+from ..correction.problem import remove, set_to, shown
+from .card import foreign
 from .files import MOST_REASONS, RecordingError
 
 SECTION = "offpolicy.record"
+FOREIGN = "Give another directory, or remove what is recorded there."
+"""Fix for a directory that holds the recording of another run."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -59,69 +64,83 @@ def resolve_dir(config: DictConfig) -> None:
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
 
-def problems(config: DictConfig) -> Iterator[tuple[str, object, str, str]]:
-    """What is wrong with ``offpolicy.record``, as (key, value, reason, fix)."""
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.record``."""
     values = _section(config)
     if values is None:
         return
     if not isinstance(values, Mapping):
-        yield SECTION, values, "not the keys of a recording.", f"Set {SECTION}.dir=PATH."
+        fix = f"Remove this override; set {SECTION}.dir=PATH to record."
+        yield _problem(SECTION, values, "not the keys of a recording.", fix)
         return
-    known = [field.name for field in fields(RecordSettings)]
+    known = {field.name: field.default for field in fields(RecordSettings)}
     for name, value in values.items():
+        key = f"{SECTION}.{name}"
         if name not in known:
-            yield f"{SECTION}.{name}", value, f"unknown key; known are {', '.join(known)}.", f"Remove {SECTION}.{name}."
-        elif name in _WANTED and not _WANTED[name][0](value):
-            yield (
-                f"{SECTION}.{name}",
-                value,
-                f"expected {_WANTED[name][1]}.",
-                f"Set {SECTION}.{name}={_WANTED[name][2]}.",
+            yield _problem(
+                key, value, "unknown key.", f"Known under {SECTION}: {', '.join(known)}.", *remove(key, value)
             )
+        elif name in _WANTED and not _WANTED[name][0](value):
+            yield _problem(key, value, f"expected {_WANTED[name][1]}.", "", set_to(key, known[name]))
+        elif name in _WANTED and values.get("dir") is None and value != known[name]:
+            fix = f"Set {SECTION}.dir=PATH, or {key}={shown(known[name])}."
+            yield _problem(key, value, f"nothing is recorded without {SECTION}.dir.", fix, set_to(key, known[name]))
     directory = values.get("dir")
     if directory is None:
         return
     if not isinstance(directory, str) or not directory:
-        yield f"{SECTION}.dir", directory, "not a directory.", f"Set {SECTION}.dir=PATH, or null for no recording."
+        yield _misplaced(directory, "not a directory.", f"Set {SECTION}.dir=PATH, or null for no recording.")
         return
     yield from _place(directory)
     try:
         if trouble := foreign(str(Path.cwd() / directory), config):
-            yield f"{SECTION}.dir", directory, trouble, FIX
-    except RecordingError as error:
-        yield f"{SECTION}.dir", directory, str(error), ""
+            free = next(name for n in count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
+            yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
+    except (RecordingError, OSError) as error:
+        yield _misplaced(directory, f"{error}", "Give another directory.")
     if OmegaConf.select(config, _MU) is False:
-        yield (
-            f"{SECTION}.dir",
-            directory,
-            "without the engine's log-probs there is no mu to record.",
-            f"Set {_MU}=true.",
-        )
+        reason = "without the engine's log-probs there is no mu to record."
+        yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
 
 
-def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[tuple[str, object, str, str]]:
-    """More parts of ``spec`` that can reject than a file has bits for, as ``problems``; nothing without a recording."""
+def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find more parts of ``spec`` that can reject than a file has bits for; nothing without a recording."""
     values = _section(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
     parts = len(spec.masks) + (spec.weight is not None and spec.weight.kind == "reject")
     if parts > MOST_REASONS:
-        yield (
-            f"{SECTION}.dir",
-            values["dir"],
-            f"{parts} parts of the correction can reject, and a recording tells {MOST_REASONS} apart.",
-            f"Set {SECTION}.dir=null, or give fewer masks.",
-        )
+        reason = f"{parts} parts of the correction can reject, and a recording tells {MOST_REASONS} apart."
+        yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or give fewer masks.")
 
 
-def _place(directory: str) -> Iterator[tuple[str, object, str, str]]:
-    """Whether this machine can write there; nothing is made."""
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+
+
+def _misplaced(directory: object, reason: str, fix: str) -> Problem:
+    """A directory that cannot be had; nothing is recorded without it."""
+    return _problem(f"{SECTION}.dir", directory, reason, fix, set_to(f"{SECTION}.dir", None))
+
+
+def _place(directory: str) -> Iterator[Problem]:
+    """Find out whether this machine can write there."""
     path = Path.cwd() / directory
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
-        yield f"{SECTION}.dir", directory, f"{existing} is no directory.", "Give another."
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"{SECTION}.dir", directory, f"{existing} cannot be written.", "Give another, or mend its permissions."
+        yield _misplaced(directory, f"{existing} is no directory.", "Give another, or null for no recording.")
+    elif not _writable(existing):
+        fix = "Give another, mend its permissions, or set null for no recording."
+        yield _misplaced(directory, f"{existing} cannot be written.", fix)
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a folder can be made there; it is made and taken away, as permissions alone do not tell."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
+            return True
+    except OSError:
+        return False
 
 
 def _section(config: DictConfig) -> Any:
@@ -133,10 +152,10 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_WANTED: Mapping[str, tuple[Any, str, str]] = {
-    "every": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a number of steps, 1 or more", "1"),
-    "share": (lambda v: _number(v) and 0 < v <= 1, "a share of the prompts, above 0 and at most 1", "1.0"),
-    "prompts": (lambda v: isinstance(v, bool), "true or false", "true"),
-    "max_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0", "10e9"),
-    "max_waiting_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0", "1e9"),
+_WANTED: Mapping[str, tuple[Any, str]] = {
+    "every": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a number of steps, 1 or more"),
+    "share": (lambda v: _number(v) and 0 < v <= 1, "a share of the prompts, above 0 and at most 1"),
+    "prompts": (lambda v: isinstance(v, bool), "true or false"),
+    "max_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
+    "max_waiting_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
 }

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec
-from ..findings import Problem
+from ..correction.problem import Problem
 from ..live_path import LivePath
 from .bypass import bypass, bypass_loss, mu_in_the_legacy_actor
 from .decoupled import correction_of_verl

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, set_to, spelt
+from ..correction.problem import Problem, set_to, shown
 from ..live_path import LivePath
 from .reading import ACTOR, BYPASS, DEFAULTS, LOSS_MODE, VERL, WORKERS, changes, own, part, plain, value_of, workers_own
 
@@ -46,8 +46,8 @@ def bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator
             yield Problem(
                 f"{VERL}.{key}",
                 value,
-                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {spelt(held[key])}.",
-                f"Set +{WORKERS}.{key}={spelt(value)}, or one of correction=verl_bypass_* without {VERL}.",
+                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {shown(held[key])}.",
+                f"Set +{WORKERS}.{key}={shown(value)}, or one of correction=verl_bypass_* without {VERL}.",
                 "WRONG",
                 (part(_owner(key)),),
                 (set_to(f"{WORKERS}.{key}", value, add=True),),

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from packaging.version import Version
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, set_to
+from ..correction.problem import Problem, set_to
 from ..live_path import LivePath
 from .reading import BYPASS, DEFAULTS, ROLLOUT, VERL, active, changes, part, release_of, value_of
 

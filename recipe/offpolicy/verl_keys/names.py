@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec
-from ..findings import Problem, set_to, taken_away
+from ..correction.problem import Problem, remove, set_to
 from ..live_path import LivePath
 from .reading import ACTOR, DEFAULTS, VERL, own, part, value_of
 
@@ -54,9 +54,7 @@ def former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         if key not in DEFAULTS and key != "_target_":
             instead = OBSOLETE.get(key)
             fix = f"In its place: {instead}." if instead else f"verl reads {', '.join(DEFAULTS)}."
-            yield Problem(
-                f"{VERL}.{key}", value, reason, fix, "INERT", (part(key),), taken_away(f"{VERL}.{key}", value)
-            )
+            yield Problem(f"{VERL}.{key}", value, reason, fix, "INERT", (part(key),), remove(f"{VERL}.{key}", value))
     for key, instead in FORMER.items():
         if (value := value_of(config, key)) is not None:
             overrides = _moved(key, value, instead)

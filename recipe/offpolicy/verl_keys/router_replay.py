@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 from ..correction import CorrectionSpec
+from ..correction.problem import Problem, set_to
 from ..correction.proximal import WITHOUT_FORWARD
-from ..findings import Problem, set_to
 from ..live_path import LivePath
 from .reading import ACTOR, BYPASS, ROLLOUT, VERL, own, release_of, value_of
 

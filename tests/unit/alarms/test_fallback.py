@@ -75,7 +75,7 @@ def test_resolving_twice_changes_nothing(folder: Path) -> None:
         ("none", "none is no safer correction"),
         ("auto", "auto is no safer correction"),
         ("[gsm,3]", "expected names of corrections"),
-        ("opsm", "masks.opsm.delta is required and not set"),
+        ("opsm", "masks.opsm.delta=???: required and not set"),
     ],
 )
 def test_what_cannot_be_a_fallback(folder: Path, value: str, expected: str) -> None:
@@ -104,7 +104,8 @@ def checked(config: DictConfig) -> list[dict[str, Any]]:
 
 
 def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) -> None:
-    from recipe.offpolicy.checks import CheckError, run_checks
+    from recipe.offpolicy.correction.problem import CheckError
+    from recipe.offpolicy.preflight import run_checks
 
     assert checked(whole) == [CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}}).to_mapping()]
     before = OmegaConf.to_container(whole)
@@ -114,14 +115,17 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
     wrong = changed(whole, {f"{KEY}.fallback.correction.weight.upper": 0.5})
     with pytest.raises(CheckError) as stopped:
         check(wrong, GSM_SPEC, run_checks)
-    key, problem = str(stopped.value).split("\n")
-    assert key == "offpolicy.alarms.ess.fallback=[tis_token,gsm], were it configured:"
-    assert problem.startswith("correction.weight.upper=0.5: the bounds leave out 1")
+    assert str(stopped.value).startswith(
+        "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run, were it "
+        "configured: the bounds leave out 1"
+    )
+    # What is configured is not the fallback, so that an override of it would mend nothing.
+    assert stopped.value.problems[0].overrides == ()
 
 
 def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictConfig) -> None:
     """A cap that follows an ESS stands still under a fallback, which may have no weight."""
-    from recipe.offpolicy.checks import run_checks
+    from recipe.offpolicy.preflight import run_checks
 
     wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
     other = changed(whole, {"offpolicy.calibrate.target_ess": 0.9, f"{KEY}.fallback.correction": wider.to_mapping()})

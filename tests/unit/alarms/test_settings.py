@@ -27,7 +27,7 @@ def config(changes: dict[str, Any] | None = None, correction: dict[str, Any] | N
 
 
 def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> list[str]:
-    return [f"{key}={value}: {reason} {fix}" for key, value, reason, fix in problems(config(changes, correction))]
+    return [str(problem) for problem in problems(config(changes, correction))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -52,7 +52,7 @@ def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "section": ({KEY: None}, "offpolicy.alarms=None: its keys have no values. Remove this override."),
+    "section": ({KEY: None}, "offpolicy.alarms=null: its keys have no values. Remove this override."),
     "name": ({f"{KEY}.entropy": {"action": "warn"}}, "no alarm has this name. Choose of ess, mean_weight,"),
     "null": ({f"{KEY}.ess": None}, "its keys have no values. Set offpolicy.alarms.ess.action=off"),
     "key": ({f"{KEY}.ess.bound": 1}, "offpolicy.alarms.ess.bound=1: unknown key. Remove offpolicy.alarms.ess.bound."),
@@ -61,13 +61,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "patience": ({f"{KEY}.ess.patience": 0}, "a whole number of at least 1"),
     "half an update": ({f"{KEY}.ess.recovery_patience": 1.5}, "a whole number of at least 1"),
     "window": ({f"{KEY}.mismatch_growth.window": 1}, "a whole number of at least 2"),
-    "least": ({f"{KEY}.mismatch_growth.least": 0}, "nats a token, a number > 0. Set 0.0001."),
+    "least": (
+        {f"{KEY}.mismatch_growth.least": 0},
+        "nats a token, a number > 0. Set offpolicy.alarms.mismatch_growth.least=0.0001.",
+    ),
     "open": (
         {f"{KEY}.ess.lower": None, f"{KEY}.ess.recovery_lower": None},
         "with both sides open it never fires. Set a bound, or offpolicy.alarms.ess.action=off.",
     ),
     "inverted": ({f"{KEY}.mean_weight.lower": 3.0}, "above offpolicy.alarms.mean_weight.upper=2.0"),
-    "half": ({f"{KEY}.ess.recovery_lower": None}, "lower and recovery_lower go together. Set both, or neither."),
+    "half": (
+        {f"{KEY}.ess.recovery_lower": None},
+        "lower and recovery_lower go together. Set both, or neither; offpolicy.alarms.ess.",
+    ),
     "looser below": ({f"{KEY}.ess.recovery_lower": 0.2}, "looser than offpolicy.alarms.ess.lower=0.3"),
     "looser above": ({f"{KEY}.mean_weight.recovery_upper": 2.5}, "looser than offpolicy.alarms.mean_weight.upper=2.0"),
     "nothing": ({f"{KEY}.ess.action": "fallback"}, "nothing to fall back to. Set offpolicy.alarms.ess.fallback="),
@@ -85,6 +91,34 @@ def test_each_mistake_is_named(name: str) -> None:
     changes, expected = WRONG[name]
     (problem,) = [text for text in found(changes) if expected in text]
     assert problem.startswith(KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "value", "said"),
+    [
+        ("kept_share", "lower", 1.5, "it lies between 0 and 1: every value is beyond, and it always fires."),
+        ("kept_share", "lower", 0.0, "no value is beyond, and it never fires."),
+        ("ess", "lower", -3, "it lies between 0 and 1: no value is beyond, and it never fires."),
+        ("ess", "upper", 1.0, "no value is beyond, and it never fires."),
+        ("ess", "upper", -0.1, "every value is beyond, and it always fires."),
+        ("mean_weight", "lower", 0, "it is 0 or more: no value is beyond, and it never fires."),
+        ("nonfinite", "upper", -1, "every value is beyond, and it always fires."),
+    ],
+)
+def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:
+    only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
+    changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
+    (problem,) = problems(config(changes))
+    assert problem.key == f"{KEY}.{name}.{bound}"
+    assert said in problem.reason
+    mended = dict(override.split("=") for override in problem.overrides)
+    shipped = {key: DEFAULTS[name][key.rpartition(".")[2]] for key in mended}
+    assert found(changes | shipped) == []
+
+
+@pytest.mark.parametrize(("name", "bound", "value"), [("kept_share", "lower", 1.0), ("ess", "lower", 0.01)])
+def test_bounds_at_the_edge_of_the_range_can_act(name: str, bound: str, value: float) -> None:
+    assert found({f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}) == []
 
 
 def test_an_alarm_that_can_never_fire_is_refused_where_something_hangs_on_it() -> None:

@@ -9,28 +9,36 @@ from typing import NamedTuple
 
 import pytest
 
-from recipe.offpolicy.findings import named_overrides
-
 PACKAGE = Path(__file__).parents[3] / "recipe" / "offpolicy"
 UNMENDED = {
     "alarms/fallback.py": (4, "which correction is safer is for the user to say"),
-    "alarms/settings.py": (1, "of a program that was not prepared as main_offpolicy prepares it"),
+    "alarms/settings.py": (
+        2,
+        "a section of null, and a program that was not prepared",
+    ),
     "calibrate.py": (1, "arguments of a tool, no launch"),
-    "calibration/": (9, "arguments of a tool, no launch"),
+    "calibration/online_settings.py": (2, "a section that is null; the arguments of a helper are its overrides"),
+    "calibration/": (10, "arguments of a tool, no launch"),
+    "checks/bounds.py": (1, "one override a bound of the band, which has one or two"),
     "checks/loss.py": (1, "a message of verl's that names no key, where no key at its default helps"),
+    "checks/own_keys.py": (1, "a section that is null comes back only by removing the override"),
     "checks/path.py": (1, "an installed verl that does not hold is no key"),
     "checks/reading.py": (1, "of a program that was not prepared as main_offpolicy prepares it"),
     "checks/remarks.py": (3, "notes"),
     "checks/sections.py": (1, "a section that is null comes back only by removing the override"),
+    "checks/values.py": (1, "what an interpolation was to give is for the user to say"),
     "checks/verls_own.py": (1, "a note"),
     "checks/verls_validation.py": (1, "a message of verl's that names no key"),
     "checks/workers_env.py": (1, "what a job was submitted with is no key"),
-    "composition.py": (6, "which of two options, or of those that there are, is for the user to say"),
-    "correction/dialects/": (15, "arguments of a function; checks/verls_own.py proposes for verl's keys"),
-    "doctor/": (4, "a program, a release, or what no check can read"),
-    "run_setup.py": (5, "what a cluster looks like is for the user to say"),
-    "selector.py": (1, "what a cluster looks like is for the user to say"),
-    "shadow.py": (6, "names of options are for the user to say"),
+    "composition.py": (5, "which of two options, or of those that there are, is for the user to say"),
+    "correction/dialects/": (19, "arguments of a function; checks/verls_own.py proposes for verl's keys"),
+    "correction/spec.py": (1, "the group comes back only by removing the override"),
+    "correction/validation.py": (2, "which tokens are decided together is for the user to say"),
+    "doctor/": (2, "a program, or a release"),
+    "preflight.py": (1, "what no check can read"),
+    "preparation.py": (1, "which correction was meant is for the user to say"),
+    "run_setup.py": (1, "what a cluster looks like is for the user to say"),
+    "similar_keys.py": (2, "an argument is written anew, and no override can take it back"),
     "translate.py": (1, "arguments of a function"),
     "whatif/": (14, "arguments of a tool, no launch"),
 }
@@ -38,7 +46,7 @@ UNMENDED = {
 
 
 class Refusal(NamedTuple):
-    """A place; ``mended``: whether it always gives overrides, or its sentence names one."""
+    """A place; ``mended``: whether it gives overrides."""
 
     file: str
     line: int
@@ -58,7 +66,7 @@ def refusals_of(tree: ast.Module, file: str) -> Iterator[Refusal]:
             continue
         named = {keyword.arg: keyword.value for keyword in node.keywords}
         if node.func.id == "SpecError" and node.args:
-            mended = bool(named.keys() & {"overrides", "removed"} or named_overrides(_sentence(node.args[0])))
+            mended = bool(named.keys() & {"mend", "removed"} or any(keyword.arg is None for keyword in node.keywords))
         elif node.func.id == "Problem":
             given = node.args[6] if len(node.args) == 7 else named.get("overrides")
             mended = given is not None and not _may_be_empty(given, bound)
@@ -94,13 +102,6 @@ def _may_be_empty(overrides: ast.expr, bound: dict[str, list[ast.expr]]) -> bool
         case ast.Name(id=name):
             return any(_may_be_empty(each, {}) for each in bound.get(name, ()))
     return False
-
-
-def _sentence(message: ast.expr) -> str:
-    """The proposal of a message, with a key in the place of what is filled in."""
-    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
-    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "key.name" for part in parts)
-    return text.rpartition(" Set ")[2] if " Set " in text else ""
 
 
 FOUND = list(refusals())

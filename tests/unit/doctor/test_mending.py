@@ -12,10 +12,9 @@ from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.composition import own_keys_for_us
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
 from recipe.offpolicy.correction.weight_spec import WeightSpec
-from recipe.offpolicy.findings import Problem, told
 
 MOST_PASTES = 12
 VALUES = st.sampled_from([None, "???", "x", True, -1.0, 0, 0.3, 0.99, 1, 1.01, 2.0, 50.0, 1e30, float("inf"), "0.5"])
@@ -25,7 +24,7 @@ def refused(mapping: dict[str, Any]) -> Problem | None:
     try:
         CorrectionSpec.from_mapping(mapping)
     except SpecError as error:
-        return told(error)
+        return error.problem
     return None
 
 
@@ -70,11 +69,13 @@ ONE_PASTE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lower": -0.2, "upper": 0.2},
     ),
     "a band around all values": (mask(aggregate="binary_tv", lower=-1.0, upper=1.0), {"upper": 0.2}),
-    "no level": ({"masks": {"it": without(GSM, "level")}}, {"level": "sequence"}),
     "no aggregate": ({"masks": {"it": without(GSM, "aggregate")}}, {"aggregate": "geometric"}),
     "a sign left open": (mask(sign="???"), {"sign": "row"}),
-    "nothing but bounds": ({"masks": {"it": {"lower": 0.99, "upper": 1.01}}}, {"level": "sequence", "when": "any"}),
-    "a level that there is not": (mask(level="zzz"), {"level": "sequence"}),
+    "nothing but a level and bounds": (
+        {"masks": {"it": {"level": "turn", "lower": 0.99, "upper": 1.01}}},
+        {"level": "turn", "aggregate": "geometric", "when": "any"},
+    ),
+    "a level that there is not": (mask(level="sequnce"), {"level": "sequence"}),
     "a delta of letters": ({"masks": {"it": opsm(0.1) | {"delta": "x"}}}, {"delta": 0.1}),
     "an infinite budget": ({"masks": {"it": SECOND_MOMENT | {"budget": float("inf")}}}, {"budget": 0.04}),
     "a budget of another aggregate": (
@@ -99,7 +100,6 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "truncate of two bounds": (TIS | {"lower": 0.5}, {"kind": "clip"}),
     "beyond the clamp": (TIS | {"upper": 1e12}, {"upper": 2.0}),
     "negative": (TIS | {"upper": -2.0}, {"upper": 2.0}),
-    "no level": (without(TIS, "level"), {"level": "token"}),
     "no kind": (without(TIS, "kind"), {"kind": "truncate"}),
     "normalised by the current policy": (TIS | {"ratio": "full", "normalize": True}, {"normalize": False}),
 }
@@ -151,11 +151,12 @@ def _options(kind: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from([*kind.__args__, "zzz", "???", None])
 
 
+# What decides together has no default: a correction without a level is refused, and nothing is proposed.
+LEVELS = {"level": st.sampled_from(["token", "sequence", "turn", "version", "tokn"])}
 MASKS = st.fixed_dictionaries(
-    {},
+    LEVELS,
     optional={
         "ratio": _options(Ratio),
-        "level": st.sampled_from(["token", "sequence", "turn", "version", "tokn", "???"]),
         "aggregate": _options(Aggregate),
         "when": _options(When),
         "sign": _options(Sign),
@@ -167,9 +168,8 @@ MASKS = st.fixed_dictionaries(
     },
 )
 OF_WEIGHT = st.fixed_dictionaries(
-    {},
+    LEVELS,
     optional={
-        "level": st.sampled_from(["token", "sequence", "turn", "version", "tokn", "???"]),
         "kind": st.sampled_from(["truncate", "clip", "reject", "cilp", "???"]),
         "aggregate": st.sampled_from(["product", "geometric", "k1_sum"]),
         "ratio": _options(Ratio),
@@ -179,6 +179,24 @@ OF_WEIGHT = st.fixed_dictionaries(
         "kidn": VALUES.filter(lambda value: value != "???"),
     },
 )
+
+
+@pytest.mark.parametrize("mapping", [{"weight": {"upper": 3.0}}, {"masks": {"gsm": {"upper": 1.02}}}])
+def test_a_bound_alone_is_answered_by_the_options_that_have_one(mapping: dict[str, Any]) -> None:
+    """A level that is guessed would make a token's cap a weight of whole sequences."""
+    problem = refused(mapping)
+    assert problem is not None
+    assert problem.overrides == ()
+    assert "is chosen that correction." in problem.reason
+    assert problem.fix.startswith("Choose an option that has this ")
+
+
+@pytest.mark.parametrize("mapping", [{"weight": without(TIS, "level")}, {"masks": {"it": without(GSM, "level")}}])
+def test_a_level_is_not_guessed(mapping: dict[str, Any]) -> None:
+    problem = refused(mapping)
+    assert problem is not None
+    assert problem.overrides == ()
+    assert problem.fix.endswith(".level=token, sequence, turn or version.")
 
 
 @settings(max_examples=400)

@@ -9,12 +9,11 @@ from corrections import GSM, TIS, opsm
 from mended import with_overrides
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.checks.own_keys import _problem, own_keys
+from recipe.offpolicy.checks.own_keys import own_keys
 from recipe.offpolicy.composition import own_keys_for_us
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import verl_rejections
-from recipe.offpolicy.findings import Problem, named_overrides, told
-from recipe.offpolicy.recording.card import FIX
+from recipe.offpolicy.recording.settings import problems
 
 WEIGHT = "correction.weight"
 MASK = "correction.masks.gsm"
@@ -27,7 +26,7 @@ def masks(**changes: Any) -> dict[str, Any]:
 def malformed(mapping: dict[str, Any]) -> Problem:
     with pytest.raises(SpecError) as caught:
         CorrectionSpec.from_mapping(mapping)
-    return told(caught.value)
+    return caught.value.problem
 
 
 # What is given -> key, value, and overrides that mend it.
@@ -47,11 +46,16 @@ MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
     "proximal misspelt": ({"proximal": "bypas"}, "correction.proximal", "bypas", ["correction.proximal=bypass"]),
     "denominator": ({"denominator": "z"}, "correction.denominator", "z", ["correction.denominator=original"]),
     "baseline": ({"baseline": "z"}, "correction.baseline", "z", ["correction.baseline=include"]),
-    "delta left open": ({"masks": {"gsm": opsm(0.1) | {"delta": "???"}}}, "", None, [f"{MASK}.delta=0.1"]),
+    "delta left open": (
+        {"masks": {"gsm": opsm(0.1) | {"delta": "???"}}},
+        f"{MASK}.delta",
+        "???",
+        [f"{MASK}.delta=0.1"],
+    ),
     "lower left out": (
         {"weight": {key: value for key, value in TIS.items() if key != "lower"}},
-        "",
-        None,
+        f"{WEIGHT}.lower",
+        "???",
         [f"{WEIGHT}.lower=null"],
     ),
     "a number in quotes": ({"weight": TIS | {"upper": "3"}}, f"{WEIGHT}.upper", "3", [f"{WEIGHT}.upper=3.0"]),
@@ -60,7 +64,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
     "clip of KL": (
         {"kl_clip": {"lower": 0.5, "upper": 0.7}},
         "correction.kl_clip",
-        "{lower: 0.5, upper: 0.7}",
+        {"lower": 0.5, "upper": 0.7},
         ["correction.kl_clip.lower=0.8", "correction.kl_clip.upper=1.2"],
     ),
 }
@@ -76,33 +80,40 @@ def test_what_is_malformed_is_told_and_mended(name: str) -> None:
     CorrectionSpec.from_mapping(mended if mended["proximal"] else {k: v for k, v in mended.items() if k != "proximal"})
 
 
+def test_a_single_number_for_the_clip_of_kl_is_a_clip_around_1() -> None:
+    problem = malformed({"kl_clip": 0.2})
+    assert problem.overrides == ("correction.kl_clip={lower: 0.8, upper: 1.2}",)
+    assert str(problem) == (
+        "correction.kl_clip=0.2: expected a mapping. Set correction.kl_clip={lower: 0.8, upper: 1.2}."
+    )
+
+
 def test_bounds_that_cross_keep_what_is_beside_the_value() -> None:
     assert str(malformed(masks(lower=2.0))) == (
-        f"{MASK}.lower=2.0: above {MASK}.upper=1.01: nothing lies between. Swap the bounds."
+        f"{MASK}.lower=2.0 with {MASK}.upper=1.01: nothing lies between. Swap the bounds."
     )
 
 
 def test_a_value_in_quotes_keeps_both() -> None:
     with pytest.raises(SpecError) as caught:
         verl_rejections("seq_mean_k1", None, "")
-    problem = told(caught.value)
-    assert (problem.key, problem.value) == ("rollout_rs_threshold", "null")
-    assert problem.reason == "with rollout_rs='seq_mean_k1': set a threshold for each option, or one for all."
+    problem = caught.value.problem
+    assert (problem.key, problem.value, problem.beside) == ("rollout_rs_threshold", None, {"rollout_rs": "seq_mean_k1"})
+    assert problem.cause == "with rollout_rs=seq_mean_k1: nothing is rejected."
 
 
 @pytest.mark.parametrize(
-    ("sentence", "overrides"),
+    ("overrides", "sentence"),
     [
-        ("Set a.b=1 and a.c=2 for example.", ("a.b=1", "a.c=2")),
-        ("Set a.b=rollout, a.c=token and a.d=any.", ("a.b=rollout", "a.c=token", "a.d=any")),
-        ("Set a.b=1, or a.c=2.", ("a.b=1",)),
-        ("Set a.b=null or a.c=2.", ("a.b=null",)),
-        ("Set a.b=...", ()),
-        ("Rename it.", ()),
+        (("a.b=1",), "Set a.b=1."),
+        (("++a.b=1", "a.c=2"), "Set a.b=1 and set a.c=2."),
+        (("~a.b",), "Remove a.b."),
+        (("a.b=0", "~a.b"), "Remove a.b."),  # a null, which Hydra cannot delete
+        ((), ""),
     ],
 )
-def test_what_a_sentence_proposes(sentence: str, overrides: tuple[str, ...]) -> None:
-    assert named_overrides(sentence) == overrides
+def test_overrides_make_the_sentence_where_nobody_wrote_one(overrides: tuple[str, ...], sentence: str) -> None:
+    assert Problem("a", None, "wrong.", overrides=overrides).advice == sentence
 
 
 def test_unknown_alarms_and_recording_keys_are_taken_away() -> None:
@@ -117,14 +128,25 @@ def test_unknown_alarms_and_recording_keys_are_taken_away() -> None:
     assert found["offpolicy.record.dri"] == ("~offpolicy.record.dri",)
 
 
-def test_another_directory_beside_one_that_is_taken(tmp_path: Any) -> None:
-    key = "offpolicy.record.dir"
-    taken = tmp_path / "run"
-    taken.mkdir()
-    (tmp_path / "run_2").mkdir()
-    assert _problem(key, str(taken), "of another run.", FIX).overrides == (f'{key}="{taken}_3"',)
-    assert _problem(key, 5, "not a directory.", f"Set {key}=PATH, or null for no recording.").overrides == (
-        f"{key}=null",
+def recording(**values: Any) -> dict[str, tuple[str, ...]]:
+    """What is proposed for keys of ``offpolicy.record``."""
+    config = OmegaConf.create(
+        {
+            "offpolicy": {"record": values},
+            "trainer": {"resume_mode": "disable", "default_local_dir": "none", "save_freq": -1},
+            "actor_rollout_ref": {"rollout": {"calculate_log_probs": values.pop("measured", True)}},
+        }
     )
-    mu = "actor_rollout_ref.rollout.calculate_log_probs=true"
-    assert _problem(key, "x", "no mu to record.", f"Set {mu}.").overrides == (mu,)
+    return {problem.key: problem.overrides for problem in problems(config)}
+
+
+def test_another_directory_beside_one_that_is_taken(tmp_path: Any) -> None:
+    key, taken = "offpolicy.record.dir", tmp_path / "run"
+    taken.mkdir()
+    (taken / "run.json").write_text('{"checkpoints": "of another"}')
+    (tmp_path / "run_2").mkdir()
+    assert recording(dir=str(taken)) == {key: (f'{key}="{taken}_3"',)}
+    assert recording(dir=5) == {key: (f"{key}=null",)}
+    assert recording(dir=str(tmp_path / "new"), measured=False) == {
+        key: ("actor_rollout_ref.rollout.calculate_log_probs=true",)
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from corrections import GSM, TIS, spec
 from omegaconf import DictConfig, OmegaConf
 from recordings import drawn_rows, record
 
-from recipe.offpolicy.recording.card import FIX
 from recipe.offpolicy.recording.files import MOST_REASONS
-from recipe.offpolicy.recording.settings import RecordSettings, problems, resolve_dir, too_many_parts
+from recipe.offpolicy.recording.settings import FOREIGN, RecordSettings, problems, resolve_dir, too_many_parts
 
 DEFAULTS = OmegaConf.load(Path(__file__).parents[3] / "configs" / "offpolicy_base.yaml").offpolicy.record
 
@@ -88,27 +86,41 @@ def test_settings_travel_by_value() -> None:
     ],
 )
 def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expected: str) -> None:
-    ((key, found, reason, fix),) = problems(config(tmp_path, **{name: value}))
-    assert (key, found, reason) == (f"offpolicy.record.{name}", value, expected)
-    assert fix.startswith(f"Set offpolicy.record.{name}=")
+    (problem,) = problems(config(tmp_path, **{name: value}))
+    assert (problem.key, problem.value, problem.reason) == (f"offpolicy.record.{name}", value, expected)
+    assert problem.advice.startswith(f"Set offpolicy.record.{name}=")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shipped"),
+    [("every", 10, "1"), ("share", 0.5, "1.0"), ("prompts", False, "true"), ("max_bytes", 1e6, "10000000000.0")],
+)
+def test_keys_that_nothing_reads_without_a_directory(tmp_path: Path, name: str, value: Any, shipped: str) -> None:
+    (problem,) = problems(config(tmp_path, **{name: value}))
+    key = f"offpolicy.record.{name}"
+    assert (problem.key, problem.overrides) == (key, (f"{key}={shipped}",))
+    assert problem.reason == "nothing is recorded without offpolicy.record.dir."
+    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec"), **{name: value}))) == []
 
 
 def test_an_unknown_key(tmp_path: Path) -> None:
-    ((key, value, reason, fix),) = problems(config(tmp_path, folder="x"))
-    assert (key, value, fix) == ("offpolicy.record.folder", "x", "Remove offpolicy.record.folder.")
-    assert "dir, every, share" in reason
+    (problem,) = problems(config(tmp_path, folder="x"))
+    assert (problem.key, problem.value, problem.reason) == ("offpolicy.record.folder", "x", "unknown key.")
+    assert problem.overrides == ("~offpolicy.record.folder",)
+    assert "dir, every, share" in problem.fix
 
 
 def test_no_keys_at_all() -> None:
-    ((key, value, _, fix),) = problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
-    assert (key, value, fix) == ("offpolicy.record", "yes", "Set offpolicy.record.dir=PATH.")
+    (problem,) = problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
+    assert (problem.key, problem.value) == ("offpolicy.record", "yes")
+    assert problem.fix == "Remove this override; set offpolicy.record.dir=PATH to record."
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
-    ((key, _, reason, fix),) = problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
-    assert key == "offpolicy.record.dir"
-    assert "no mu" in reason
-    assert fix == "Set actor_rollout_ref.rollout.calculate_log_probs=true."
+    (problem,) = problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
+    assert problem.key == "offpolicy.record.dir"
+    assert "no mu" in problem.reason
+    assert problem.overrides == ("actor_rollout_ref.rollout.calculate_log_probs=true",)
     assert list(problems(config(tmp_path, mu=False))) == []
 
 
@@ -119,10 +131,10 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     masks = {f"m{number}": GSM for number in range(MOST_REASONS)}
     rejects = TIS | {"kind": "reject"}
     assert list(too_many_parts(recorded, spec(TIS, **masks))) == []
-    ((key, value, reason, fix),) = too_many_parts(recorded, spec(rejects, **masks))
-    assert (key, value) == ("offpolicy.record.dir", place)
-    assert reason == "33 parts of the correction can reject, and a recording tells 32 apart."
-    assert fix == "Set offpolicy.record.dir=null, or give fewer masks."
+    (problem,) = too_many_parts(recorded, spec(rejects, **masks))
+    assert (problem.key, problem.value) == ("offpolicy.record.dir", place)
+    assert problem.reason == "33 parts of the correction can reject, and a recording tells 32 apart."
+    assert problem.fix == "Set offpolicy.record.dir=null, or give fewer masks."
     assert len(list(too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
     assert list(too_many_parts(nothing, spec(rejects, **masks))) == []
 
@@ -131,14 +143,15 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in ("file", "file/below"):
         (problem,) = problems(config(tmp_path, dir=str(tmp_path / place)))
-        assert problem[2] == f"{tmp_path / 'file'} is no directory."
+        assert problem.reason == f"{tmp_path / 'file'} is no directory."
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everywhere, so that the question itself is answered for it."""
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    (problem,) = problems(config(tmp_path, dir=str(tmp_path / "closed" / "rec")))
-    assert "cannot be written" in problem[2]
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    """Where not even root can."""
+    (problem,) = problems(config(tmp_path, dir="/proc/self/rec"))
+    assert problem.reason == "/proc/self cannot be written."
+    assert list(problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 # Recordings that are there already --------------------------------------------------------------------------------
@@ -155,12 +168,12 @@ def checkpointed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
 
 
-REFUSED = ("it holds the recording of another run, of which this one resumes no checkpoint.", FIX)
+REFUSED = ("it holds the recording of another run, of which this one resumes no checkpoint.", FOREIGN)
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:
     (problem,) = problems(config(tmp_path, dir=recording(tmp_path)))
-    assert problem[2:] == REFUSED
+    assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_run_that_is_resumed_goes_on_recording(tmp_path: Path) -> None:
@@ -169,14 +182,14 @@ def test_a_run_that_is_resumed_goes_on_recording(tmp_path: Path) -> None:
     assert list(problems(config(tmp_path, dir=place))) == []
     assert list(problems(config(tmp_path, dir=place, resume="resume_path"))) == []
     (problem,) = problems(config(tmp_path, dir=place, resume="disable"))
-    assert problem[2:] == REFUSED
+    assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_run_that_is_resumed_from_elsewhere_does_not(tmp_path: Path) -> None:
     place = recording(tmp_path, checkpoints="of_another")
     checkpointed(tmp_path)
     (problem,) = problems(config(tmp_path, dir=place))
-    assert problem[2:] == REFUSED
+    assert (problem.reason, problem.fix) == REFUSED
 
 
 def begun(tmp_path: Path, **card: Any) -> DictConfig:
@@ -206,13 +219,13 @@ def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: P
 )
 def test_no_other_run_begins_again(card: dict[str, Any], tmp_path: Path) -> None:
     (problem,) = problems(begun(tmp_path, **card))
-    assert problem[2:] == REFUSED
+    assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_steps_without_a_card_are_somebodys(tmp_path: Path) -> None:
     checkpointed(tmp_path)
     (problem,) = problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
-    assert problem[2:] == REFUSED
+    assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_directory_with_other_things_may_be_used(tmp_path: Path) -> None:
@@ -225,4 +238,4 @@ def test_a_card_that_is_damaged_is_named(tmp_path: Path) -> None:
     place = recording(tmp_path)
     (tmp_path / "rec" / "run.json").write_text("{")
     (problem,) = problems(config(tmp_path, dir=place))
-    assert "run.json: not readable" in problem[2]
+    assert "run.json: not readable" in problem.reason

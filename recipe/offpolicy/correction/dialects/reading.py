@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..problem import SpecError
 from ..ratios import EXP_CLAMP
-from ..validation import SpecError, known_keys, number
+from ..validation import known_keys, number
 
 
 def read(
@@ -18,7 +19,7 @@ def read(
         known_keys(source, {*defaults, *ignored}, where)
         return {**defaults, **{key: source[key] for key in defaults if key in source}}
     if not any(hasattr(source, key) for key in defaults):
-        raise SpecError(f"{where}={source!r}: expected a mapping with keys such as {next(iter(defaults))}.")
+        raise SpecError(f"expected a mapping with keys such as {next(iter(defaults))}.", key=where, value=source)
     return {key: getattr(source, key, default) for key, default in defaults.items()}
 
 
@@ -27,7 +28,7 @@ def one_of(value: Any, options: Iterable[str], key: str, *, optional: bool = Tru
         return None
     if value not in options:
         choices = ", ".join([*(["null"] if optional else []), *options])
-        raise SpecError(f"{key}={value!r}: set one of {choices}.")
+        raise SpecError("no such choice.", f"Set one of {choices}.", key=key, value=value)
     return str(value)
 
 
@@ -37,11 +38,14 @@ def ratio(value: Any, key: str) -> float | None:
     if bound is None:
         return None
     if bound <= 0:
-        raise SpecError(f"{key}={value}: ratios are positive. Set a bound above 0, or null to leave a side open.")
+        fix = "Set a bound above 0, or null to leave a side open."
+        raise SpecError("ratios are positive.", fix, key=key, value=value)
     if abs(math.log(bound)) > EXP_CLAMP:
         raise SpecError(
-            f"{key}={value}: log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that this bound never acts. "
-            f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}."
+            f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that this bound never acts.",
+            f"Set one between {math.exp(-EXP_CLAMP):.3g} and {math.exp(EXP_CLAMP):.3g}.",
+            key=key,
+            value=value,
         )
     return bound
 

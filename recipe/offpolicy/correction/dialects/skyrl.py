@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..validation import SpecError
+from ..problem import SpecError
 from .reading import mask, one_of, ratio, read
 
 _SKYRL_DEFAULTS: Final[dict[str, Any]] = {
@@ -47,11 +47,19 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
             for key, other in ((low, high), (high, low)):
                 if bounds[key] is None:
                     raise SpecError(
-                        f"{where}.{key}=null with {where}.{other}={bounds[other]}: both are needed; SkyRL leaves a "
-                        f"token mask with one of them out, in silence. Set {where}.{key}."
+                        "both are needed; SkyRL leaves a token mask with one of them out, in silence.",
+                        f"Set {where}.{key}.",
+                        key=f"{where}.{key}",
+                        beside={f"{where}.{other}": bounds[other]},
                     )
         if lower is not None and upper is not None and lower > upper:
-            raise SpecError(f"{where}.{low}={lower} > {where}.{high}={upper}: nothing lies between. Swap them.")
+            raise SpecError(
+                "nothing lies between.",
+                "Swap them.",
+                key=f"{where}.{low}",
+                value=lower,
+                beside={f"{where}.{high}": upper},
+            )
         return lower, upper
 
     weight: dict[str, Any] | None = None
@@ -59,7 +67,12 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
     if level is not None:
         cap = f"{level}_tis_ratio_clip_high"
         if bounds[cap] is None:
-            raise SpecError(f"{where}.{cap}=null with {where}.tis_ratio_type={level}: set the cap, 2.0 for example.")
+            raise SpecError(
+                "a truncated weight has a cap.",
+                "Set it to 2.0 for example.",
+                key=f"{where}.{cap}",
+                beside={f"{where}.tis_ratio_type": level},
+            )
         weight = {"level": level, "kind": "truncate", "lower": None, "upper": bounds[cap]}
 
     masks: dict[str, Any] = {}

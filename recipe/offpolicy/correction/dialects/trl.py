@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..problem import SpecError
 from ..ratios import EXP_CLAMP
-from ..validation import SpecError, number, truth
+from ..validation import number, truth
 from .reading import one_of, ratio, read
 
 _TRL_DEFAULTS: Final[dict[str, Any]] = {
@@ -38,13 +39,16 @@ def plain_from_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
     lower, upper = (ratio(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
     mode = one_of(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)
     if lower is not None and upper is not None and lower > upper:
-        raise SpecError(f"{key}_clip_min={lower} > {key}_clip_max={upper}: nothing lies between. Swap them.")
+        beside = {f"{key}_clip_max": upper}
+        raise SpecError("nothing lies between.", "Swap them.", key=f"{key}_clip_min", value=lower, beside=beside)
     weight: dict[str, Any] | None = None
     if truth(values, f"{stem}_correction", where):
         if lower is None and upper is None:
             raise SpecError(
-                f"{key}_clip_max=null with {key}_clip_min=null: {mode} has nothing to bind. "
-                f"Set {key}_clip_max=3.0, or {key}_correction=false."
+                f"{mode} has nothing to bind.",
+                f"Set {key}_clip_max=3.0, or {key}_correction=false.",
+                key=f"{key}_clip_max",
+                beside={f"{key}_clip_min": None},
             )
         level, action = str(mode).split("_")
         kind = "reject" if action == "mask" else "clip" if lower is not None and upper is not None else "truncate"
@@ -55,8 +59,10 @@ def plain_from_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
     if threshold is not None:
         if not 0 <= threshold <= EXP_CLAMP:
             raise SpecError(
-                f"{key}={threshold}: mean log(mu/pi) in nats a token, between 0 and {EXP_CLAMP:g}. "
-                f"Set {key}=0.5, or null for no mask."
+                f"mean log(mu/pi) in nats a token, between 0 and {EXP_CLAMP:g}.",
+                f"Set {key}=0.5, or null for no mask.",
+                key=key,
+                value=threshold,
             )
         opsm = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
         masks["opsm"] = opsm

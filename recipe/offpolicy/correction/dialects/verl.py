@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..validation import SpecError, number, truth
+from ..problem import SpecError
+from ..validation import number, truth
 from .reading import mask, one_of, ratio, read
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
@@ -63,13 +64,19 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
     level = one_of(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
     if loss_type == "reinforce" and not bypass:
         raise SpecError(
-            f"{where}.loss_type=reinforce with {where}.bypass_mode=false: verl reads loss_type in bypass mode alone. "
-            f"Set {where}.bypass_mode=true, or leave loss_type out."
+            "verl reads loss_type in bypass mode alone.",
+            f"Set {where}.bypass_mode=true, or leave loss_type out.",
+            key=f"{where}.loss_type",
+            value="reinforce",
+            beside={f"{where}.bypass_mode": False},
         )
     if normalize and level is None:
         raise SpecError(
-            f"{where}.rollout_is_batch_normalize=true with {where}.rollout_is=null: there is no weight to normalise. "
-            f"Set {where}.rollout_is=token, or leave rollout_is_batch_normalize out."
+            "there is no weight to normalise.",
+            f"Set {where}.rollout_is=token, or leave rollout_is_batch_normalize out.",
+            key=f"{where}.rollout_is_batch_normalize",
+            value=True,
+            beside={f"{where}.rollout_is": None},
         )
     ratio = "full" if bypass else "rollout"
     weight: dict[str, Any] | None = None
@@ -79,9 +86,12 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
         if not bypass or loss_type == "reinforce":
             if normalize and bypass:
                 raise SpecError(
-                    f"{where}.rollout_is_batch_normalize=true with {where}.bypass_mode=true: verl divides by each "
-                    f"micro-batch's own mean of pi / mu, so that the loss depends on how a batch is split. "
-                    f"Set {where}.rollout_is_batch_normalize=false."
+                    "verl divides by each micro-batch's own mean of pi / mu, so that the loss depends on how a batch "
+                    "is split.",
+                    key=f"{where}.rollout_is_batch_normalize",
+                    value=True,
+                    beside={f"{where}.bypass_mode": True},
+                    mend={f"{where}.rollout_is_batch_normalize": False},
                 )
             weight = {
                 "level": level,
@@ -111,12 +121,15 @@ def verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
         SpecError: malformed, missing, or beyond the clamp of +-20 nats.
     """
     if threshold is None:
-        raise SpecError(f"{key}=null with a weight: verl then leaves the weight out. Set {key}=2.0.")
+        raise SpecError("verl leaves out a weight without a threshold.", key=key, mend={key: 2.0})
     lower, upper = _pair(threshold, key)
     if lower is None and upper < 1 and not isinstance(threshold, str):
         raise SpecError(
-            f"{key}={threshold}: a cap below 1 shrinks every on-policy token. {_YAML_UNDERSCORE}, {key}='0.5_2'. "
-            f"Set {key}=2.0, or the cap as a string if it is meant."
+            f"a cap below 1 shrinks every on-policy token. {_YAML_UNDERSCORE}, {key}='0.5_2'.",
+            f"Set {key}=2.0, or the cap as a string if it is meant.",
+            key=key,
+            value=threshold,
+            mend={key: 2.0},
         )
     return ratio(lower, key), _finite(ratio(upper, key))
 
@@ -139,33 +152,42 @@ def verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, t
     rs, ts = f"{prefix}rollout_rs", f"{prefix}rollout_rs_threshold"
     if rollout_rs is None:
         if threshold is not None:
-            raise SpecError(f"{ts}={threshold!r} with {rs}=null: verl ignores it. Set {rs}, or leave {ts} out.")
+            raise SpecError(
+                "verl ignores it.", f"Set {rs}, or leave {ts} out.", key=ts, value=threshold, beside={rs: None}
+            )
         return {}
     names = [name.strip() for name in rollout_rs.split(",")] if isinstance(rollout_rs, str) else []
     options = list(dict.fromkeys(name for name in names if name))
     if not options:
         raise SpecError(
-            f"{rs}={rollout_rs!r}: set options separated by commas, or null. Known: {_known()}.",
+            "no names of rejections.",
+            f"Set options separated by commas, or null. Known: {_known()}.",
             key=rs,
             value=rollout_rs,
-            overrides={rs: None},
+            mend={rs: None},
         )
     for option in options:
         if option not in _VERL_REJECTIONS:
             near = {each: difflib.get_close_matches(each, _VERL_REJECTIONS, 1, cutoff=0)[0] for each in options}
             raise SpecError(
-                f"{rs}={rollout_rs!r}: {option!r} is unknown. Known: {_known()}.",
+                f"{option!r} is unknown.",
+                f"Known: {_known()}.",
                 key=rs,
                 value=rollout_rs,
-                overrides={rs: ",".join(near.values())},
+                mend={rs: ",".join(near.values())},
             )
     if threshold is None:
-        raise SpecError(f"{ts}=null with {rs}={rollout_rs!r}: set a threshold for each option, or one for all.")
+        raise SpecError(
+            "nothing is rejected.", "Set a threshold for each option, or one for all.", key=ts, beside={rs: rollout_rs}
+        )
     parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
     if len(parts) not in (1, len(options)):
         raise SpecError(
-            f"{ts}={threshold!r}: {len(parts)} thresholds for the {len(options)} options of {rs}={rollout_rs!r}. "
-            f"Set one for all, or one each, separated by commas."
+            f"{len(parts)} thresholds for the {len(options)} options.",
+            "Set one for all, or one each, separated by commas.",
+            key=ts,
+            value=threshold,
+            beside={rs: rollout_rs},
         )
     parts = parts * len(options) if len(parts) == 1 else parts
     return {option: _rejection_bounds(option, part, ts) for option, part in zip(options, parts, strict=True)}
@@ -175,13 +197,16 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
     lower, upper = _pair(threshold, key)
     if not option.endswith("k1"):
         if lower is not None:
-            raise SpecError(f"{key}={threshold!r}: {option} has an upper bound alone. Set {key}={upper}.")
+            raise SpecError(f"{option} has an upper bound alone.", key=key, value=threshold, mend={key: upper})
         return None, upper
     if lower is None:
         if upper < 1:
             raise SpecError(
-                f"{key}={threshold!r}: a single bound u of {option} means [1/u, u], which is empty below 1. "
-                f"{_YAML_UNDERSCORE}, {key}='0.5_2'. Set a bound above 1."
+                f"a single bound u of {option} means [1/u, u], which is empty below 1. {_YAML_UNDERSCORE}, "
+                f"{key}='0.5_2'.",
+                "Set a bound above 1.",
+                key=key,
+                value=threshold,
             )
         return 1 / upper, upper
     return 1 / upper, 1 / lower
@@ -196,17 +221,17 @@ def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
     except ValueError:
         bounds = []
     if len(bounds) not in (1, 2) or not all(map(math.isfinite, bounds)):
-        raise SpecError(f"{key}={threshold!r}: set a number such as 2.0, or two as '0.5_2.0'.")
+        raise SpecError("no number.", "Set one such as 2.0, or two as '0.5_2.0'.", key=key, value=threshold)
     for bound in bounds:
         _positive(bound, threshold, key)
     if bounds[0] > bounds[-1]:
-        raise SpecError(f"{key}={threshold!r}: nothing lies between. Swap the bounds.")
+        raise SpecError("nothing lies between.", "Swap the bounds.", key=key, value=threshold)
     return (None if len(bounds) == 1 else bounds[0]), bounds[-1]
 
 
 def _positive(bound: float, given: Any, key: str) -> float:
     if bound <= 0 or math.isinf(1 / bound):
-        raise SpecError(f"{key}={given!r}: bounds are positive numbers. Set one above 0.")
+        raise SpecError("bounds are positive numbers.", "Set one above 0.", key=key, value=given)
     return bound
 
 

@@ -1,12 +1,13 @@
-"""What Hydra and YAML make of an override's text before anybody sees it."""
+"""Numbers with an underscore on the command line, which Hydra reads as another number than they look like."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-from ..findings import Problem, set_to
-from ..verl_keys.reading import VERL, WORKERS
+from .correction import Problem
+from .correction.problem import set_to
+from .verl_keys.reading import VERL, WORKERS
 
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
 _BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
@@ -14,8 +15,8 @@ _BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|bud
 _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
-def numbers_of_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
-    """Pairs of bounds that became one number: 0.5_2 is 0.52, and 2_5 is 25, unless they stand in quotes of Hydra's."""
+def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
+    """Find bounds that became another number: 0.5_2 is 0.52, 1_01 is 101, unless they stand in quotes of Hydra's."""
     last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
     for override in last.values():
         found = _OVERRIDE.fullmatch(override)
@@ -30,18 +31,21 @@ def numbers_of_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
             number = float(value)
         except ValueError:  # 0.5_2.0, which stays a string
             continue
-        reason = f"Hydra reads an underscore inside a number as nothing: this is {number:g}."
+        reason = f"Hydra reads {value} as this: an underscore inside a number is nothing."
         if key.endswith(("_threshold", "_threshold_lower")):
             fix = f"Set it to '{value}', in quotes that the shell leaves."
-            mends: tuple[str, ...] = (set_to(key, value),)
-        else:
-            lower, upper, *_ = value.split("_")
-            which = bound["which"] or ""
-            bounds = (f"{owner}.{which}lower={lower}", f"{owner}.{which}upper={upper}")
-            band = name.endswith(("lower", "upper"))
-            fix = f"Set {bounds[0]} and {bounds[1]}." if band else f"Write {key} without an underscore."
-            mends = bounds if band else ()
-        yield Problem(key, value, reason, fix, "WRONG", _parts(key), mends)
+            yield Problem(key, number, reason, fix, parts=_parts(key), overrides=(set_to(key, value),))
+            continue
+        lower, upper, *_ = value.split("_")
+        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
+        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
+        if "." in value:
+            mends = bounds if pair else (f"{key}={lower}",)
+        else:  # more often a decimal comma than two bounds
+            mends = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
+        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if pair and mends != bounds else ""
+        fix = f"Set {' and '.join(mends)}{other}."
+        yield Problem(key, number, reason, fix, parts=_parts(key), overrides=mends)
 
 
 def _parts(key: str) -> tuple[str, ...]:

@@ -1,0 +1,171 @@
+"""Problems of a configuration as data, worded in one place, and the errors that carry them.
+
+A mistyped threshold that is taken for a valid one degrades a run in silence, so each problem names the key, its value,
+the reason and an override that mends it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["NOTE", "INERT", "WRONG"]
+"""NOTE: it does what it says, and is rarely all that was meant. INERT: it trains, and would do nothing. WRONG: it would
+do something else than it says, and stops the launch."""
+
+EVERYTHING = ("*",)
+"""Concerns every correction that is configured."""
+MU = ("mu",)
+"""Concerns every correction that reads the rollout engine's log-probs."""
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./:-]*")
+_BARE = re.compile(r"[^\s'\"]+")
+_WORDS = frozenset({"null", "true", "false", "nan", "inf"})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key, the value it has, what is wrong with it, and the override that mends it.
+
+    Attributes:
+        key, value: as Hydra has them; an empty key where the reason says all.
+        reason: a sentence.
+        fix: a sentence; empty for the one that the overrides make, if there are any.
+        verdict: what becomes of the corrections that it concerns.
+        parts: names of these corrections, ``EVERYTHING`` or ``MU``.
+        overrides: the fix in Hydra's grammar, to be put behind the overrides of the launch.
+        beside: other keys, and their values, without which the value would be fine.
+    """
+
+    key: str
+    value: Any = field(hash=False)
+    reason: str
+    fix: str = ""
+    verdict: Verdict = "WRONG"
+    parts: tuple[str, ...] = EVERYTHING
+    overrides: tuple[str, ...] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def cause(self) -> str:
+        """The reason, with what stands beside the key."""
+        others = " and ".join(f"{key}={shown(value)}" for key, value in self.beside.items())
+        return f"with {others}: {self.reason}" if others else self.reason
+
+    @property
+    def advice(self) -> str:
+        """The sentence of the fix."""
+        if self.fix or not self.overrides:
+            return self.fix
+        removed = {override[1:] for override in self.overrides if override.startswith("~")}
+        # A null is set to something before it can be removed, which is nobody's business.
+        told = [each for each in self.overrides if each.partition("=")[0] not in removed]
+        *first, last = map(_proposed, told)
+        said = f"{', '.join(first)} and {last}." if first else f"{last}."
+        return said[:1].upper() + said[1:]
+
+    @property
+    def pasted(self) -> str:
+        """The overrides as words of a shell."""
+        return shlex.join(self.overrides)
+
+    @property
+    def statement(self) -> str:
+        """The key, its value and the reason, without the fix."""
+        return f"{self.key}={shown(self.value)}{' ' if self.beside else ': '}{self.cause}" if self.key else self.cause
+
+    def __str__(self) -> str:
+        return f"{self.statement} {self.advice}".strip()
+
+
+def _proposed(override: str) -> str:
+    return f"remove {override.lstrip('~')}" if override.startswith("~") else f"set {override.lstrip('+')}"
+
+
+class SpecError(ValueError):
+    """A value that cannot be what was meant.
+
+    Args:
+        reason, fix: sentences; without a fix the one that ``mend`` makes.
+        key, value: as they were given; an empty key where the reason says all.
+        beside: other keys and their values, without which the value would be fine.
+        mend: key -> the value that mends it.
+        removed: keys that are to be taken away before, with the values that they have.
+
+    Attributes:
+        problem: all of it.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        fix: str = "",
+        *,
+        key: str = "",
+        value: Any = None,
+        beside: Mapping[str, Any] | None = None,
+        mend: Mapping[str, Any] | None = None,
+        removed: Mapping[str, Any] | None = None,
+    ) -> None:
+        away = [override for name, given in (removed or {}).items() for override in remove(name, given)]
+        put = [set_to(name, wanted) for name, wanted in (mend or {}).items()]
+        self.problem = Problem(key, value, reason, fix, overrides=(*away, *put), beside=dict(beside or {}))
+        super().__init__(str(self.problem))
+
+
+class CheckError(RuntimeError):
+    """A configuration that would train something else than it says, with all of its problems."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: Sequence[Problem] = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def set_to(key: str, value: object, *, add: bool = False) -> str:
+    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have."""
+    return f"{'++' if add else ''}{key}={quoted(value)}"
+
+
+def remove(key: str, value: object) -> tuple[str, ...]:
+    """Build the overrides after which nothing is left of a key that has this value."""
+    # Hydra takes a null for a key that is not there, and cannot delete it.
+    return ((set_to(key, 0),) if value in (None, "???") else ()) + (f"~{key}",)
+
+
+def quoted(value: object) -> str:
+    """A value in Hydra's grammar: strings that would be taken for something else in quotes, also within mappings."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {quoted(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(quoted, value))}]"
+    if not isinstance(value, str):
+        return shown(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _reads_otherwise(text: str) -> bool:
+    """Whether Hydra would take a bare text for something else than a string."""
+    try:
+        float(text.replace("_", ""))
+    except ValueError:
+        return text.lower() in _WORDS
+    return True
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: as Hydra spells it, strings that look like something else in quotes."""
+    if isinstance(value, str):
+        return value if _BARE.fullmatch(value) and not _reads_otherwise(value) else repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shown(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

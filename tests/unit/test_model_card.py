@@ -1,0 +1,76 @@
+"""The model's config.json: which models are mixtures of experts, and what a contradiction does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.model_card import experts_of
+from recipe.offpolicy.run_setup import read_setup
+
+
+def config(path: Path | str, model: str | None = None) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "setup": {"model": model, "engine": "different", "mode": "sync", "trajectory": "single", "minibatches": 1},
+            "actor_rollout_ref": {"model": {"path": str(path)}, "actor": {"strategy": "fsdp"}, "rollout": {}},
+        }
+    )
+
+
+def saved(folder: Path, values: Any) -> Path:
+    (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8},
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "deepseek_v3", "n_routed_experts": 256, "n_shared_experts": 1},
+        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
+        {"model_type": "ernie4_5_moe_vl", "text_config": {"moe_num_experts": [64, 64]}},
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
+    found = experts_of(config(saved(tmp_path, values)))
+    assert found is not None
+    assert found[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"model_type": "qwen2", "num_hidden_layers": 24}, {"model_type": "granite", "num_local_experts": 0}],
+    ids=lambda values: values["model_type"],
+)
+def test_a_dense_model(values: dict[str, Any], tmp_path: Path) -> None:
+    file = saved(tmp_path, values) / "config.json"
+    assert experts_of(config(tmp_path)) == (False, f"{file} counts no experts")
+
+
+def test_what_is_not_at_hand_or_damaged_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    for path in (tmp_path / "nowhere", "org/model-that-nobody-has", saved(tmp_path, "{")):
+        assert experts_of(config(path)) is None
+
+
+def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
+    mixture = saved(tmp_path, {"num_experts": 64})
+    with pytest.raises(SpecError) as caught:
+        read_setup(config(mixture, "dense"))
+    assert str(caught.value) == (
+        f"setup.model=dense: the configuration says moe: {mixture}/config.json has num_experts=64. "
+        f"Set setup.model=null to follow it, or change the configuration."
+    )
+    assert caught.value.problem.overrides == ("setup.model=null",)
+    assert read_setup(config(mixture)).model == "moe"
+    assert read_setup(config(mixture, "moe")).model == "moe"
+    with pytest.raises(SpecError, match="the configuration says dense"):
+        read_setup(config(saved(tmp_path, {"num_hidden_layers": 2}), "moe"))
