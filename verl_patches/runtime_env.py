@@ -30,6 +30,21 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how Ray tells a submitted job its own ru
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
+class ContradictionError(PatchError):
+    """A variable has another value elsewhere than in this process.
+
+    Attributes:
+        key: of the configuration that sets it; "" where the submitted job does.
+        value: there.
+        reason: what workers need.
+        fix: what to do about it.
+    """
+
+    def __init__(self, there: str, key: str, value: str, reason: str, fix: str) -> None:
+        self.key, self.value, self.reason, self.fix = key, value, reason, fix
+        super().__init__(f"{there}: {reason} Fix: {fix}")
+
+
 def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
     """Put what workers need into the runtime environment of a Hydra configuration, in place.
 
@@ -39,7 +54,7 @@ def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str
         environ: of this process.
 
     Raises:
-        PatchError: a value in the configuration or of the submitted job contradicts this process's.
+        ContradictionError: a value in the configuration or of the submitted job is not this process's.
     """
     # Not at the top: who submits a job needs the rest, and perhaps no Hydra.
     from omegaconf import OmegaConf, open_dict
@@ -94,21 +109,23 @@ def merged(
         may_override: whether Ray was told to let the driver's variables win over the job's.
 
     Raises:
-        PatchError: a variable has another value in `given` or `job`.
+        ContradictionError: a variable has another value in `given` or `job`.
     """
     result = dict(given)
     for key, value in wanted.items():
         if key in given:
             there = str(given[key])
             if key not in _SEPARATORS and there != value:
-                raise PatchError(_contradiction(f"{KEY}.env_vars.{key}={there}", key, value, "remove this override"))
+                path = f"{KEY}.env_vars.{key}"
+                raise ContradictionError(f"{path}={there}", path, there, _needed(key, value), "Remove this override.")
             result[key] = _joined(key, there, value)
         elif key not in job or may_override:
             result[key] = _joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
         elif key != PYTHONPATH and _joined(key, job[key], value) != _joined(key, job[key]):
             # A job knows itself where its files lie; a package that is not found there stops the import of verl.
-            fix = f"submit the job with {key}={_joined(key, job[key], value)}, or set {_OVERRIDE}=1"
-            raise PatchError(_contradiction(f"{key}={job[key]} of the submitted job", key, value, fix))
+            fix = f"Submit the job with {key}={_joined(key, job[key], value)}, or set {_OVERRIDE}=1."
+            there = f"{key}={job[key]} of the submitted job"
+            raise ContradictionError(there, "", job[key], _needed(key, value), fix)
     return result
 
 
@@ -126,8 +143,8 @@ def checkout_root() -> str | None:
     return None if root in {Path(path).resolve() for path in installed} else str(root)
 
 
-def _contradiction(there: str, key: str, value: str, fix: str) -> str:
-    return f"{there}: workers need {key}={value}, as this process has it. Fix: {fix}."
+def _needed(key: str, value: str) -> str:
+    return f"workers need {key}={value}, as this process has it."
 
 
 def _joined(key: str, *values: str) -> str:

@@ -11,8 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches import runtime_env
-from verl_patches.contract import PatchError
-from verl_patches.runtime_env import forward, merged, wanted
+from verl_patches.runtime_env import ContradictionError, forward, merged, wanted
 
 ROOT = Path(__file__).parents[2]
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -64,12 +63,14 @@ def test_lists_are_joined_and_the_users_own_come_first() -> None:
 
 
 def test_a_users_value_that_contradicts_stops() -> None:
-    with pytest.raises(PatchError) as error:
+    with pytest.raises(ContradictionError) as error:
         merged({"VERL_PLATFORM": "cuda"}, {"VERL_PLATFORM": "cpu"}, {})
     assert str(error.value) == (
         "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM=cuda: workers need VERL_PLATFORM=cpu, as this "
-        "process has it. Fix: remove this override."
+        "process has it. Fix: Remove this override."
     )
+    found = (error.value.key, error.value.value)
+    assert found == ("ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM", "cuda")
     assert merged({"VERL_PLATFORM": "cpu"}, {"VERL_PLATFORM": "cpu"}, {}) == {"VERL_PLATFORM": "cpu"}
 
 
@@ -84,14 +85,14 @@ def test_what_the_job_has_is_left_out() -> None:
     [
         (
             {MODULES: "verl_patches.cpu"},
-            f"submit the job with {MODULES}=verl_patches.cpu,verl_patches.legacy",
+            f"Submit the job with {MODULES}=verl_patches.cpu,verl_patches.legacy",
         ),
-        ({"VERL_PLATFORM": "cuda"}, "submit the job with VERL_PLATFORM=cpu"),
+        ({"VERL_PLATFORM": "cuda"}, "Submit the job with VERL_PLATFORM=cpu"),
     ],
 )
 def test_a_job_that_contradicts_stops_unless_ray_lets_the_driver_win(job: dict[str, str], fix: str) -> None:
     needed = {MODULES: "verl_patches.legacy", "VERL_PLATFORM": "cpu"}
-    with pytest.raises(PatchError) as error:
+    with pytest.raises(ContradictionError) as error:
         merged({}, needed, job)
     assert str(error.value).endswith(f"Fix: {fix}, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1.")
     ((key, value),) = job.items()

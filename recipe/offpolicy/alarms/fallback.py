@@ -111,6 +111,5 @@ def _in_place(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
         # Alarms and the schedule of bounds were checked with the correction that they were configured for.
         for name in DEFAULTS:
             changed.offpolicy.alarms[name] = {"action": "off"}
-        changed.offpolicy.calibrate.target_kept = None
-        changed.offpolicy.calibrate.target_ess = None
+        changed.offpolicy.calibrate = {}
     return changed

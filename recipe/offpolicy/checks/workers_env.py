@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.contract import PatchError
-from verl_patches.runtime_env import KEY, forward
+from verl_patches.runtime_env import KEY, ContradictionError, forward
 
 from ..correction import CorrectionSpec
 from ..correction.problem import Problem, remove
 from ..live_path import LivePath, live_path
-
-_VARIABLES = f"{KEY}.env_vars."
 
 
 def groups_of(path: LivePath) -> list[str]:
@@ -32,15 +29,8 @@ def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         OmegaConf.update(tried, KEY, OmegaConf.to_container(given, resolve=True), force_add=True)
     try:
         forward(tried, groups_of(live_path(config)))
-    except PatchError as error:
-        yield _told(str(error))
-
-
-def _told(message: str) -> Problem:
-    """A contradiction by the key that its message begins with; one with a submitted job has no key."""
-    said, _, reason = message.partition(": ")
-    key, _, value = said.partition("=")
-    if not key.startswith(_VARIABLES):
-        return Problem("", None, message, "")
-    reason, _, fix = reason.partition(" Fix: ")
-    return Problem(key, value, reason, f"{fix[:1].upper()}{fix[1:]}", overrides=remove(key, value))
+    except ContradictionError as error:
+        if error.key:
+            yield Problem(error.key, error.value, error.reason, error.fix, overrides=remove(error.key, error.value))
+        else:
+            yield Problem("", None, str(error))

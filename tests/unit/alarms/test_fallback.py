@@ -128,8 +128,8 @@ def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictC
     from recipe.offpolicy.preflight import run_checks
 
     wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
-    other = changed(whole, {"offpolicy.calibrate.target_ess": 0.9, f"{KEY}.fallback.correction": wider.to_mapping()})
-    check(other, GSM_SPEC, run_checks)
+    moving = {"offpolicy.calibrate.target_ess": 0.9, "offpolicy.calibrate.warmup": 1}
+    check(changed(whole, {**moving, f"{KEY}.fallback.correction": wider.to_mapping()}), GSM_SPEC, run_checks)
 
 
 def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:

@@ -12,8 +12,10 @@ from doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
 from mended import with_overrides
 from omegaconf import DictConfig, open_dict
 
+from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, judged
 from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.main_offpolicy import prepare
 
 pytestmark = pytest.mark.verl(">=0.9")
 
@@ -42,6 +44,15 @@ def told(diagnosis: Diagnosis, case: Case) -> list[Any]:
     return [each for row in rows for each in row.problems if each.verdict == case.verdict and case.said in str(each)]
 
 
+def stops(config: DictConfig) -> bool:
+    """Whether the launch, or ``--check``, ends before anything is started."""
+    try:
+        prepare(changed(config, {}))
+    except CheckError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
@@ -55,6 +66,8 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
         (row,) = [row for row in diagnosis.rows if row.name == case.row]
         assert row.verdict == case.verdict
         assert diagnosis.status == {"INERT": 1, "WRONG": 2}[diagnosis.verdict]
+    if module == OURS:  # one set of checks: the launch stops exactly where the doctor says WRONG
+        assert stops(config) is (diagnosis.verdict == "WRONG"), diagnosis.problems
     for _ in range(3 if case.mends else 0):  # what is mended may show what stood behind it
         assert all(problem.overrides for problem in problems), problems
         config = with_overrides(config, [each for problem in problems for each in problem.overrides])
