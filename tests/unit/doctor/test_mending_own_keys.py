@@ -18,6 +18,8 @@ pytestmark = pytest.mark.verl(">=0.9")
 
 ALARM = "offpolicy.alarms.ess"
 CALIBRATE = "offpolicy.calibrate"
+RECORD = "offpolicy.record"
+WATCHDOG = "offpolicy.watchdog"
 ON = {f"{CALIBRATE}.target_kept": 0.98}
 
 
@@ -32,9 +34,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "truth": ({"offpolicy.allow_identical_log_probs": "yes"}, {"offpolicy.allow_identical_log_probs": False}),
     "unknown": ({"offpolicy.recrod": None}, {"offpolicy.recrod": None}),
     "unknown section": ({"offpolicy.recrod": {"dir": "x"}}, {"offpolicy.recrod": None}),
-    "no alarms": ({"offpolicy.alarms": None}, {}),
-    "no calibration": ({CALIBRATE: None}, {}),
-    "no watchdog": ({"offpolicy.watchdog": None}, {}),
     "action": ({f"{ALARM}.action": "shout"}, {}),
     "bound": ({f"{ALARM}.lower": "low"}, {f"{ALARM}.lower": 0.3}),
     "patience": ({f"{ALARM}.patience": 0}, {f"{ALARM}.patience": 3}),
@@ -51,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing to fall back to": ({f"{ALARM}.action": "fallback"}, {f"{ALARM}.fallback": ["tis_token", "gsm"]}),
     "target": ({f"{CALIBRATE}.target_kept": 2}, {f"{CALIBRATE}.target_kept": 0.98}),
     "side": (ON | {f"{CALIBRATE}.side": "left"}, {f"{CALIBRATE}.side": "both"}),
-    "of": (ON | {f"{CALIBRATE}.of": 3}, {f"{CALIBRATE}.of": ["gsm"]}),
+    "of": (ON | {f"{CALIBRATE}.of": 3}, {f"{CALIBRATE}.of": None}),
     "of no mask": (ON | {f"{CALIBRATE}.of": ["gms"]}, {f"{CALIBRATE}.of": ["gsm"]}),
     "target of a weight": ({f"{CALIBRATE}.target_ess": 90}, {f"{CALIBRATE}.target_ess": 0.9}),
     "target of a weight without a cap": (
@@ -62,7 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "warmup": ({f"{CALIBRATE}.warmup": "long"}, {f"{CALIBRATE}.warmup": 4}),
     "rate": ({f"{CALIBRATE}.rate": 0}, {f"{CALIBRATE}.rate": 0.2}),
     "ceiling": ({f"{CALIBRATE}.ceiling": 0.5}, {f"{CALIBRATE}.ceiling": 10.0}),
-    "recording": ({"offpolicy.record": 5}, {}),
     "recording's share": (
         {"offpolicy.record.dir": "x", "offpolicy.record.share": 2},
         {"offpolicy.record.share": 1.0},
@@ -71,7 +69,30 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"offpolicy.record.dir": "x", "correction.masks": {f"m{number}": GSM for number in range(33)}},
         {"offpolicy.record.dir": None},
     ),
-    "phases": ({"offpolicy.watchdog.phase_timeouts": 5}, {"offpolicy.watchdog.phase_timeouts": {}}),
+    "an alarm that there is not": (
+        {"offpolicy.alarms.entropy": {"action": "warn"}},
+        {"offpolicy.alarms.entropy": None},
+    ),
+    "an alarm's key that there is not": ({f"{ALARM}.bound": 1}, {f"{ALARM}.bound": None}),
+    "half an update": ({f"{ALARM}.recovery_patience": 1.5}, {f"{ALARM}.recovery_patience": 3}),
+    "a share above 1": ({"offpolicy.alarms.kept_share.lower": 1.5}, {"offpolicy.alarms.kept_share.lower": 0.5}),
+    "a share below 0": ({f"{ALARM}.lower": -3}, {f"{ALARM}.lower": 0.3}),
+    "a key of calibration that there is not": ({f"{CALIBRATE}.target": 0.98}, {f"{CALIBRATE}.target": None}),
+    "a side of nothing": ({f"{CALIBRATE}.side": "upper"}, {f"{CALIBRATE}.side": "both"}),
+    "a rate of nothing": ({f"{CALIBRATE}.rate": 0.1}, {f"{CALIBRATE}.rate": 0.2}),
+    "masks without a target of theirs": (
+        {f"{CALIBRATE}.target_ess": 0.9, f"{CALIBRATE}.of": ["gsm"]},
+        {f"{CALIBRATE}.of": None},
+    ),
+    "a cap below 1": ({f"{CALIBRATE}.target_ess": 0.9, "correction.weight.upper": 1.0}, {}),
+    "a key of the recording that there is not": ({f"{RECORD}.dri": "x"}, {f"{RECORD}.dri": None}),
+    "no steps": ({f"{RECORD}.every": 0}, {f"{RECORD}.every": 1}),
+    "steps of nothing": ({f"{RECORD}.every": 10}, {f"{RECORD}.every": 1}),
+    "a place that is no directory": ({f"{RECORD}.dir": 7}, {}),
+    "a place below a file": ({f"{RECORD}.dir": __file__ + "/below"}, {}),
+    "a key of the watchdog that there is not": ({f"{WATCHDOG}.patience": 3}, {f"{WATCHDOG}.patience": None}),
+    "a limit in words": ({f"{WATCHDOG}.poll": "often"}, {}),
+    "a phase that there is not": ({f"{WATCHDOG}.phase_timeouts.rolout": 5}, {}),
     "seconds": ({"offpolicy.watchdog.step_timeout": -5}, {"offpolicy.watchdog.step_timeout": None}),
 }
 
@@ -91,3 +112,14 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
     assert list(own_keys(config, spec_of(config))) == []
     plain: Any = {key: OmegaConf.select(config, key) for key in expected}
     assert {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in plain.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("offpolicy.alarms", None), (CALIBRATE, None), (RECORD, "yes"), (f"{WATCHDOG}.phase_timeouts", 3)],
+)
+def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value: Any, base: DictConfig) -> None:
+    """An empty mapping in its place would switch off in silence what is shipped."""
+    (problem,) = own_keys(changed(base, {key: value}), spec_of(base))
+    assert problem.overrides == ()
+    assert problem.fix.startswith("Remove this override")
