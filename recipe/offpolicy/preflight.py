@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,6 +23,7 @@ from .checks import (
     spec_of,
     unreadable_values,
     unresolved_interpolations,
+    with_usual_values,
 )
 from .composition import added_overrides, options_of_group, without_overrides
 from .correction import CorrectionSpec, Problem, SpecError
@@ -84,7 +83,7 @@ def examine(
     problems = [*unresolved_interpolations(config), *unreadable_values(config)]
     if any(problem.verdict == "WRONG" for problem in problems):
         # The other checks look at a copy in which these keys have values that can be read.
-        config = _readable(config, problems)
+        config = with_usual_values(config, [problem.key for problem in problems])
     problems += find_pairs(overrides)
     problems += _stray_options(overrides)
     said: list[str] = []
@@ -183,19 +182,6 @@ def _raised(step: Callable[[], object]) -> list[Problem]:
 def _unread(check: str, error: Exception) -> Problem:
     said = str(error).strip().split("\n")[0] or type(error).__name__
     return Problem("", None, f"The check {check} cannot read the configuration: {said}.")
-
-
-def _readable(config: DictConfig, problems: Iterable[Problem]) -> DictConfig:
-    """A copy in which keys with values that cannot be read have those that were proposed for them, or null."""
-    changed = copy.deepcopy(config)
-    parser = OverridesParser.create()
-    for problem in problems:
-        mends = parser.parse_overrides(list(problem.overrides))
-        for mend in mends:
-            OmegaConf.update(changed, mend.key_or_group, mend.value(), merge=False, force_add=True)
-        if not mends:
-            OmegaConf.update(changed, problem.key, None, merge=False, force_add=True)
-    return changed
 
 
 def _stray_options(overrides: Sequence[str]) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from . import batch_sizes, bounds, loss, path, remarks, rollout, steps, verls_ow
 from .own_keys import OWN_KEYS, own_keys
 from .reading import Part, parts_of, shadows_of, spec_of
 from .sections import null_sections
-from .values import unreadable_values, unresolved_interpolations
+from .values import unreadable_values, unresolved_interpolations, with_usual_values
 from .verls_own import verl_correction_changes
 from .verls_validation import refused_by_verl
 from .workers_env import groups_of
@@ -85,4 +85,5 @@ __all__ = [
     "unreadable_values",
     "unresolved_interpolations",
     "verl_correction_changes",
+    "with_usual_values",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,21 @@ _READ: dict[str, tuple[_Kind, Any]] = {
 def unreadable_values(config: DictConfig) -> Iterator[Problem]:
     """Values of keys that checks and verl compute with, of another kind than these can take."""
     for key, (kind, usual) in _READ.items():
-        value = OmegaConf.select(config, key, default=...)
+        try:
+            value = OmegaConf.select(config, key, default=...)
+        except OmegaConfBaseException:
+            continue  # of `unresolved_interpolations`
         if value is not ... and not kind.holds(value):
             yield Problem(key, value, f"not {kind.name}.", overrides=(set_to(key, usual),))
+
+
+def with_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
+    """A copy in which keys that cannot be read have their usual values, or null, so that the rest can be looked at."""
+    changed = copy.deepcopy(config)
+    for key in keys:
+        _, usual = _READ.get(key, (None, None))
+        OmegaConf.update(changed, key, usual, merge=False, force_add=True)
+    return changed
 
 
 def unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:

@@ -63,7 +63,7 @@ class Diagnosis:
     """What is to be said of a launch.
 
     Attributes:
-        path: release, trainer and worker; None where the configuration does not compose.
+        path: release, trainer and worker; None where the keys that say so have no values.
         notes: remarks that change no verdict.
         said: what the launch itself would say, such as what ``correction=auto`` chose.
         fingerprint: of our own correction.
@@ -116,14 +116,20 @@ def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) ->
     """
     if null := list(null_sections(config)):
         return Diagnosis(launch, rows=arranged((), null)[0])
-    where = live_path(config)
     if not launch.ours:
-        return _of_verl(config, launch, where, overrides)
+        return _of_verl(config, launch, live_path(config), overrides)
     found = examine(config, overrides, checks=tuple(_seams if check is path.seams else check for check in CHECKS))
     parts = parts_of(config, found.spec) if found.spec is not None else ()
     rows, notes = arranged(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
-    return Diagnosis(launch, where, rows, notes, found.said, fingerprint, headline=found.headline)
+    return Diagnosis(launch, _path(config), rows, notes, found.said, fingerprint, headline=found.headline)
+
+
+def _path(config: DictConfig) -> LivePath | None:
+    try:
+        return live_path(config)
+    except OmegaConfBaseException:  # an interpolation without a value, which has a problem of its own
+        return None
 
 
 def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:

@@ -203,6 +203,13 @@ def test_a_value_that_no_check_can_read_hides_nothing(bases: dict[str, DictConfi
     assert f"{ROLLOUT}.top_p=0.9: " in said
 
 
+def test_an_interpolation_without_a_value_is_named(bases: dict[str, DictConfig]) -> None:
+    diagnosis = diagnosed(OURS, changed(bases[OURS], {"trainer.n_gpus_per_node": "${nope}"}))
+    # verl's own interpolation of this key has no value either.
+    assert [problem.key for problem in diagnosis.problems] == [f"{ROLLOUT}.n_gpus_per_node", "trainer.n_gpus_per_node"]
+    assert (diagnosis.problems[1].value, diagnosis.status) == ("${nope}", 2)
+
+
 def test_two_verdicts_on_one_part(bases: dict[str, DictConfig]) -> None:
     """The worst counts and stands first."""
     changes = {"correction.masks.gsm.upper": 100.0, f"{ROLLOUT}.top_p": 0.9}
