@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from whole_runs import LIMIT, LIMITS, ROOT
 
 from recipe.offpolicy.recording import Recording, Step
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = pytest.mark.slow
 
 
 def environment() -> dict[str, str]:
-    return {"VENV": os.environ.get("VENV") or sys.prefix}
+    return {"VENV": os.environ.get("VENV") or sys.prefix, **LIMITS}
 
 
 def test_default_run_improves_the_model_and_is_recorded(run_program: Callable[..., Any], tmp_path: Path) -> None:
     command = [*QUICKSTART, f"offpolicy.record.dir={tmp_path / 'recording'}"]
-    finished = run_program(command, limit=600.0, cwd=ROOT, **environment())
+    finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment())
     assert finished.returncode == 0, finished.output[-3000:]
     before, after = (
         float(score)

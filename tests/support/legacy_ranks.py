@@ -40,7 +40,7 @@ def main(rank: int, out: str, port: int) -> None:
     recorder.Recorder = partial(recorder.Recorder, clock=lambda: 0.0)  # type: ignore[assignment,misc]
     # Ranks that run into different collectives wait for one another: an error, well before the caller's limit.
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=120)
+        "gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=600)
     )
     results: dict[str, Any] = {}
     for sharding in (fsdp1, fsdp2):
