@@ -8,7 +8,7 @@
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
-#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 2700; with `all` 4500)
+#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800; with `all` 18000)
 #
 # Further arguments go to pytest; a path among them replaces the default test folders, and without
 # --release it is tested with the newest release alone.
@@ -55,7 +55,7 @@ elif $quick || [[ -n ${VENV:-} || ${#paths[@]} -gt 0 ]]; then
 else
     plan=("$oldest" "$newest")
 fi
-limit=${TEST_LIMIT:-$([[ $asked == all ]] && echo 4500 || echo 2700)}
+limit=${TEST_LIMIT:-$([[ $asked == all ]] && echo 18000 || echo 10800)}
 
 if [[ -n ${VENV:-} ]]; then
     [[ $asked != all ]] || usage "VENV is one environment, --release all takes several. Fix: leave one of them out."

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-pytest_plugins = ["release_marker"]
+pytest_plugins = ["recorder_clock", "release_marker"]
 
 if not torch.cuda.is_available():
     # Before any test imports verl, which reads these once.
@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
 
 PROGRAMS = {"run_program", "alone"}
 """Fixtures of tests that run a program which takes all cores, one at a time."""
+HANGS = 3600
+"""Seconds after which such a test hangs: its programs have limits of their own, which are shorter."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,6 +34,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks tests that run such a program."""
     if PROGRAMS.intersection(getattr(item, "fixturenames", ())):
         item.add_marker("program")
+        # Without the fixtures: the wait for the programs of other checkouts is none of the test's.
+        item.add_marker(pytest.mark.timeout(HANGS, func_only=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

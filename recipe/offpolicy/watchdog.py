@@ -78,6 +78,9 @@ class Phases:
         limits: phase -> seconds that it may take, None for any time.
         default: seconds for phases without a limit of their own.
         clock: gives seconds.
+
+    Attributes:
+        clock: as given.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Phases:
     ) -> None:
         self._limits = dict(limits)
         self._default = default
-        self._clock = clock
+        self.clock = clock
         self._stack: list[tuple[str, float]] = []
         self._idle_since = clock()
         self._lock = threading.Lock()
@@ -96,7 +99,7 @@ class Phases:
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """The time inside counts as this phase."""
-        entry = (name, self._clock())
+        entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
         try:
@@ -104,7 +107,7 @@ class Phases:
         finally:
             with self._lock:
                 self._stack.remove(entry)
-                self._idle_since = self._clock()
+                self._idle_since = self.clock()
 
     def limit(self, name: str) -> float | None:
         """Seconds that a phase may take."""
@@ -112,7 +115,7 @@ class Phases:
 
     def current(self) -> list[tuple[str, float]]:
         """(phase, seconds in it), outermost first; ``BETWEEN`` alone where there is none."""
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
             return stack or [(BETWEEN, now - self._idle_since)]
@@ -190,7 +193,7 @@ class Watchdog:
 
     def failed(self) -> None:
         """The run has ended with an error of its own: from now on its process has the grace to end as well."""
-        self._deadline = time.monotonic() + self._grace
+        self._deadline = self.phases.clock() + self._grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -216,7 +219,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(self._tick()):
             if self._deadline is not None:
-                if time.monotonic() > self._deadline:
+                if self.phases.clock() > self._deadline:
                     self._end_process("the run has failed.")
                     return
             elif sentence := self.phases.overdue() or self._lost_workers():
@@ -259,13 +262,16 @@ class Watchdog:
         self._end(EXIT_CODE)
 
 
-def watch(trainer: Any, config: DictConfig, **options: Any) -> Watchdog | None:
+def watch(
+    trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> Watchdog | None:
     """Watch over a trainer of verl's from here on; once, after its construction and in the thread that trains.
 
     Args:
         trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, those of
             parts that it makes later as soon as they are there.
         config: holds ``offpolicy.watchdog``.
+        clock: gives seconds.
         options: further arguments of the Watchdog.
 
     Returns:
@@ -276,7 +282,7 @@ def watch(trainer: Any, config: DictConfig, **options: Any) -> Watchdog | None:
     if default is None and poll is None and not any(limit is not None for limit in limits.values()):
         return None
     watchdog = Watchdog(
-        Phases(limits, default),
+        Phases(limits, default, clock),
         lost=LostWorkers(trainer) if poll is not None else None,
         poll=poll if poll is not None else 10.0,
         step=lambda: getattr(trainer, "global_steps", "?"),

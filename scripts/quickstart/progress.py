@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -15,12 +16,13 @@ HEARTBEAT = 15.0
 class Progress:
     """Prints lines with the time since the start; between them a terminal shows a spinner, a log a heartbeat."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         # A log has no width of its own, and wrapped lines are hard to search.
         self.console = console or Console(highlight=False)
         if not self.console.is_terminal:
             self.console = Console(file=self.console.file, highlight=False, width=max(self.console.width, 160))
-        self._start = time.monotonic()
+        self._clock = clock
+        self._start = clock()
         self._stage = ""
         self._stage_start = self._start
         self._last_line = self._start
@@ -42,24 +44,24 @@ class Progress:
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start
+        return self._clock() - self._start
 
     def line(self, text: str, style: str = "") -> None:
         """A line that stays."""
-        self._last_line = time.monotonic()
+        self._last_line = self._clock()
         self.console.print(f"[{self.elapsed:4.0f} s] {text}", style=style or None, markup=False, soft_wrap=True)
 
     def stage(self, name: str, detail: str = "") -> None:
         """A new stage begins; repeating the same name changes nothing."""
         if name == self._stage:
             return
-        self._stage, self._stage_start = name, time.monotonic()
+        self._stage, self._stage_start = name, self._clock()
         self.line(f"{name}{f' ({detail})' if detail else ''}", style="bold")
 
     def tick(self) -> None:
         """To be called several times a second."""
-        waited = time.monotonic() - self._stage_start
+        waited = self._clock() - self._stage_start
         if self._status:
             self._status.update(f"{self._stage}, {waited:.0f} s")
-        elif time.monotonic() - self._last_line > HEARTBEAT:
+        elif self._clock() - self._last_line > HEARTBEAT:
             self.line(f"... {self._stage}, {waited:.0f} s")

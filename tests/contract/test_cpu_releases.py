@@ -174,19 +174,21 @@ def test_what_else_fails_at_import_is_not_hidden() -> None:
     assert "found no engine for VERL_ENGINE_DEVICE='abacus'" in out
 
 
-# Eight weights of 1 MiB in buckets of 1 MiB, each filled with its number; the receiver looks at them a while after it
-# was handed a bucket, as a slow load would.
+# Eight weights of 1 MiB in buckets of 1 MiB, each filled with its number. Where the sender may go on while a bucket is
+# loaded, the receiver looks at the bucket once the sender has filled the next, as a slow load would.
 TRANSFER = """
-import asyncio, os, tempfile, threading, time, torch
+import asyncio, importlib.metadata, os, tempfile, threading, torch
 import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as transfer
 
 def whole():
     handle = f"ipc://{tempfile.mkdtemp()}/weights"
     before = set(os.listdir("/dev/shm"))
     seen = {}
+    asked = [threading.Event() for _ in range(10)]  # for a weight: the one before it is in the buffer
 
     def load(weights, *_):
-        time.sleep(0.3)
+        if importlib.metadata.version("verl") == "0.7.1":
+            assert asked[int(weights[-1][0][1:]) + 2].wait(300.0)
         seen.update((name, weight.unique().tolist()) for name, weight in weights)
 
     def receive():
@@ -196,8 +198,15 @@ def whole():
 
     thread = threading.Thread(target=receive)
     thread.start()
-    weights = ((f"w{n}", torch.full((2**18,), float(n))) for n in range(8))
-    asyncio.run(transfer.BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True).async_send_weights(weights))
+
+    def weights():
+        for n in range(8):
+            asked[n].set()
+            yield f"w{n}", torch.full((2**18,), float(n))
+        for event in asked[8:]:
+            event.set()
+
+    asyncio.run(transfer.BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True).async_send_weights(weights()))
     thread.join()
     left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("verl_weights")]
     return seen == {f"w{n}": [float(n)] for n in range(8)}, left

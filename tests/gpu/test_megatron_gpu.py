@@ -8,7 +8,7 @@ import megatron_program as mp
 import parity
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.verl("==0.9.1"), pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 
 
 def test_transformer_engine_makes_the_update_of_the_reference(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_transformer_engine_makes_the_update_of_the_reference(tmp_path: Path) ->
     folder = mp.deep_model(tmp_path / "model")
     job, proved = mp.of_job("tis"), mp.of_job("proved")
     layout = mp.Layout(dtype="bfloat16", transformer_engine=True)
-    found = mp.run(mp.ENGINE, folder, tmp_path, {"packed": (layout, [job, proved])}, limit=420.0)
+    found = mp.run(mp.ENGINE, folder, tmp_path, {"packed": (layout, [job, proved])})
     (rank,) = found["packed"]
     assert (rank.seen[job.name].error, rank.seen[proved.name].error) == ("", "")
     case = parity.Case.of(folder)

@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
-CLEAN_UP_SECONDS = 60
-LONGEST_WAIT = 300
+CLEAN_UP_SECONDS = 300
+LONGEST_WAIT = 900
 """Seconds that a text which starts the limit may take to be printed, as in supervise.py."""
 
 
@@ -29,7 +29,6 @@ class Finished:
 
     Attributes:
         returncode: its exit status; negative for a signal.
-        seconds: its wall-clock duration.
         timed_out: whether the limit struck.
         lingering: processes that it started and that did not end soon after it; they have been killed.
         leaked: its segments in /dev/shm that no process used any more; they have been removed.
@@ -37,7 +36,6 @@ class Finished:
     """
 
     returncode: int
-    seconds: float
     timed_out: bool
     lingering: list[str]
     leaked: list[str]

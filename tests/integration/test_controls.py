@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import LIMIT, ROOT, train, trained
+from whole_runs import ROOT, train, trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = pytest.mark.slow
 
 
 def test_negative_control_equal_engines_leave_nothing_to_correct(run_program: Callable[..., Any]) -> None:

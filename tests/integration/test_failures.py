@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from whole_runs import LIMIT, ROOT, broken
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * int(LIMIT) + 60)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * int(LIMIT) + 60)]
 )
 def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], fault: str, cause: str) -> None:
     program = str(ROOT / "tests" / "support" / "watched_ray.py")
-    finished = run_program([sys.executable, program, fault], limit=120.0, may_leave=True)
+    finished = run_program([sys.executable, program, fault], limit=LIMIT, may_leave=True)
     assert not finished.timed_out
     assert finished.returncode == 1
     # The last thing that the driver says is the cause, not what an interrupted ray.get makes of it; lines that Ray

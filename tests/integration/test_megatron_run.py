@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import LIMIT, trained
+from whole_runs import trained
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
 
 TWO_STAGES = (
     "platform=cpu_megatron",

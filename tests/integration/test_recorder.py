@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import training_worker as tw
+from recorder_clock import Clock
 from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -21,11 +22,13 @@ from recipe.offpolicy.batch_plan import PLAN, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.packet import take_packets
-from recipe.offpolicy.recording import Recording, Rows, Step
+from recipe.offpolicy.recording import Recording, Rows, Step, source
 from recipe.offpolicy.recording.recorder import flush_all
 from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.source import chosen
 from recipe.offpolicy.worker_loss import OffPolicyLoss
+
+pytestmark = pytest.mark.usefixtures("recorder_clock")
 
 ROWS, STEP = 8, 5
 SPEC = CorrectionSpec.from_mapping(
@@ -45,12 +48,6 @@ VERSIONS = [3, 3, 4, 4, 4, 4, 2, 2]
 def worker(engine_factory: Any) -> Any:
     """One of its own: the optimizer steps."""
     return engine_factory()
-
-
-@pytest.fixture(autouse=True)
-def nothing_waits() -> Iterator[None]:
-    yield
-    flush_all()
 
 
 class Watched(OffPolicyLoss):
@@ -264,17 +261,46 @@ def test_only_some_steps(worker: Any, tmp_path: Path) -> None:
     assert found == [ROWS, 0, ROWS, 0]
 
 
-def test_what_the_logger_gets(worker: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def packing_takes_time(recorder_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of a second for each micro-batch."""
+    pack = source.pack
+
+    def slow(*args: Any) -> Any:
+        recorder_clock.now += 0.125
+        return pack(*args)
+
+    monkeypatch.setattr(source, "pack", slow)
+
+
+@pytest.mark.usefixtures("packing_takes_time")
+def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock) -> None:
+    """Steps of 10 s allow 0.5 s: what the 4 micro-batches of each take."""
     loss, rows = Watched(tmp_path), rollout(worker)
     first = statistics(tw.update(worker, loss, shipped(rows, step=1), micro_batch_size=2))
     flush_all()
+    recorder_clock.now = 10.0
     second = statistics(tw.update(worker, loss, shipped(rows, step=2), micro_batch_size=2))
     names = {f"record/{name}" for name in ("rows", "dropped_rows", "bytes", "seconds", "stopped")}
     assert {name for name in first if name.startswith("record")} == names
     assert first["record/rows"].value() == second["record/rows"].value() == ROWS
     assert second["record/bytes"].value() == (tmp_path / "step_00000001.rank_00000.parquet").stat().st_size
     assert first["record/stopped"].value() == first["record/dropped_rows"].value() == 0
-    assert first["record/seconds"].value() > 0
+    assert first["record/seconds"].value() == second["record/seconds"].value() == 0.5
+
+
+@pytest.mark.usefixtures("packing_takes_time")
+def test_where_time_is_short_the_logger_gets_what_is_left_out(
+    worker: Any, tmp_path: Path, recorder_clock: Clock
+) -> None:
+    """A step after one of 5 s has 0.25 s, for 2 of its 4 micro-batches."""
+    loss, rows = Watched(tmp_path), rollout(worker)
+    tw.update(worker, loss, shipped(rows, step=1), micro_batch_size=2)
+    recorder_clock.now = 5.0
+    found = statistics(tw.update(worker, loss, shipped(rows, step=2), micro_batch_size=2))
+    assert (found["record/rows"].value(), found["record/dropped_rows"].value()) == (4, 4)
+    assert found["record/seconds"].value() == 0.25
+    assert recorded(tmp_path, 2).rows.uid.tolist() == ["group-1"] * 2 + ["group-3"] * 2
 
 
 def test_a_recording_that_has_stopped_says_so_and_trains_on(worker: Any, tmp_path: Path) -> None:

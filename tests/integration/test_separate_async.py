@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import LIMIT, trained
+from whole_runs import trained
 
 STEPS = 5
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT) + 60)]
+pytestmark = pytest.mark.slow
 
 
 def test_the_correction_is_live_on_rows_of_staleness_0_1_and_2(run_program: Callable[..., Any]) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from typing import Any
 import pytest
 
 Runner = Callable[..., Any]
+HANGS = 300.0
+"""Seconds within which whatever ends by itself has ended."""
 
 # A grandchild in a session of its own whose parent ends at once: what a Ray daemon looks like.
 HIDE = (
     "import subprocess, sys\n"
-    "code = \"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    "code = \"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
     ' start_new_session=True); print(p.pid, flush=True)"\n'
     "subprocess.run([sys.executable, '-c', code], check=True)\n"
 )
@@ -27,18 +28,18 @@ LEAK = (
     "from multiprocessing import resource_tracker, shared_memory\n"
     "segment = shared_memory.SharedMemory(create=True, size=64)\n"
     "resource_tracker.unregister(segment._name, 'shared_memory')\n"
-    "print(segment.name, flush=True)\n"
-    "time.sleep(3)\n"
+    "print('made', segment.name, flush=True)\n"
+    "time.sleep(600)\n"
 )
 
 
 def test_a_clean_program(run_program: Runner) -> None:
-    done = run_program([sys.executable, "-c", "print('hello'); raise SystemExit(3)"], limit=20)
+    done = run_program([sys.executable, "-c", "print('hello'); raise SystemExit(3)"], limit=HANGS)
     assert (done.returncode, done.timed_out, done.output) == (3, False, "hello\n")
 
 
 def test_a_hidden_process_is_found_and_ended(run_program: Runner) -> None:
-    done = run_program([sys.executable, "-c", HIDE], limit=20, may_leave=True)
+    done = run_program([sys.executable, "-c", HIDE], limit=HANGS, may_leave=True)
     hidden = int(done.output)
     assert [entry.split()[0] for entry in done.lingering] == [str(hidden)]
     assert not Path(f"/proc/{hidden}").exists()
@@ -46,27 +47,24 @@ def test_a_hidden_process_is_found_and_ended(run_program: Runner) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_leaked_shared_memory_is_found_and_removed(run_program: Runner) -> None:
-    done = run_program([sys.executable, "-c", LEAK], limit=20, may_leave=True)
-    assert done.leaked == [done.output.strip()]
+    done = run_program([sys.executable, "-c", LEAK], limit=2, after="made", may_leave=True)
+    assert done.leaked == [done.output.split()[1]]
     assert not Path("/dev/shm", done.leaked[0]).exists()
 
 
 def test_the_limit_counts_from_what_is_printed(run_program: Runner) -> None:
-    program = "import time; time.sleep(3); print('now', flush=True); time.sleep(60)"
+    program = "import time; time.sleep(3); print('now', flush=True); time.sleep(600)"
     done = run_program([sys.executable, "-c", program], limit=1, after="now")
     assert done.timed_out
-    assert done.output.startswith("now")
-    assert 4 <= done.seconds < 40
+    assert done.output.startswith("now")  # it was not interrupted before
 
 
 def test_the_limit_strikes_and_leaves_other_processes_alone(run_program: Runner) -> None:
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     try:
-        start = time.monotonic()
-        done = run_program([sys.executable, "-c", "import time; time.sleep(60)"], limit=2)
+        done = run_program([sys.executable, "-c", "import time; time.sleep(600)"], limit=2)
         assert done.timed_out
         assert done.returncode in (1, -signal.SIGINT)  # KeyboardInterrupt
-        assert time.monotonic() - start < 30
         assert bystander.poll() is None
     finally:
         os.kill(bystander.pid, signal.SIGKILL)

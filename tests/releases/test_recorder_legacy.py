@@ -17,7 +17,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
 from recipe.offpolicy.recording.recorder import flush_all
 
-pytestmark = pytest.mark.verl("==0.7.1")
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("recorder_clock")]
 
 ROWS, STEP = len(la.LENGTHS), 1
 NONE: dict[str, Any] = {}

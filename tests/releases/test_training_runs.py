@@ -15,11 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from whole_runs import LIMITS, ROOT
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 540
-
-pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow, pytest.mark.timeout(4 * LIMIT)]
+pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -50,11 +48,10 @@ def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     done = subprocess.run(
         ["bash", "scripts/quickstart.sh", *settings, *overrides],
         cwd=ROOT,
-        env={**os.environ, "VENV": sys.prefix, "QUICKSTART_TIME_LIMIT": str(LIMIT)},
+        env={**os.environ, "VENV": sys.prefix, **LIMITS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT + 60,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -26,6 +26,8 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 LEGACY = Path(__file__).with_name("megatron_legacy_ranks.py")
 ENGINE = Path(__file__).with_name("megatron_engine_ranks.py")
+LIMIT = 840.0
+"""Seconds after which they hang, which is before pytest's own limit."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,8 @@ Found = dict[str, list[Rank]]
 """By layout, one a rank."""
 
 
-def run(
-    program: Path, model: Path, out: Path, plan: dict[str, tuple[Layout, list[Job]]], *, limit: float = 240.0
-) -> Found:
-    """The jobs on real processes, all layouts of one number of ranks, ended after ``limit`` seconds.
+def run(program: Path, model: Path, out: Path, plan: dict[str, tuple[Layout, list[Job]]]) -> Found:
+    """The jobs on real processes, all layouts of one number of ranks, ended after ``LIMIT`` seconds.
 
     On the CPU, or where there is a GPU on as many of them as there are ranks.
     """
@@ -130,7 +130,7 @@ def run(
     logs = [out / f"rank{rank}.log" for rank in range(ranks)]
     arguments = [str(each) for each in (program, model, out, file)]
     programs = [_start(rank, ranks, port, arguments, log) for rank, log in enumerate(logs)]
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + LIMIT
     try:
         while any(each.poll() is None for each in programs) and time.monotonic() < deadline:
             if any(each.poll() for each in programs):

@@ -42,7 +42,7 @@ def main() -> None:
             patches.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
             for node in nodes
         ],
-        timeout=150,
+        timeout=300,
     )
     print("PATCHES " + json.dumps({"nodes": nodes, "answers": answers, "arguments": sys.argv[1:]}))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -45,7 +44,10 @@ class TaskRunner:
 
             def _update_actor(self) -> None:
                 # Not the one that dies: its own death would be noticed by whoever waits for it.
-                ray.get(actor.serve.remote())
+                call = actor.serve.remote()
+                if fault == "dies":
+                    os.kill(pid, signal.SIGKILL)
+                ray.get(call)
 
             def fit(self) -> None:
                 self._update_actor()
@@ -54,8 +56,6 @@ class TaskRunner:
         settings: dict[str, Any] = {"step_timeout": limit, "phase_timeouts": {}, "poll": 1}
         trainer = Trainer()
         watch(trainer, OmegaConf.create({"offpolicy": {"watchdog": settings}}))
-        if fault == "dies":
-            threading.Timer(5.0, os.kill, (pid, signal.SIGKILL)).start()
         trainer.fit()
 
 

@@ -15,11 +15,13 @@ from typing import Any
 from recipe.offpolicy.watchdog import GRACE, PATIENCE
 
 ROOT = Path(__file__).parents[2]
-SOON = 10.0 + PATIENCE + GRACE + 60.0
+SOON = 10.0 + PATIENCE + GRACE + 300.0
 """Seconds: the watchdog looks every 10, and gives the run its time to unwind; Ray and the quickstart end after it."""
 UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
-LIMIT = 420.0
-"""Seconds that a run may take; most take 80 to 150."""
+LIMIT = 1200.0
+"""Seconds after which a run hangs; most take 80 to 150 on a machine that does nothing else."""
+LIMITS = {"QUICKSTART_TIME_LIMIT": f"{LIMIT:g}", "QUICKSTART_STALL_LIMIT": f"{LIMIT / 2:g}"}
+"""The quickstart's own, which are for people, as variables of its environment."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def train(run_program: Callable[..., Any], *overrides: str, **environment: str) 
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
+        **LIMITS,
         **environment,
     )
     ended = time.time()

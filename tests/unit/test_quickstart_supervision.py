@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "quickstart"))
 
 import cache as cache_module
-import progress as progress_module
 from metrics import History, MetricsFile
 from options import Options, child_environment, override
 from progress import Progress
@@ -105,8 +105,25 @@ def test_a_misspelt_correction_is_refused_before_anything_starts():
     assert "starting Ray" not in done.stdout
 
 
-def limits(total: float = 20.0, stall: float = 20.0) -> Limits:
-    return Limits(time.monotonic() + total, stall)
+class Clock:
+    """Moved by hand: a limit strikes where a test says so, however busy the machine is."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, sign_of_life: bool) -> Callable[[], bool]:
+        """Ten seconds for each look at a child, at which there is a sign of life or none."""
+
+        def tick() -> bool:
+            self.now += 10.0
+            return sign_of_life
+
+        return tick
+
+
+NO_LIMITS = Limits(math.inf, math.inf)
 
 
 def child(tmp_path: Path, script: str) -> Child:
@@ -115,7 +132,7 @@ def child(tmp_path: Path, script: str) -> Child:
 
 def test_lines_arrive_whole_and_in_order(tmp_path):
     lines: list[str] = []
-    child(tmp_path, "echo one; printf tw; sleep 0.4; echo o").wait(limits(), on_line=lines.append)
+    child(tmp_path, "echo one; printf tw; sleep 0.4; echo o").wait(NO_LIMITS, on_line=lines.append)
     assert lines == ["one", "two"]
 
 
@@ -123,54 +140,68 @@ def test_what_follows_the_awaited_line_is_kept(tmp_path):
     talker = child(tmp_path, "echo one; echo ready, two; echo three; sleep 0.4; echo ready")
     first: list[str] = []
     rest: list[str] = []
-    talker.wait(limits(), on_line=first.append, until="ready")
-    talker.wait(limits(), on_line=rest.append)
+    talker.wait(NO_LIMITS, on_line=first.append, until="ready")
+    talker.wait(NO_LIMITS, on_line=rest.append)
     assert (first, rest) == (["one", "ready, two"], ["three", "ready"])
 
 
 def test_a_child_that_fails_before_the_awaited_line(tmp_path):
     with pytest.raises(StageFailed, match="2"):
-        child(tmp_path, "echo no; exit 2").wait(limits(), until="ready")
+        child(tmp_path, "echo no; exit 2").wait(NO_LIMITS, until="ready")
 
 
 def test_a_failing_child_shows_the_end_of_its_log(tmp_path):
     failing = child(tmp_path, "seq 100; exit 3")
     with pytest.raises(StageFailed, match="3"):
-        failing.wait(limits())
+        failing.wait(NO_LIMITS)
     assert failing.tail(2) == "99\n100"
 
 
 @pytest.mark.parametrize(
-    ("script", "which", "error"),
-    [
-        ("while true; do echo busy; sleep 0.1; done", {"total": 0.6}, OutOfTime),
-        ("sleep 20", {"stall": 0.6}, Stalled),
-    ],
+    ("alive", "total", "stall", "error", "strikes"),
+    [(True, 35.0, 5.0, OutOfTime, 40.0), (False, 35.0, 25.0, Stalled, 30.0), (False, 25.0, 25.0, OutOfTime, 30.0)],
 )
-def test_limits_strike(tmp_path, script, which, error):
-    slow = child(tmp_path, script)
+def test_limits_strike(tmp_path, alive, total, stall, error, strikes):
+    clock = Clock()
+    slow = child(tmp_path, "sleep 600")
     try:
         with pytest.raises(error):
-            slow.wait(limits(**which))
+            slow.wait(Limits(total, stall, clock), on_tick=clock.pass_by(alive))
+        assert clock.now == strikes
     finally:
         slow.process.kill()
         slow.process.wait()
 
 
-def test_metrics_are_a_sign_of_life(tmp_path):
-    silent = child(tmp_path, "sleep 1.2")
-    silent.wait(limits(stall=0.6), on_tick=lambda: True)
+def test_output_is_a_sign_of_life(tmp_path):
+    clock = Clock()
+    talker = child(tmp_path, "until [[ -e ended ]]; do echo busy; sleep 0.05; done")
+    seen: list[str] = []
+
+    def on_line(line: str) -> None:
+        seen.append(line)
+        clock.now += 4.0
+        if len(seen) == 20:
+            (tmp_path / "ended").touch()
+
+    talker.wait(Limits(math.inf, 5.0, clock), on_line=on_line)
+    assert clock.now >= 80.0
 
 
-def test_a_log_gets_a_heartbeat(monkeypatch):
-    monkeypatch.setattr(progress_module, "HEARTBEAT", 0.0)
-    out = io.StringIO()
-    with Progress(Console(file=out)) as progress:
+def test_a_log_gets_a_heartbeat():
+    out, clock = io.StringIO(), Clock()
+    with Progress(Console(file=out), clock) as progress:
+        clock.now += 2.0
         progress.stage("waiting")
         progress.stage("waiting")
-        progress.tick()
-    lines = [line[9:] for line in out.getvalue().splitlines()]
-    assert lines == ["waiting", "... waiting, 0 s"]
+        for _ in range(4):
+            clock.now += 8.0
+            progress.tick()
+    assert out.getvalue().splitlines() == [
+        "[   2 s] waiting",
+        "[  18 s] ... waiting, 16 s",
+        "[  34 s] ... waiting, 32 s",
+    ]
 
 
 def test_training_is_told_step_by_step(tmp_path):

@@ -26,7 +26,7 @@ def config(folder: Path, upper: float = 2.0, **trainer: Any) -> DictConfig:
             "correction": {"weight": WEIGHT | {"upper": upper}, "masks": {}},
             "offpolicy": {
                 "resume_changed_correction": False,
-                "watchdog": {"step_timeout": 60, "phase_timeouts": {}, "poll": None},
+                "watchdog": {"step_timeout": 7200, "phase_timeouts": {}, "poll": None},
             },
         }
     )

@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+HANGS = 300.0
+"""Seconds after which whatever is waited for will not come."""
 
 # Stand-ins: the installer makes environments whose programs note how they were called.
 INSTALL = """#!/usr/bin/env bash
 echo "install $*" >>"$NOTES"
 [[ $* == *"${FAIL_INSTALL:-none}" ]] && exit 1
-[[ $* == *"${HANG_INSTALL:-none}" ]] && sleep 60
+[[ $* == *"${HANG_INSTALL:-none}" ]] && sleep 600
 mkdir -p "$1/bin"
 cp stub "$1/bin/python"; cp stub "$1/bin/ruff"; cp stub "$1/bin/mypy"
 """
@@ -30,7 +32,7 @@ echo "$folder $(basename "$0") $*" >>"$NOTES"
 if [[ $2 == pytest ]]; then
     echo "=== 1 passed in $folder ==="
     [[ $folder == "${FAIL_IN:-none}" ]] && exit 1
-    [[ $folder == "${HANG_IN:-none}" ]] && exec sleep 60
+    [[ $folder == "${HANG_IN:-none}" ]] && exec sleep 600
 fi
 exit 0
 """
@@ -228,13 +230,13 @@ def test_an_interrupt_ends_what_runs_beside(variable: str, value: str, hanging: 
         return found
 
     def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANGS
         while not condition():
             assert time.monotonic() < deadline, of_this_run()
             time.sleep(0.05)
 
-    wait_for(lambda: sum(command == "sleep 60" for command in of_this_run()) == hanging)
+    wait_for(lambda: sum(command == "sleep 600" for command in of_this_run()) == hanging)
     # As a terminal does it: to the group of the script, of which what runs beside is none.
     os.killpg(started.pid, signal.SIGINT)
-    assert started.wait(30) == 130
+    assert started.wait(HANGS) == 130
     wait_for(lambda: not of_this_run())

@@ -20,7 +20,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -73,7 +73,12 @@ class FileCheckpointEngine(CheckpointEngine):
         timeout: seconds that a receiver waits for the next bucket.
         folder: where the files lie while they are needed; the trainer's temporary folder by default. Trainer and
             rollouts have to share it.
+
+    Attributes:
+        clock: gives the seconds that a receiver has waited.
     """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
         self, bucket_size: int, is_master: bool = False, timeout: float = TIMEOUT, folder: str | None = None
@@ -184,7 +189,7 @@ class FileCheckpointEngine(CheckpointEngine):
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
-        deadline = time.monotonic() + self._timeout
+        deadline = self.clock() + self._timeout
         while not path.exists():
             end, error = (_read(self._folder / name) for name in (_END, _ERROR))
             if end is not None and index >= end["buckets"]:
@@ -193,7 +198,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{failed}, the trainer's, failed with {error['error']}")
             if end is None and not self._sender_lives():
                 raise WeightSyncError(f"{failed}, the trainer's, has ended after {index} buckets. See its log.")
-            if time.monotonic() > deadline:
+            if self.clock() > deadline:
                 raise WeightSyncError(
                     f"{failed}, the trainer's, lives and wrote nothing for {self._timeout:g} s after {index} buckets. "
                     f"Longer: {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."

@@ -50,7 +50,7 @@ class Recorder:
         clock: gives seconds.
 
     Attributes:
-        settings: as given.
+        settings, clock: as given.
         stopped: why nothing is recorded any more, with the fix; None while it is.
     """
 
@@ -59,7 +59,7 @@ class Recorder:
     ) -> None:
         self.settings = settings
         self.stopped: str | None = None
-        self._clock = clock
+        self.clock = clock
         self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # of its thread alone
         # Of the training thread alone.
         self._update: tuple[int, int] | None = None
@@ -83,7 +83,7 @@ class Recorder:
             rows were used before in this update, or recording has stopped, or would take too much of the step.
         """
         if (step, update.update) != self._update:
-            self._budget.begin(step, self._clock(), rows=update.rows, updates=update.updates - update.update)
+            self._budget.begin(step, self.clock(), rows=update.rows, updates=update.updates - update.update)
             self._update, self._seen, self._holds = (step, update.update), 0, False
         before = self._seen
         if before >= update.rows:

@@ -24,6 +24,8 @@ PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""
 AFTER_FAILURE = 2.0
 """Likewise of a run that fails: the update that decided may never have been complete."""
+POLL = 0.05
+"""Seconds between two looks for it."""
 
 
 class RunRecord:
@@ -91,14 +93,20 @@ class RunRecord:
         except OSError as error:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
-    def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until the last step lies there, as far as this machine can see: workers end without a warning."""
+    def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
+        """Wait until the last step lies there, as far as this machine can see: workers end without a warning.
+
+        Args:
+            patience: seconds of pauses; what the looks between them take does not count.
+            pause: waits for seconds.
+        """
         if self.settings is None or self._step is None or not self.settings.records(self._step):
             return
-        until = time.monotonic() + patience
         try:
-            while time.monotonic() < until and self._written() < self._ranks:
-                time.sleep(0.05)
+            for _ in range(math.ceil(patience / POLL)):
+                if self._written() >= self._ranks:
+                    return
+                pause(POLL)
         except OSError as error:
             logger.warning(
                 "%s.dir=%s: what was recorded cannot be seen (%s). Fix: mend it, or give another directory.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +45,7 @@ def recorded(
     here = place(tu.get_non_tensor_data(data, "dp_size", 1))
     recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
-        started = time.perf_counter()
+        started = recorder.clock()
         rows = len(batch.response_mask)
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
@@ -56,7 +55,7 @@ def recorded(
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on
                 recorder.stop(error, rows)
-        recorder.spent(time.perf_counter() - started)
+        recorder.spent(recorder.clock() - started)
     return statistics(recorder, here)
 
 

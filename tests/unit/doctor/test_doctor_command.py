@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -100,19 +99,23 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
 
 
-# The program as `python -m` runs it; where it ends it tells whether Ray was started.
+# The program as `python -m` runs it; where it ends it tells whether Ray was started, and what was imported.
 WATCHED = """
 import os, runpy, sys
 ended = os._exit
 def tell(status):
     ray = sys.modules.get("ray")
     sys.stderr.write(f"Ray started: {ray is not None and ray.is_initialized()}\\n")
+    sys.stderr.write(f"imported: {' '.join(sys.modules)}\\n")
     sys.stderr.flush()
     ended(status)
 os._exit = tell
 runpy.run_module("recipe.offpolicy.doctor", run_name="__main__", alter_sys=True)
 """
-MOST_SECONDS = 10
+HEAVY = {"vllm", "megatron", "mbridge", "flash_attn", "matplotlib", "torch._inductor.compile_fx"}
+"""What takes seconds to import and is not needed for an answer."""
+MOST_MODULES = 5000
+"""Torch, transformers and verl's own data loading are 4100 of them."""
 
 
 def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -128,14 +131,15 @@ def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedP
 
 def test_as_a_program(tmp_path: Path) -> None:
     """Whatever verl and its imports print, the standard output is the answer; nothing is started or left behind."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     # All that the doctor ever imports is needed for it: the base loss is tried, and verl validates.
     done = program(tmp_path, "-c", WATCHED, "--json", "correction=gsm", *GIVEN, f"{ROLLOUT}.calculate_log_probs=false")
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert json.loads(done.stdout)["verdict"] == "INERT"
+    assert done.returncode == 2, done.stderr[:2000] + done.stdout
+    assert json.loads(done.stdout)["verdict"] == "WRONG"
     assert "Ray started: False" in done.stderr
-    assert seconds < MOST_SECONDS
+    # The answer takes as long as its imports, on any machine.
+    (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
+    assert HEAVY.isdisjoint(imported)
+    assert len(imported) < MOST_MODULES
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,7 +53,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(small_disk: Path, capl
     with caplog.at_level(logging.WARNING):
         for step in range(1, 20):
             one_step(recorder, step)
-            assert recorder.flush()
+            assert recorder.flush(timeout=300.0)
     steps = Recording(small_disk / "rec").steps
     assert 1 <= len(steps) < PAGES
     assert steps == list(range(1, len(steps) + 1))

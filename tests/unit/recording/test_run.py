@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.card import card_of, without_secrets
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.recording.run import POLL, RunRecord
 
 SPEC = CorrectionSpec.from_mapping({"masks": {"opsm": {
     "ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}}})  # fmt: skip
@@ -178,16 +179,31 @@ def test_a_run_that_begins_again_forgets_all_of_it(tmp_path: Path) -> None:
         Recording(tmp_path / "rec")
 
 
+def pauses(of: RunRecord, then: Callable[[int], None] = lambda number: None) -> int:
+    """How often the end waits, four times at most; ``then`` is what happens in each pause, by its number."""
+    made: list[float] = []
+
+    def pause(seconds: float) -> None:
+        made.append(seconds)
+        then(len(made))
+
+    of.finish(patience=4 * POLL, pause=pause)
+    assert set(made) <= {POLL}
+    return len(made)
+
+
 def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
+    """A rank writes in the first pause, the other in the third."""
     of = run(tmp_path)
     announced(of, step=1)
-    started = time.monotonic()
-    of.finish(patience=0.2)
-    assert time.monotonic() - started >= 0.2
-    record(tmp_path / "rec", *(drawn_rows([1], rank=rank) for rank in range(2)))
-    started = time.monotonic()
-    of.finish(patience=60)
-    assert time.monotonic() - started < 30
+    assert pauses(of) == 4
+
+    def write(number: int) -> None:
+        if number in (1, 3):
+            record(tmp_path / "rec", drawn_rows([1], rank=number // 2))
+
+    assert pauses(of, write) == 3
+    assert pauses(of) == 0
 
 
 def test_the_end_waits_for_the_last_of_several_updates(tmp_path: Path) -> None:
@@ -197,14 +213,10 @@ def test_the_end_waits_for_the_last_of_several_updates(tmp_path: Path) -> None:
         if update == 0:
             for rank in range(2):
                 write(tmp_path / "rec" / file_name(1, rank, 0), drawn_rows([1], rank=rank), {}, ())
-    started = time.monotonic()
-    of.finish(patience=0.2)
-    assert time.monotonic() - started >= 0.2
+    assert pauses(of) == 4
     for rank in range(2):
         write(tmp_path / "rec" / file_name(1, rank, 1), drawn_rows([1], rank=rank), {}, ())
-    started = time.monotonic()
-    of.finish(patience=60)
-    assert time.monotonic() - started < 30
+    assert pauses(of) == 0
 
 
 def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
@@ -213,7 +225,7 @@ def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
     of = run(tmp_path)
     announced(of, step=1)
     shutil.rmtree(tmp_path / "rec")
-    of.finish(patience=0.2)
+    assert pauses(of) == 0
     assert [entry.getMessage() for entry in warnings.records] == [
         f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded cannot be seen (No such file or directory). Fix: "
         f"mend it, or give another directory."
@@ -228,7 +240,7 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
     (tmp_path / "rec" / "step_00000004.rank_00000.parquet").mkdir()
     assert announced(of, step=4) is None
     assert announced(of, step=5) is None
-    of.finish(patience=0.2)
+    assert pauses(of) == 0
     (entry,) = warnings.records
     assert entry.getMessage().startswith(
         f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded of step 4 and later cannot be removed ("
