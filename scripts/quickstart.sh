@@ -47,7 +47,8 @@ PY
         echo "quickstart: VENV=$VENV lacks $missing. Fix: install what is missing, or leave VENV unset." >&2
         exit 2
     fi
-    found=$("$python" -c 'import importlib.metadata as m; print(m.version("verl"))')
+    found=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -c \
+        'from verl_patches.contract import installed_release as release; print(release("verl"))')
     if [[ -n $release && $found != "$release" ]]; then
         echo "quickstart: VENV=$VENV holds verl $found, not $release. Fix: leave VENV or the release out." >&2
         exit 2
@@ -70,4 +71,6 @@ else
     python=$venv/bin/python
 fi
 
+# This checkout need not be installed in an environment of the user's.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" "$root/scripts/quickstart/run.py" "${overrides[@]}" "$@"

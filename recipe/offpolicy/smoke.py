@@ -20,6 +20,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
 
+from verl_patches.contract import installed_release
+
 from . import micro_batch as mb
 from .batch_plan import PLAN, SharedPlan
 from .correction import CorrectionSpec
@@ -159,12 +161,13 @@ def _actor_config() -> FSDPActorConfig:
 
 def main() -> None:
     logging.getLogger("verl").setLevel(logging.ERROR)
+    through = f"through verl {installed_release('verl')} in {Path(verl.__file__).parent}"
     try:
         verdict = one_update()
     except LivenessError as error:
-        sys.exit(f"offpolicy: NOT LIVE through verl {verl.__version__} in {Path(verl.__file__).parent}: {error}")
+        sys.exit(f"offpolicy: NOT LIVE {through}: {error}")
     print(  # noqa: T201
-        f"offpolicy: weight, masks.gsm LIVE through verl {verl.__version__} in {Path(verl.__file__).parent}: "
+        f"offpolicy: weight, masks.gsm LIVE {through}: "
         f"{verdict['gradient_tokens']:.0f} tokens, error at the log-probs {verdict['gradient_error']:.1e}, "
         f"at the parameters {verdict['parameter_error']:.1e}, one optimizer step.",
         flush=True,

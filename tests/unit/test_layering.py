@@ -66,6 +66,7 @@ MAY_IMPORT_PATCHES = {
     "main_offpolicy",
     "micro_batch",
     "preflight",
+    "smoke",
     "task_runner_v0",
     "task_runner_v1",
     "trainer_v0",
