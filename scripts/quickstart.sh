@@ -14,6 +14,10 @@
 # Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
 # was not live, 5 the time limit struck, 6 nothing was heard for too long, 128 + n ended by signal n.
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 overrides=()

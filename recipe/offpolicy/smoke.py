@@ -9,6 +9,11 @@ reached the gradient: the proof of life of a real run, and the gradient worked o
 
 from __future__ import annotations
 
+from .usage import answer_help
+
+if __name__ == "__main__":  # before imports that take seconds
+    answer_help(__doc__)
+
 import logging
 import sys
 from pathlib import Path

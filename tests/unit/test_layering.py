@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "similar_keys",
         "step_cost",
         "training_noise",
+        "usage",
         "verl_helper",
         "versions",
         "voice",
