@@ -8,10 +8,15 @@
 #   --no-smoke   copy only
 #   --force      overwrite edits that were made to copied files; files that were never copied are never overwritten
 #   VENV=path    the environment that runs the fork, for the smoke test; by default the `python` in PATH
+#   OFFPOLICY_ALLOW_UNTESTED_VERL=1   try a release of verl that the recipe was not tested with
 #
 # Exit codes: 0 done, 1 the smoke test failed (the copy stays), 2 refused, and nothing was written, 3 stopped half way
 # (the same command finishes it, --undo takes it back).
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

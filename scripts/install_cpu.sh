@@ -11,6 +11,10 @@
 #   PYTHON=path       the Python 3.11 or 3.12 to use; by default the first one found
 #   TORCH_INDEX=url   an extra package index that serves CPU builds of torch, where pip's own has none
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 heartbeat=10 # seconds between signs of life

@@ -20,6 +20,16 @@
 #   SUBMISSION_ID  name of the job (default: Ray's choice)
 #   PYTHON         interpreter with ray[default] to submit with (default python3)
 set -euo pipefail
+for word; do
+    case $word in
+        --help | -h) # the comment above
+            sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+            exit
+            ;;
+        --no-wait | *=*) ;;
+        *) break ;; # of the command
+    esac
+done
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} WORKING_DIR=${WORKING_DIR:-$root} \

@@ -14,6 +14,10 @@
 # Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
 # was not live, 5 the time limit struck, 6 nothing was heard for too long, 128 + n ended by signal n.
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 overrides=()
@@ -47,7 +51,8 @@ PY
         echo "quickstart: VENV=$VENV lacks $missing. Fix: install what is missing, or leave VENV unset." >&2
         exit 2
     fi
-    found=$("$python" -c 'import importlib.metadata as m; print(m.version("verl"))')
+    found=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -c \
+        'from verl_patches.contract import installed_release as release; print(release("verl"))')
     if [[ -n $release && $found != "$release" ]]; then
         echo "quickstart: VENV=$VENV holds verl $found, not $release. Fix: leave VENV or the release out." >&2
         exit 2
@@ -70,4 +75,6 @@ else
     python=$venv/bin/python
 fi
 
+# This checkout need not be installed in an environment of the user's.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" "$root/scripts/quickstart/run.py" "${overrides[@]}" "$@"

@@ -13,6 +13,10 @@
 # Further arguments go to pytest; a path among them replaces the default test folders, and without
 # --release it is tested with the newest release alone.
 set -uo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 2

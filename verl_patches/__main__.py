@@ -1,4 +1,4 @@
-"""Shows what holds in a process of this environment, after the import of verl: `python -m verl_patches`.
+"""Shows what holds in a process of this environment, after the import of verl.
 
 One line a contract: patch, target, releases, state in this process, and whether the contract holds here. Exits with 1
 where a contract that matters here is broken, or a patch that was asked for is not in force.
@@ -6,9 +6,10 @@ where a contract that matters here is broken, or a patch that was asked for is n
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from . import PatchError, status
 from .contract import installed_release
@@ -35,7 +36,9 @@ def show(table: list[Row]) -> None:
     (console if console.is_terminal else Console(width=_WIDTH_OF_LOGS)).print(drawn)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    """Show the table; returns the exit status."""
+    argparse.ArgumentParser(prog="python -m verl_patches", description=__doc__).parse_args(arguments)
     try:
         importlib.import_module("verl")  # as every process of a run does: this loads what the environment asks for
         status()
@@ -55,4 +58,4 @@ def _complain(lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

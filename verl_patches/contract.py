@@ -25,6 +25,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from .releases import release_of
+
 logger = logging.getLogger("verl_patches")
 
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
@@ -154,17 +156,18 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """The installed version of a distribution without its local part, or None.
 
-    verl's is read beside the package that an import would find: a checkout that is on the path has no metadata, or
-    stands before an installed release that has.
+    verl's is the release that it stands for, read beside the package that an import would find: a checkout that is on
+    the path has no metadata, or stands before an installed release that has.
     """
     if distribution == "python":
         return platform.python_version()
     if distribution == "verl" and (release := _release_beside("verl")):
         return release
     try:
-        return importlib.metadata.version(distribution).partition("+")[0]
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+    return release_of(version) if distribution == "verl" else version.partition("+")[0]
 
 
 def location(package: str) -> Path | None:
@@ -180,7 +183,7 @@ def location(package: str) -> Path | None:
 def _release_beside(package: str) -> str | None:
     folder = location(package)
     file = folder / "version" / "version" if folder else None
-    return file.read_text().strip().partition("+")[0] if file and file.is_file() else None
+    return release_of(file.read_text()) if file and file.is_file() else None
 
 
 def resolve(target: str) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .contract import Contract
+from .releases import TESTED
 
-RELEASES = ("==0.7.1", "==0.8.0", "==0.9.1")
+RELEASES = tuple(f"=={release}" for release in TESTED)
 _WORKERS = "verl.workers.engine_workers"
 _ALGORITHMS = "verl.trainer.ppo.core_algos"
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .contract import Contract, wrap
+from .engine_loss import RELEASES
 
 CONTRACT = Contract(
     name="response_padding",
     target="verl.workers.utils.losses:no_padding_2_padding",
     signature="(tensor, data)",
     distribution="verl",
-    releases=("==0.7.1", "==0.8.0", "==0.9.1"),
+    releases=RELEASES,
 )
 
 

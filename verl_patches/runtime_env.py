@@ -86,11 +86,11 @@ def wanted(environ: Mapping[str, str], groups: Sequence[str] = (), checkout: str
         checkout: a folder to import this package from, where it is not installed.
     """
     variables = {key: environ[key] for key in environ if key in VARIABLES or key.startswith(PREFIX)}
-    modules = _joined(EXTERNAL_MODULES, environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups))
+    modules = joined(EXTERNAL_MODULES, environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups))
     if modules:
         variables[EXTERNAL_MODULES] = modules
     if checkout:
-        variables[PYTHONPATH] = _joined(PYTHONPATH, checkout, environ.get(PYTHONPATH, ""))
+        variables[PYTHONPATH] = joined(PYTHONPATH, checkout, environ.get(PYTHONPATH, ""))
     return variables
 
 
@@ -118,12 +118,12 @@ def merged(
             if key not in _SEPARATORS and there != value:
                 path = f"{KEY}.env_vars.{key}"
                 raise ContradictionError(f"{path}={there}", path, there, _needed(key, value), "Remove this override.")
-            result[key] = _joined(key, there, value)
+            result[key] = joined(key, there, value)
         elif key not in job or may_override:
-            result[key] = _joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
-        elif key != PYTHONPATH and _joined(key, job[key], value) != _joined(key, job[key]):
+            result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
+        elif key != PYTHONPATH and joined(key, job[key], value) != joined(key, job[key]):
             # A job knows itself where its files lie; a package that is not found there stops the import of verl.
-            fix = f"Submit the job with {key}={_joined(key, job[key], value)}, or set {_OVERRIDE}=1."
+            fix = f"Submit the job with {key}={joined(key, job[key], value)}, or set {_OVERRIDE}=1."
             there = f"{key}={job[key]} of the submitted job"
             raise ContradictionError(there, "", job[key], _needed(key, value), fix)
     return result
@@ -147,8 +147,8 @@ def _needed(key: str, value: str) -> str:
     return f"workers need {key}={value}, as this process has it."
 
 
-def _joined(key: str, *values: str) -> str:
-    """Of lists their parts, each once, in order; of a plain value the last."""
+def joined(key: str, *values: str) -> str:
+    """Values of an environment variable as one: of lists their parts, each once, in order; else the last."""
     separator = _SEPARATORS.get(key)
     if separator is None:
         return values[-1]

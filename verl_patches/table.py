@@ -15,7 +15,17 @@ from .groups import GROUPS, Group
 OK, NOT_HERE, MISSING = "ok", "not for this release", "not installed"
 CALLS, OFF, NOT_NEEDED = "calls", "off", "not needed"
 _HERE = __name__.rpartition(".")[0]
-_INFRASTRUCTURE = {"__main__", "contract", "deferred", "failures", "groups", "plugin", "runtime_env", "table"}
+_INFRASTRUCTURE = {
+    "__main__",
+    "contract",
+    "deferred",
+    "failures",
+    "groups",
+    "plugin",
+    "releases",
+    "runtime_env",
+    "table",
+}
 
 
 @dataclass(frozen=True)

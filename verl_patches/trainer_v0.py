@@ -31,7 +31,7 @@ _TASK_RUNNER = of_installed(
         "TaskRunner",
         "verl.trainer.main_ppo_v0:TaskRunner.__ray_metadata__.modified_class.run",
         None,
-        releases="==0.9.1",
+        releases=("==0.9.0", "==0.9.1"),
         names=_RUN,
     ),
 )

@@ -15,7 +15,7 @@ from .contract import before
 from .engine_loss import seam
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
-_seam = partial(seam, releases="==0.9.1")
+_seam = partial(seam, releases=("==0.9.0", "==0.9.1"))
 
 _INIT = _seam("PPOTrainer.__init__", f"{_TRAINER}:PPOTrainer.__init__", "(self, config)")
 

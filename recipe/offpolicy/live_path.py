@@ -4,7 +4,7 @@
 |---|---|---|
 | 0.7.1 | ``RayPPOTrainer`` (V0) | legacy actor, or engine with ``trainer.use_legacy_worker_impl=disable`` |
 | 0.8.0 | V0 | engine |
-| 0.9.1 | V1, or V0 with ``trainer.use_v1=false`` | engine |
+| 0.9.0, 0.9.1 | V1, or V0 with ``trainer.use_v1=false`` | engine |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .correction.proximal import WITHOUT_FORWARD
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
 """verl's V1 trainers that are covered."""
+_SINCE_0_9_1 = "separate_async"
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 """Engines that are covered, and those that a legacy actor can have."""
 _SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
@@ -88,9 +89,13 @@ def uncovered(config: DictConfig, path: LivePath) -> Iterator[tuple[str, object,
     if OmegaConf.select(config, _USE_V1, default=False) and Version(path.release) < Version("0.9"):
         yield _USE_V1, True, f"verl {path.release} has no V1 trainer and does not read it.", "Set it to false."
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
-    if path.trainer == "v1" and mode not in V1_MODES:
-        yield "trainer.v1.trainer_mode", mode, "not covered by the correction.", f"Set one of {', '.join(V1_MODES)}."
-    if mode == "separate_async" and (key := _aliased_snapshot(config, path)):
+    covered = [each for each in V1_MODES if each != _SINCE_0_9_1 or Version(path.release) >= Version("0.9.1")]
+    if path.trainer == "v1" and mode not in covered:
+        reason = "not covered by the correction."
+        if mode == _SINCE_0_9_1:
+            reason = f"verl {path.release} runs it in another way than 0.9.1, with which the correction was tested."
+        yield "trainer.v1.trainer_mode", mode, reason, f"Set one of {', '.join(covered)}."
+    elif mode == "separate_async" and (key := _aliased_snapshot(config, path)):
         yield (
             key,
             True,

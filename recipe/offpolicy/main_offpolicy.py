@@ -1,14 +1,27 @@
-"""Entry point: verl's PPO training with an off-policy correction.
+"""verl's PPO training with an off-policy correction.
 
-    python -m recipe.offpolicy.main_offpolicy 'correction=[tis_token,gsm]' data.train_files=...
+  python -m recipe.offpolicy.main_offpolicy [--check] 'correction=[tis_token,gsm]' data.train_files=... ...
 
-takes every override that ``verl.trainer.main_ppo`` takes. ``--check`` runs all start-up checks and exits.
+correction=NAME   one option, or several: 'correction=[tis_token,gsm]'; none trains with verl's own loss.
+                  docs/corrections.md lists them, a name that is not known is answered with all names
+KEY=VALUE         every override that verl.trainer.main_ppo takes
+--check           run all start-up checks and exit: 0 they passed, 1 the launch would be stopped
+--cfg job         show the whole configuration and exit; --hydra-help lists Hydra's other flags
+
+  python -m recipe.offpolicy.doctor KEY=VALUE ...     whether each correction is live, with what mends it
 """
 
 from __future__ import annotations
 
+from .usage import answer_help
+
+if __name__ == "__main__":  # before imports that take seconds
+    answer_help(__doc__)
+
+import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import hydra
@@ -20,7 +33,7 @@ from verl_patches.runtime_env import forward
 from .checks import groups_of, verl_correction_changes
 from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
-from .correction.problem import CheckError
+from .correction.problem import CheckError, set_to
 from .live_path import live_path
 from .preflight import examine
 
@@ -91,7 +104,10 @@ def main() -> None:
         sys.argv[1:] = own_keys_for_us(sys.argv[1:])
     except (SpecError, CheckError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-    run()
+    with contextlib.ExitStack() as stack:
+        if only_check:  # Hydra makes a folder for each run, and this is none
+            sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
+        run()
 
 
 if __name__ == "__main__":

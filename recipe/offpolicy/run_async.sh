@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Asynchronous GRPO with off-policy corrections: verl's separate_async, whose rollouts have GPUs of their own and go on
-# sampling while the trainer (FSDP2) makes SYNC_STEPS updates. verl 0.9; earlier releases have no such trainer.
+# sampling while the trainer (FSDP2) makes SYNC_STEPS updates. verl 0.9.1; with earlier releases it is not covered.
 # Arguments are Hydra overrides; --check among them runs the start-up checks and exits, --cfg job at their end shows
 # what they make.
 #
@@ -17,6 +17,10 @@
 #
 # On a Ray cluster, from the project: bash scripts/launch_ray.sh ROLLOUT_NNODES=2 recipe/offpolicy/run_async.sh
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
 TRAIN_FILE=${TRAIN_FILE:-$HOME/data/train.parquet}

@@ -13,6 +13,10 @@
 #
 # On a Ray cluster, from the project: bash scripts/launch_ray.sh NNODES=2 recipe/offpolicy/run_dense_fsdp.sh
 set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
 TRAIN_FILE=${TRAIN_FILE:-$HOME/data/train.parquet}

@@ -9,6 +9,11 @@ reached the gradient: the proof of life of a real run, and the gradient worked o
 
 from __future__ import annotations
 
+from .usage import answer_help
+
+if __name__ == "__main__":  # before imports that take seconds
+    answer_help(__doc__)
+
 import logging
 import sys
 from pathlib import Path
@@ -19,6 +24,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
+
+from verl_patches.contract import installed_release
 
 from . import micro_batch as mb
 from .batch_plan import PLAN, SharedPlan
@@ -159,12 +166,13 @@ def _actor_config() -> FSDPActorConfig:
 
 def main() -> None:
     logging.getLogger("verl").setLevel(logging.ERROR)
+    through = f"through verl {installed_release('verl')} in {Path(verl.__file__).parent}"
     try:
         verdict = one_update()
     except LivenessError as error:
-        sys.exit(f"offpolicy: NOT LIVE through verl {verl.__version__} in {Path(verl.__file__).parent}: {error}")
+        sys.exit(f"offpolicy: NOT LIVE {through}: {error}")
     print(  # noqa: T201
-        f"offpolicy: weight, masks.gsm LIVE through verl {verl.__version__} in {Path(verl.__file__).parent}: "
+        f"offpolicy: weight, masks.gsm LIVE {through}: "
         f"{verdict['gradient_tokens']:.0f} tokens, error at the log-probs {verdict['gradient_error']:.1e}, "
         f"at the parameters {verdict['parameter_error']:.1e}, one optimizer step.",
         flush=True,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SUPPORTED = ("0.7.1", "0.8.0", "0.9.1")
+_RELEASES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "verl_patches" / "releases.py"))
+"""Read as a file: its package needs others, and a copy can be made by any Python."""
+SUPPORTED: tuple[str, ...] = _RELEASES["TESTED"]
+release_of: Callable[[str], str] = _RELEASES["release_of"]
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 ASIDE = "offpolicy_correction"
 """Folder of the copy in a checkout whose `recipe` is not its own."""
@@ -26,7 +30,7 @@ class Checkout:
 
     Attributes:
         root: absolute, links resolved.
-        release: as verl reports it.
+        release: that its version stands for.
     """
 
     root: Path
@@ -68,7 +72,7 @@ def open_checkout(path: Path) -> Checkout:
         inside = (root / "version" / "version").is_file() and (root / "__init__.py").is_file()
         fix = f"name the folder above it, {root.parent}" if inside else "name the root of a verl checkout"
         raise Refused(f"{path} is no verl checkout: it holds no verl/version/version. Fix: {fix}.")
-    release = version.read_text().strip()
+    release = release_of(version.read_text())
     if release not in SUPPORTED and os.environ.get(ALLOW_UNTESTED) != "1":
         raise Refused(
             f"{path} is verl {release}; the recipe was tested with {', '.join(SUPPORTED)}. "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fork_checkout import Checkout, Place
+from fork_checkout import Checkout, Place, release_of
 
 LIMIT = 300  # seconds a step
 _WHERE = (
@@ -117,6 +117,7 @@ def _judge_origins(said: str, checkout: Checkout, place: Place) -> str:
     for name, (found, expected) in wanted.items():
         if Path(found).resolve() != expected:
             return f"{name} was imported from {found}, not from {expected}"
+    release = release_of(release)
     return "" if release == checkout.release else f"verl says it is {release}, its version file {checkout.release}"
 
 

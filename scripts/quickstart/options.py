@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_patches.groups import EXTERNAL_MODULES
+from verl_patches.runtime_env import PYTHONPATH, joined
+
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
 
 COMMON_ENVIRONMENT = {
@@ -16,8 +19,8 @@ COMMON_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+CPU_PATCHES = "verl_patches.cpu"
 CPU_ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the one for cuda runs there
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -79,10 +82,13 @@ class Options:
 
 
 def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
-    """The caller's environment with what the children need; what the caller has set stays."""
-    added = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if platform.startswith("cpu") else {})
-    path = [str(root), *filter(None, [base.get("PYTHONPATH")])]
-    return {**added, **base, "PYTHONPATH": ":".join(path)}
+    """The caller's environment with what the children need; what the caller has set stays, lists are joined."""
+    added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
+    if platform.startswith("cpu"):
+        # First, because a module of the caller's that imports verl's workers asks for the platform.
+        modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
+        added = {**CPU_ENVIRONMENT, **added, EXTERNAL_MODULES: modules}
+    return added
 
 
 def override(key: str, path: str | Path) -> str:

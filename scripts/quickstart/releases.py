@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 from options import override
@@ -11,11 +10,6 @@ from packaging.version import Version
 HERE = Path(__file__).resolve().parent
 PLATFORMS_SINCE = Version("0.9")
 """From here on verl has platforms, of which one is the CPU, and the V1 trainer with its replay buffer."""
-
-
-def installed_release() -> str:
-    """The release of verl in this environment, for instance "0.9.1"."""
-    return importlib.metadata.version("verl")
 
 
 def platform_option(platform: str, release: str) -> str:

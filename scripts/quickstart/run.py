@@ -25,11 +25,13 @@ from judge import Exit, Verdict, judge
 from metrics import History, MetricsFile
 from options import ANY_MODEL_OVERRIDES, Options, child_environment, override
 from progress import Progress
-from releases import installed_release, platform_option
 from releases import overrides as release_overrides
+from releases import platform_option
 from report import describe, draw, summary_table
 from stages import Child, Limits, OutOfTime, StageFailed, Stalled
 from training import TrainingView
+
+from verl_patches.contract import installed_release
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -58,7 +60,9 @@ class Quickstart:
         # The platform is among the options, and Hydra takes a group's choice once.
         self.overrides = [override for override in overrides if not override.startswith("platform=")]
         self.progress = progress
-        self.release = installed_release()
+        release = installed_release("verl")
+        assert release is not None, "quickstart.sh looks for verl before"
+        self.release = release
         self.history = History()
         self.correction: dict[str, Any] = {}
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

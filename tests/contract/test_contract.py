@@ -387,6 +387,30 @@ def test_verls_release_is_that_of_the_package_an_import_finds(tmp_path: Path, mo
     assert installed_release("no_package_of_that_name") is None
 
 
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("0.8.0.dev", "0.8.0"), ("0.8.0.dev0+gpu", "0.8.0"), ("0.9.0", "0.9.0"), ("0.9.2.dev", "0.9.2.dev")],
+)
+def test_the_tag_of_0_8_0_is_that_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, release: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").touch()
+    (tmp_path / "verl" / "version" / "version").write_text(f"{version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_release("verl") == release
+    early, late = (Contract("a", "b:c", None, "verl", releases) for releases in ("==0.8.0", "==0.9.1"))
+    assert of_installed(early, late) is (early if release == "0.8.0" else late)
+
+
+def test_the_tag_of_0_8_0_is_that_release_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_patches.contract.location", lambda package: None)
+    monkeypatch.setattr("importlib.metadata.version", lambda distribution: "0.8.0.dev0")
+    assert installed_release("verl") == "0.8.0"
+    assert installed_release("another") == "0.8.0.dev0"
+
+
 # What kinds of functions stay what they are -------------------------------------------------------------------
 
 

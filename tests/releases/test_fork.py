@@ -58,6 +58,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("tree")
     shutil.copytree(Path(verl.__file__).parent, root / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    if RELEASE == "0.8.0":  # as verl's tag calls itself
+        (root / "verl" / "version" / "version").write_text("0.8.0.dev\n")
     (root / "pyproject.toml").write_text(f'[project]\nname = "verl"\nversion = "{RELEASE}"\n')
     (root / ".gitignore").write_text("__pycache__/\n*.py[cod]\n**/outputs\n*.lock\nlogs\n")
     return root

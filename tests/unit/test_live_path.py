@@ -19,6 +19,7 @@ def configuration(release: str, **changes: Any) -> DictConfig:
     trainer: dict[str, Any] = {
         "0.7.1": {"use_legacy_worker_impl": "auto"},
         "0.8.0": {},
+        "0.9.0": {"use_v1": True, "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 2}}},
         "0.9.1": {"use_v1": True, "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 2}}},
     }[release]
     config = OmegaConf.create(
@@ -44,6 +45,8 @@ def configuration(release: str, **changes: Any) -> DictConfig:
         ("0.8.0", {"trainer__use_legacy_worker_impl": "disable"}, "v0", "engine"),
         ("0.8.0", {"trainer__use_v1": False}, "v0", "engine"),
         ("0.8.0", {}, "v0", "engine"),
+        ("0.9.0", {}, "v1", "engine"),
+        ("0.9.0", {"trainer__v1__trainer_mode": "colocate_async"}, "v1", "engine"),
         ("0.9.1", {}, "v1", "engine"),
         ("0.9.1", {"trainer__use_v1": False}, "v0", "engine"),
     ],
@@ -78,6 +81,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "legacy actors that are gone": ("0.8.0", {"trainer__use_legacy_worker_impl": "auto"}, LEGACY),
     "legacy actors long gone": ("0.9.1", {"trainer__use_legacy_worker_impl": "enable"}, LEGACY),
     "a trainer to come": ("0.8.0", {"trainer__use_v1": True}, "trainer.use_v1"),
+    "separate_async of 0.9.0": ("0.9.0", {"trainer__v1__trainer_mode": "separate_async"}, "trainer.v1.trainer_mode"),
     "another V1 mode": ("0.9.1", {"trainer__v1__trainer_mode": "one_step"}, "trainer.v1.trainer_mode"),
     "another legacy actor": ("0.7.1", {"actor_rollout_ref__actor__strategy": "veomni"}, f"{ACTOR}.strategy"),
     "another engine": ("0.8.0", {"actor_rollout_ref__actor__strategy": "torchtitan"}, f"{ACTOR}.strategy"),
@@ -130,6 +134,7 @@ REASONS = {
     "legacy actors that are gone": "verl 0.8.0 has no legacy actors",
     "legacy actors long gone": "verl 0.9.1 has no legacy actors",
     "a trainer to come": "verl 0.8.0 has no V1 trainer",
+    "separate_async of 0.9.0": "verl 0.9.0 runs it in another way than 0.9.1",
     "another V1 mode": "not covered",
     "another legacy actor": "another engine than FSDP and Megatron",
     "another engine": "another engine than FSDP and Megatron",

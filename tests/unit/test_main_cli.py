@@ -401,6 +401,17 @@ def test_a_check_that_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("correction", ["gsm", "gsn"])
+def test_a_check_leaves_no_folder_behind(tmp_path: Path, correction: str) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = [sys.executable, "-B", "-m", "recipe.offpolicy.main_offpolicy", "--check", f"correction={correction}"]
+    done = program(tmp_path, [*words, *NEEDED, f"hydra.run.dir={tmp_path}/outputs"], TMPDIR=str(temporary))
+    assert done.returncode == (0 if correction == "gsm" else 1), done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
+
+
+@pytest.mark.slow
 def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None:
     done = command(
         tmp_path,

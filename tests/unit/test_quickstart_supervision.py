@@ -60,6 +60,15 @@ def test_only_the_cpu_platform_loads_the_cpu_patches():
     assert "VERL_USE_EXTERNAL_MODULES" not in child_environment(base, "cuda", Path("/checkout"))
 
 
+def test_modules_of_the_callers_stay_beside_the_cpu_patches():
+    base = {"VERL_USE_EXTERNAL_MODULES": "mine, verl_patches.cpu,theirs", "PYTHONPATH": "/checkout:/theirs"}
+    cpu = child_environment(base, "cpu", Path("/checkout"))
+    assert cpu["VERL_USE_EXTERNAL_MODULES"] == "verl_patches.cpu,mine,theirs"
+    assert cpu["PYTHONPATH"] == "/checkout:/theirs"
+    cuda = child_environment(base, "cuda", Path("/checkout"))
+    assert cuda["VERL_USE_EXTERNAL_MODULES"] == "mine, verl_patches.cpu,theirs"
+
+
 @pytest.mark.parametrize("path", ["/plain/path", "/with space/a,b/[c]", "/it's/quoted"])
 def test_paths_survive_hydras_grammar(path):
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..contract import Contract
+from ..engine_loss import RELEASES
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.utils.fsdp_utils"
@@ -18,7 +19,7 @@ CONTRACT = Contract(
     target=f"{_MODULE}:fsdp2_sharded_save_to_cpu",
     signature="(model)",
     distribution="verl",
-    releases=("==0.7.1", "==0.8.0", "==0.9.1"),
+    releases=RELEASES,
 )
 
 

@@ -20,7 +20,7 @@ REGISTRY = Contract(
     target="verl.plugin.platform.platform_manager:PlatformRegistry.register",
     signature="(platform)",
     distribution="verl",
-    releases="==0.9.1",
+    releases=("==0.9.0", "==0.9.1"),
 )
 
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
+from verl_patches.releases import TESTED
 
 from ..checks import (
     CHECKS,
@@ -35,7 +36,6 @@ from .launch import VERLS, Launch, LaunchError, composed
 
 State = Literal["LIVE", "INERT", "WRONG"]
 _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
-_OF_VERL = ("0.7.1", "0.8.0", "0.9.1")
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Seq
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
         problems.append(Problem("module", launch.module, reason, fix))
-    if where.release not in _OF_VERL:
-        reason = f"which keys this release reads was not looked at; of {', '.join(_OF_VERL)} it was."
+    if where.release not in TESTED:
+        reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))
     read_otherwise = {problem.key for problem in problems}
     found = found_by((*OF_VERLS_OWN, *REMARKS), config, CorrectionSpec())

@@ -111,5 +111,7 @@ if __name__ == "__main__":
             sys.exit(main("held_out"))
         case ["tuning"]:
             sys.exit(main("tuning"))
+        case ["--help" | "-h"]:
+            print(__doc__)
         case _:
             sys.exit(__doc__)

@@ -167,6 +167,9 @@ def keep(recording: Path, target: Path, case: Case) -> None:
 
 
 if __name__ == "__main__":
+    if {"--help", "-h"} & set(sys.argv):
+        print(__doc__)
+        sys.exit(0)
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_other_paths_are_refused(
     assert copy(other) == REFUSED
     assert message in capsys.readouterr().err
     assert snapshot(other) == before
+
+
+@pytest.mark.parametrize(("version", "release"), [("0.8.0.dev", "0.8.0"), ("0.9.0", "0.9.0"), ("0.8.0", "0.8.0")])
+def test_a_release_is_known_by_what_its_tag_calls_itself(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], version: str, release: str
+) -> None:
+    put(fork, {"verl/version/version": f"{version}\n"})
+    assert copy(fork) == DONE
+    assert f"{fork}: verl {release}\n" in capsys.readouterr().out
+    assert json.loads((fork / MANIFEST).read_text())["verl"] == release
 
 
 def test_an_untested_release_is_opted_into(project: Path, fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:
