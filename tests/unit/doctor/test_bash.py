@@ -49,7 +49,7 @@ SAME_AS_BASH = {
     "set": "set -euo pipefail; set -x; launch a",
     "redirected": "launch a > /dev/null 2>&1; launch b 2>/dev/null < /dev/null",
     "eval": 'X="launch a \'b c\'"; eval $X; eval "launch $GIVEN"',
-    "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X"',
+    "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X" "$(cat <<< word)"',
     "a here-document as it is": "X=$(cat <<'END'\nan $X 'it\nEND\n)\nlaunch \"$X\"",
     "a here-document": 'Y=$(cat <<END\na ${GIVEN}\nEND\n)\nlaunch "$Y"',
     "files": 'echo "a  b" > /dev/null; X=$(< /dev/null); launch "$X" "$(cat < /dev/null)" c',

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .conditions import Condition, Truth
 from .grammar import parsed
+from .programs import text_of
 from .values import Breaks, Ends, Field, ScriptError, Unknown
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ def do_source(reader: Reader, name: str, arguments: list[Field], line: int) -> T
         forget(reader, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
-        commands = parsed(path.read_text(encoding="utf-8"))
-    except (ScriptError, UnicodeDecodeError) as error:
+        commands = parsed(text_of(path))
+    except (OSError, ValueError) as error:
         forget(reader, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
     try:

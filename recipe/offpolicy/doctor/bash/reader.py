@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from .builtin import BUILTINS, DECLARING
 from .conditions import Condition, Truth
 from .grammar import Case, Chain, Command, Function, Group, If, Loop, Pipeline, Simple, Test, assigns, parsed
 from .lexer import Token
-from .programs import answer_of, is_lookup, looks_only, output_of, python_code, script_of, short
+from .programs import (
+    LARGEST,
+    answer_of,
+    importable,
+    imported,
+    is_lookup,
+    looks_only,
+    output_of,
+    python_code,
+    script_of,
+    short,
+    text_of,
+)
 from .values import Breaks, Ends, Field, ScriptError, State, Unknown
 from .words import Words
 
@@ -264,9 +278,11 @@ class Reader:
     def _content(self, name: Field, line: int) -> Field:
         if isinstance(name, Unknown):
             return name
+        path = self.state.directory / name
         try:
-            return (self.state.directory / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            # Of a pipe or a device there may be no end.
+            return text_of(path) if path.is_file() or path == Path(os.devnull) else Unknown(f"{name} is no file", line)
+        except (OSError, ValueError):
             return Unknown(f"{name} is not read", line)
 
     def _element(self, token: Token, declares: bool) -> list[Field]:
@@ -276,6 +292,14 @@ class Reader:
         return self._words.fields(token.text, token.line)
 
     def _assign(self, token: Token) -> None:
+        self._set(token)
+        name = token.text.partition("=")[0].removesuffix("+")
+        value = self.state.variables.get(name)
+        size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
+        if size > LARGEST:
+            self.state.variables[name] = Unknown(f"${name} has become too long to be read", token.line)
+
+    def _set(self, token: Token) -> None:
         name, _, written = token.text.partition("=")
         appends = name.endswith("+")
         name = name.removesuffix("+")
@@ -308,17 +332,23 @@ class Reader:
             return builtin(self, name, arguments, line)
         if all(isinstance(word, str) for word in words) and isinstance(given, str):
             texts = [str(word) for word in words]
-            if looks_only(texts):
-                return self.looked(*output_of(texts, self.state.directory, given))
             code = python_code(texts, given)
-            if code is not None and is_lookup(code):
-                return self.looked(*answer_of(code, self.state.directory))
+            if looks_only(texts) or (code is not None and is_lookup(code)):
+                answer = output_of(texts, self.state.directory, given) if code is None else answer_of(code)
+                if answer is not None:
+                    return self.looked(*answer)
+                return self._not_known(f"`{short(words)}` has no end, or prints what is not read", line)
+            if code is not None and (modules := imported(code)):
+                return self.looked("", all(map(importable, modules)))
         self.calls.append(Called(tuple(words), line, self._doubt))
         inner = script_of(words)
         if inner is not None:
             self._inner(inner, line)
         shown = name if isinstance(name, str) else "a program that is not known"
-        said = Unknown(f"it depends on what `{short(words)}` says, and {shown} is not run", line)
+        return self._not_known(f"it depends on what `{short(words)}` says, and {shown} is not run", line)
+
+    def _not_known(self, why: str, line: int) -> Unknown:
+        said = Unknown(why, line)
         if self.printed is not None:
             self.printed.append(said)
         return said
@@ -341,7 +371,7 @@ class Reader:
                 self.script(rest[0], line)
             elif isinstance(flag, str) and (path := self.state.directory / flag).is_file():
                 self.state.script, self.state.arguments = path, rest
-                self.script(path.read_text(encoding="utf-8"))
+                self.script(text_of(path))
         finally:
             self.state, self._depth = outside, self._depth - 1
         # Lines are those of the script that was asked for.

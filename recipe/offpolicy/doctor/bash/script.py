@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .programs import text_of
 from .reader import Called, Reader
 from .values import ScriptError, State
 
@@ -21,9 +22,9 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     state = State(dict(environment), list(arguments), Path.cwd(), path)
     reader = Reader(state)
     try:
-        reader.script(path.read_text(encoding="utf-8"))
+        reader.script(text_of(path))
     except OSError as error:
-        raise ScriptError(f"{path}: {error.strerror}.") from error
+        raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise ScriptError(f"{path}: not a text ({error}).") from error
     except ScriptError as error:
