@@ -88,7 +88,7 @@ def of_bash(script: Path) -> list[list[str]]:
 
 
 def launches(script: Path, arguments: list[str] = ARGUMENTS) -> list[Called]:
-    return [call for call in read_script(script, arguments, ENVIRONMENT) if call.words[0] == "launch"]
+    return [call for call in read_script(script, arguments, ENVIRONMENT).calls if call.words[0] == "launch"]
 
 
 @pytest.mark.parametrize("name", SAME_AS_BASH)
@@ -120,9 +120,9 @@ def test_our_launch_scripts_are_read_as_bash_runs_them(name: str, arguments: lis
     )
     if not log.exists():  # a release without the asynchronous trainer
         assert done.returncode == 1
-        assert read_script(script, arguments, environment) == []
+        assert read_script(script, arguments, environment).calls == []
         return
-    (call,) = read_script(script, arguments, environment)
+    (call,) = read_script(script, arguments, environment).calls
     assert list(call.words[1:]) == log.read_text().split("\0")[:-1]
     assert call.doubt is None
 

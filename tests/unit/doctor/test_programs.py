@@ -17,7 +17,7 @@ def word(folder: Path, source: str) -> Field:
     """The argument of the last call of `launch` in a script."""
     script = folder / "run.sh"
     script.write_text(source)
-    call = [call for call in read_script(script, [], dict(os.environ)) if call.words[0] == "launch"][-1]
+    call = [call for call in read_script(script, [], dict(os.environ)).calls if call.words[0] == "launch"][-1]
     return call.words[1]
 
 

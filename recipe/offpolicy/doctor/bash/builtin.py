@@ -44,7 +44,7 @@ def do_declare(reader: Reader, name: str, arguments: list[Field], line: int) -> 
 
 
 def do_leave(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    raise Ends(name)
+    raise Ends(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
 def do_break(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
@@ -55,6 +55,7 @@ def do_shift(reader: Reader, name: str, arguments: list[Field], line: int) -> Tr
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(reader.state.arguments)
     if enough:
+        reader.state.looked_at.update(reader.state.arguments[:count])
         del reader.state.arguments[:count]
     return enough
 
@@ -130,7 +131,7 @@ def do_read(reader: Reader, name: str, arguments: list[Field], line: int) -> Tru
 def do_exec(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
     if arguments:
         reader.call(arguments, line, "")
-        raise Ends(name)
+        raise Ends(name, line)
     return True
 
 

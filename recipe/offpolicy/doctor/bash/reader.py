@@ -27,6 +27,7 @@ from .programs import (
 )
 from .values import Breaks, Ends, Field, ScriptError, State, Unknown
 from .words import Words
+from .written import under, written
 
 _ROUNDS = 1000
 _DEPTH = 20
@@ -56,6 +57,7 @@ class Reader:
         self._doubt: Unknown | None = None
         self._depth = 0
         self.printed: list[Field] | None = None  # of a substitution
+        self.end: Ends | None = None  # by which the script itself ended
 
     def script(self, source: str, first_line: int = 1) -> None:
         """Reads a script to its end or to where it ends itself.
@@ -65,8 +67,8 @@ class Reader:
         """
         try:
             self.run(parsed(source, first_line))
-        except Ends:
-            return
+        except Ends as end:
+            self.end = end
 
     @property
     def _words(self) -> Words:
@@ -108,7 +110,9 @@ class Reader:
             if isinstance(status, Unknown):
                 self._maybe(lambda command=command: self._command(command), status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                status = self._command(command)
+                holds = written(chain.first) if operator == "&&" else f"! {written(chain.first)}"
+                with under(holds):
+                    status = self._command(command)
         return status
 
     def _if(self, command: If) -> Truth:
@@ -118,8 +122,11 @@ class Reader:
                 rest = If(command.line, command.branches[index + 1 :], command.otherwise)
                 return self._either(lambda body=body: self.run(body), lambda rest=rest: self._if(rest), holds)  # type: ignore[misc]
             if holds:
-                return self.run(body)
-        return self.run(command.otherwise)
+                with under(" ".join(map(written, condition))):
+                    return self.run(body)
+        tried = " or ".join(" ".join(map(written, condition)) for condition, _ in command.branches)
+        with under(f"! ( {tried} )" if tried else ""):
+            return self.run(command.otherwise)
 
     def _case(self, command: Case) -> Truth:
         subject = self._words.text(command.subject.text, command.subject.line)
@@ -130,9 +137,10 @@ class Reader:
         value = subject if isinstance(subject, str) else ""
         for patterns, body in command.branches:
             for pattern in patterns:
-                written = self._words.pattern(pattern.text, pattern.line)
-                if isinstance(written, str) and fnmatch.fnmatchcase(value, written):
-                    return self.run(body)
+                fitting = self._words.pattern(pattern.text, pattern.line)
+                if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
+                    with under(f"{command.subject.text} is {fitting}"):
+                        return self.run(body)
         return True
 
     def _for(self, command: Loop) -> Truth:
@@ -184,18 +192,22 @@ class Reader:
     def _either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
         before, doubt = self.state, self._doubt
         ends: list[State | None] = []
+        stopped: Ends | Breaks | None = None
         for run in (first, second):
             self.state, self._doubt = before.copy(), doubt or why
             try:
                 run()
                 ends.append(self.state)
-            except (Ends, Breaks):
+            except (Ends, Breaks) as end:
+                # After a break the script goes on.
+                stopped = stopped if isinstance(stopped, Breaks) else end
                 ends.append(None)
         self._doubt = doubt
         left = [end for end in ends if end is not None]
         if not left:
             self.state = before
-            raise Ends
+            assert stopped is not None
+            raise stopped
         self.state = left[0] if len(left) == 1 else _merged(left[0], left[1], why)
         return why
 
@@ -363,7 +375,7 @@ class Reader:
         if self._depth >= _DEPTH:
             raise ScriptError(f"line {line}: scripts call each other without an end")
         flag, *rest = words
-        outside, calls = self.state, len(self.calls)
+        outside, calls, end = self.state, len(self.calls), self.end
         self.state = self.state.copy()
         self._depth += 1
         try:
@@ -373,7 +385,7 @@ class Reader:
                 self.state.script, self.state.arguments = path, rest
                 self.script(text_of(path))
         finally:
-            self.state, self._depth = outside, self._depth - 1
+            self.state, self._depth, self.end = outside, self._depth - 1, end
         # Lines are those of the script that was asked for.
         self.calls[calls:] = [Called(call.words, line, call.doubt) for call in self.calls[calls:]]
 
