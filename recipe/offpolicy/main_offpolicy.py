@@ -33,9 +33,19 @@ from verl_patches.runtime_env import forward
 from .checks import groups_of, verl_correction_changes
 from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
-from .correction.problem import CheckError, set_to
+    with contextlib.ExitStack() as stack:
+        if only_check:  # Hydra makes a folder for each run, and this is none
+            sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
+        try:
+            run()
+        except SystemExit as stop:
+            # Hydra has advised to add the key, which verl would refuse or not read.
+            if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
+                sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
+            raise
 from .live_path import live_path
 from .preflight import examine
+from .primary import check_primary, keep_search_path
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
@@ -86,8 +96,11 @@ def main() -> None:
     only_check = _CHECK_FLAG in arguments
     sys.argv[1:] = [argument for argument in arguments if argument != _CHECK_FLAG]
 
+    begun = []
+
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
+        begun.append(True)
         try:
             spec, remarks = prepare(config)
             forward(config, groups=groups_of(live_path(config)))
@@ -101,13 +114,24 @@ def main() -> None:
             train(config)
 
     try:
-        sys.argv[1:] = own_keys_for_us(sys.argv[1:])
+        check_primary(sys.argv[1:])
+        sys.argv[1:] = keep_search_path(own_keys_for_us(sys.argv[1:]))
     except (SpecError, CheckError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
+<<<<<<< HEAD
     with contextlib.ExitStack() as stack:
         if only_check:  # Hydra makes a folder for each run, and this is none
             sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
         run()
+=======
+    try:
+        run()
+    except SystemExit as stop:
+        # Hydra has advised to add the key, which verl would refuse or not read.
+        if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
+            sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
+        raise
+>>>>>>> wt-a
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "versions",
         "voice",
     ),
-    ("batch_plan", "checkpoints", "composition", "run_setup", "translate", "verl_keys", "watchdog"),
+    ("batch_plan", "checkpoints", "composition", "primary", "run_setup", "translate", "verl_keys", "watchdog"),
     ("forward_passes", "micro_batch", "pairs", "selector"),
     ("base_loss_probe", "kl_term", "proof_trials", "recording"),
     ("whatif",),

@@ -118,6 +118,29 @@ def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: 
     assert result.trained == []
 
 
+def test_what_hydra_would_have_added_is_to_be_left_out(launch: Launcher) -> None:
+    """Its last word is that of the launch: every key that verl does not have, and no advice to append one."""
+    result = launch("correction=gsm", "trainer.total_epoch=1", "trainer.no_such=2", *NEEDED)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    assert "trainer.total_epoch=1: verl " in result.status
+    assert "has no such key. Leave it out, or set trainer.total_epochs; with a + nothing" in result.status
+    assert "trainer.no_such=2: verl " in result.status
+    assert result.trained == []
+
+
+def test_a_configuration_without_our_sections_is_refused(launch: Launcher) -> None:
+    result = launch("--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *NEEDED)
+    assert isinstance(result.status, str)
+    assert result.status.startswith(REFUSED)
+    assert "Give --config-name=offpolicy_megatron_trainer" in result.status
+
+
+def test_a_search_path_of_the_users_leaves_verls_configuration_in_reach(launch: Launcher, tmp_path: Path) -> None:
+    result = launch(f"hydra.searchpath=[file://{tmp_path}]", "correction=gsm", *NEEDED)
+    assert (result.status, len(result.trained)) == (0, 1)
+
+
 def ours(result: Launch) -> list[str]:
     """The lines that are ours, of what was printed."""
     return [line.removeprefix("offpolicy: ") for line in result.printed.split("\n") if line.startswith("offpolicy: ")]

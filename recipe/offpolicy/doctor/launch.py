@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from hydra._internal.hydra import Hydra
@@ -17,18 +17,28 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.contract import PatchError, installed_release
+
 from ..composition import own_keys_for_us
+from ..correction import SpecError
+from ..correction.problem import CheckError
+from ..primary import CONFIG_DIR, check_primary, keep_search_path
 from .source import HydraMain, hydra_main, source_of
+from .unknown_keys import unknown_keys
 
 OURS = "recipe.offpolicy.main_offpolicy"
 VERLS = ("verl.trainer.main_ppo",)
 """Programs of verl whose trainers and workers the checks know."""
-_OUR_CONFIGURATION = HydraMain(str(Path(__file__).resolve().parents[1] / "config"), "offpolicy_trainer")
+_OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
 
 
 class LaunchError(ValueError):
     """A launch whose configuration cannot be made; the message says why, and names the key where there is one."""
+
+
+class UnknownKeys(LaunchError):
+    """Overrides of keys that the configuration does not have."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +70,57 @@ def composed(launch: Launch) -> DictConfig:
 
     Raises:
         LaunchError: there is no such program, or Hydra does not take its arguments.
-        SpecError: ``correction=null``, or two ``correction=``.
+        SpecError: ``correction=null``, two ``correction=``, or a primary configuration without our sections.
     """
     program = _OUR_CONFIGURATION if launch.ours else _program(launch.module)
     given = [argument for argument in launch.arguments if argument != _CHECK]
-    arguments = _parsed(own_keys_for_us(given) if launch.ours else given)
+    if launch.ours:
+        check_primary(given)
+        given = keep_search_path(own_keys_for_us(given))
+    arguments = _parsed(given)
     if arguments.multirun:
         raise LaunchError("--multirun: several runs, and this looks at one. Take one value of each key.")
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
-        search_path = create_automatic_config_search_path(None, launch.module, path)
+        # As `python -m` does: a relative path is one beside the program's file.
+        search_path = create_automatic_config_search_path(str(program.file), None, path)
         if arguments.config_dir is not None:
             _prepend(search_path, arguments.config_dir)
         GlobalHydra.instance().clear()
-        hydra = Hydra.create_main_hydra2(detect_task_name(None, launch.module), search_path)
-        config = hydra.compose_config(
-            config_name=name,
-            overrides=arguments.overrides,
-            run_mode=RunMode.RUN,
-            with_log_configuration=False,
-            from_shell=False,
-        )
+        hydra = Hydra.create_main_hydra2(detect_task_name(str(program.file), None), search_path)
     except (HydraException, OmegaConfBaseException) as error:
+        raise LaunchError(_whole(error)) from error
+    try:
+        config = _with(hydra, name, arguments.overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        owner = f"the configuration of {launch.module}"
+        if launch.ours or launch.module in VERLS:
+            owner = f"verl {installed_release('verl')}"
+        if unknown := unknown_keys(lambda others: _with(hydra, name, others), arguments.overrides, owner):
+            raise UnknownKeys("\n".join(map(str, unknown))) from error
         raise LaunchError(_whole(error)) from error
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
     return config
+
+
+def unknown_to_verl(arguments: Sequence[str]) -> str:
+    """The overrides of our program that name keys which verl does not have, with what to do; "" if there are none."""
+    try:
+        composed(Launch(OURS, tuple(arguments)))
+    except UnknownKeys as error:
+        return str(error)
+    except (LaunchError, PatchError, SpecError, CheckError):
+        return ""
+    return ""
+
+
+def _with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
+    return hydra.compose_config(
+        config_name=name, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False, from_shell=False
+    )
 
 
 def _program(module: str) -> HydraMain:

@@ -6,14 +6,17 @@ import os
 import re
 from pathlib import Path
 
+from . import unknown
 from .bash.reader import Called
 from .bash.script import read_script
-from .bash.values import Field, ScriptError, Unknown
+from .bash.values import Ends, Field, ScriptError, Unknown
 from .launch import Launch
+from .unknown import KEY
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
-_KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
+_LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*", re.S)
+_ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 
@@ -30,25 +33,47 @@ def launch_of(script: Path, arguments: list[str], line: int | None = None) -> La
         ScriptError: there is none, or more than one, or a word of it is not known without running the script; names
             the line and what to do.
     """
+    read = read_script(script, arguments, dict(os.environ))
     found = [
         (called, launch)
-        for called in read_script(script, arguments, dict(os.environ))
+        for called in read.calls
         if (launch := _launch(called, script, arguments)) is not None and line in (None, called.line)
     ]
     if not found:
-        where = f"no launch at line {line}" if line is not None else "no launch"
-        raise ScriptError(f"{script}: {where}: no call of `python -m MODULE` or torchrun with Hydra overrides was met.")
+        raise ScriptError(f"{script}: {_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
         lines = ", ".join(f"{called.line} ({launch.module})" for called, launch in found)
         raise ScriptError(f"{script}: several launches, at the lines {lines}. Choose one: --line {found[0][0].line}.")
     called, launch = found[-1]
     if called.doubt is not None:
+        why = unknown.said([called.doubt], script)
+        raise ScriptError(f"{script}, line {called.line}: whether this is launched is not known: {why}")
+    if lost := [argument for argument in arguments if _lost(argument, launch, read.looked_at)]:
         raise ScriptError(
-            f"{script}, line {called.line}: whether this is launched is not known: {_said(called.doubt)}."
+            f"{script}, line {called.line}: {lost[0]} does not reach the launch. "
+            f'Fix: end the launch in "$@", or put {lost[0]} into it.'
         )
-    if lost := [argument for argument in arguments if argument not in launch.arguments]:
-        raise ScriptError(f'{script}, line {called.line}: {lost[0]} does not reach the launch. It ends in no "$@".')
     return launch
+
+
+def _no_launch(end: Ends | None, line: int | None) -> str:
+    if end is not None and end.name == "exit":
+        status = f" ({end.name} {end.status})" if end.status else ""
+        because = f": {end.because}" if end.because else ""
+        before = f"the launch of line {line}" if line is not None else "any launch"
+        given = " Fix: give the script's arguments behind --script FILE." if _ARGUMENTS.search(end.because) else ""
+        return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
+    where = f"no launch at line {line}" if line is not None else "no launch"
+    return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was met."
+
+
+def _lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
+    """Whether an argument does nothing: an override that is in no word, or what the script does not look at either."""
+    if argument in launch.arguments:
+        return False
+    if _LIKE_AN_OVERRIDE.fullmatch(argument):
+        return not any(argument in word for word in launch.arguments)
+    return argument not in looked_at
 
 
 def _launch(called: Called, script: Path, arguments: list[str]) -> Launch | None:
@@ -60,28 +85,18 @@ def _launch(called: Called, script: Path, arguments: list[str]) -> Launch | None
     words = called.words
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
     if start is None:
-        unknown = next((word for word in words if isinstance(word, Unknown)), None)
-        if isinstance(words[0], Unknown) and unknown is not None and _overrides(words[1:]) > 1:
-            raise ScriptError(f"{script}, line {called.line}: which program this calls is not known: {_said(unknown)}.")
+        if isinstance(words[0], Unknown) and _overrides(words[1:]) > 1:
+            why = unknown.said([words[0]], script)
+            raise ScriptError(f"{script}, line {called.line}: which program this calls is not known: {why}")
         return None
     by_torchrun = str(words[start]).endswith("torchrun")
     module, rest = _below_torchrun(list(words[start + 1 :])) if by_torchrun else _module(list(words[start + 1 :]))
     if module is None or not _overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
     rest = [_settled(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
-    unknown = next((word for word in (module, *rest) if isinstance(word, Unknown)), None)
-    if unknown is not None:
-        key = _KEY.match(unknown.prefix)
-        mend = (
-            f" To look at the launch with a value of yours, add {key[1]}=VALUE behind --script {script}." if key else ""
-        )
-        raise ScriptError(f"{script}, line {called.line}: an override is not known: {_said(unknown)}.{mend}")
+    if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
+        raise ScriptError(f"{script}, line {called.line}: {unknown.overrides_said(unknowns, script)}")
     return Launch(str(module), tuple(map(str, rest)), f"{script}, line {called.line}")
-
-
-def _said(unknown: Unknown) -> str:
-    mend = f" Fix: export {found[1]}, even empty" if (found := re.match(r"\$(\w+) is not set", unknown.why)) else ""
-    return f"{unknown.why} (line {unknown.line}).{mend}"
 
 
 def _module(words: list[Field]) -> tuple[Field | None, list[Field]]:
@@ -111,11 +126,11 @@ def _below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
 
 def _settled(word: Field, later: list[Field]) -> Field:
     """A word that is not known, with the value that a later word gives its key: of two, Hydra takes the last."""
-    found = _KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
+    found = KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
     if found is None or not isinstance(word, Unknown):
         return word
     for other in reversed(later):
-        if isinstance(other, str) and (same := _KEY.match(other)) and same[1] == found[1]:
+        if isinstance(other, str) and (same := KEY.match(other)) and same[1] == found[1]:
             return word.prefix + other[same.end() :]
     return word
 

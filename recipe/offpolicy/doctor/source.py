@@ -31,8 +31,9 @@ def source_of(module: str) -> Path | None:
 
 @dataclass(frozen=True)
 class HydraMain:
-    """What a program's ``@hydra.main`` says about its configuration, None where it says nothing."""
+    """What a program's ``@hydra.main`` says about its configuration, None where it says nothing; and its file."""
 
+    file: Path
     config_path: str | None
     config_name: str | None
 
@@ -45,5 +46,5 @@ def hydra_main(path: Path) -> HydraMain | None:
             values = [given.get(name, ast.Constant(None)) for name in ("config_path", "config_name")]
             if all(isinstance(value, ast.Constant) for value in values):
                 config_path, config_name = (ast.literal_eval(value) for value in values)
-                return HydraMain(config_path, config_name)
+                return HydraMain(path, config_path, config_name)
     return None

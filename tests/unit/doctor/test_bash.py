@@ -49,7 +49,7 @@ SAME_AS_BASH = {
     "set": "set -euo pipefail; set -x; launch a",
     "redirected": "launch a > /dev/null 2>&1; launch b 2>/dev/null < /dev/null",
     "eval": 'X="launch a \'b c\'"; eval $X; eval "launch $GIVEN"',
-    "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X"',
+    "here-strings": 'X=$(cat <<< "$GIVEN"); launch "$X" "$(cat <<< word)"',
     "a here-document as it is": "X=$(cat <<'END'\nan $X 'it\nEND\n)\nlaunch \"$X\"",
     "a here-document": 'Y=$(cat <<END\na ${GIVEN}\nEND\n)\nlaunch "$Y"',
     "files": 'echo "a  b" > /dev/null; X=$(< /dev/null); launch "$X" "$(cat < /dev/null)" c',
@@ -88,7 +88,7 @@ def of_bash(script: Path) -> list[list[str]]:
 
 
 def launches(script: Path, arguments: list[str] = ARGUMENTS) -> list[Called]:
-    return [call for call in read_script(script, arguments, ENVIRONMENT) if call.words[0] == "launch"]
+    return [call for call in read_script(script, arguments, ENVIRONMENT).calls if call.words[0] == "launch"]
 
 
 @pytest.mark.parametrize("name", SAME_AS_BASH)
@@ -120,9 +120,9 @@ def test_our_launch_scripts_are_read_as_bash_runs_them(name: str, arguments: lis
     )
     if not log.exists():  # a release without the asynchronous trainer
         assert done.returncode == 1
-        assert read_script(script, arguments, environment) == []
+        assert read_script(script, arguments, environment).calls == []
         return
-    (call,) = read_script(script, arguments, environment)
+    (call,) = read_script(script, arguments, environment).calls
     assert list(call.words[1:]) == log.read_text().split("\0")[:-1]
     assert call.doubt is None
 

@@ -44,7 +44,8 @@ def evaluated(expression: str, numbers: Mapping[str, str]) -> int:
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
     try:
         tree = ast.parse(text.strip() or "0", mode="eval")
-        return int(_value(tree.body, numbers))
+        # bash computes with 64 bits, so that no value grows beyond them.
+        return (_value(tree.body, numbers) + 2**63) % 2**64 - 2**63
     except (SyntaxError, ZeroDivisionError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

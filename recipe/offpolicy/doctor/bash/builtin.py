@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .conditions import Condition, Truth
 from .grammar import parsed
+from .programs import text_of
 from .values import Breaks, Ends, Field, ScriptError, Unknown
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def do_declare(reader: Reader, name: str, arguments: list[Field], line: int) -> 
 
 
 def do_leave(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    raise Ends(name)
+    raise Ends(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
 def do_break(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
@@ -54,6 +55,7 @@ def do_shift(reader: Reader, name: str, arguments: list[Field], line: int) -> Tr
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(reader.state.arguments)
     if enough:
+        reader.state.looked_at.update(reader.state.arguments[:count])
         del reader.state.arguments[:count]
     return enough
 
@@ -98,8 +100,8 @@ def do_source(reader: Reader, name: str, arguments: list[Field], line: int) -> T
         forget(reader, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
-        commands = parsed(path.read_text(encoding="utf-8"))
-    except (ScriptError, UnicodeDecodeError) as error:
+        commands = parsed(text_of(path))
+    except (OSError, ValueError) as error:
         forget(reader, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
     try:
@@ -129,7 +131,7 @@ def do_read(reader: Reader, name: str, arguments: list[Field], line: int) -> Tru
 def do_exec(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
     if arguments:
         reader.call(arguments, line, "")
-        raise Ends(name)
+        raise Ends(name, line)
     return True
 
 

@@ -14,6 +14,7 @@ REDIRECTS = ("<<<", "<<-", "&>>", "&>", "<<", ">>", ">&", "<&", ">|", "<", ">")
 _OPERATORS = sorted((*REDIRECTS, "&&", "||", ";;", "|&", "|", "&", ";", "(", ")"), key=len, reverse=True)
 _COMMAND_FOLLOWS = {";", "&&", "||", "|", "if", "for", "while", "until", "!", "then", "do", "else"}
 _ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=\(")
+_HERE = re.compile(r"(?<!<)<<(?!<)")
 _CLOSERS = {"{": "}", "(": ")"}
 
 
@@ -179,7 +180,7 @@ class Lexer:
                 self._advance(1)
                 if depth == 0:
                     return
-            elif opener == "(" and not arithmetic and re.match(r"<<(?!<)", self.source[self.place : self.place + 3]):
+            elif opener == "(" and not arithmetic and _HERE.match(self.source, self.place):
                 self._document_inside()
             elif opener == "(" and character == "#" and self.source[self.place - 1] in " \t\n":
                 self._advance(max(self.source.find("\n", self.place), self.place + 1) - self.place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .values import Field, ScriptError, State, Unknown, Value
 
@@ -79,13 +79,16 @@ def _values(asked: Parameter, state: State, line: int, expand: Callable[[str], F
     """None where the parameter is not set."""
     name = asked.name
     if name in ("@", "*"):
+        state.looked_at.update(state.arguments)
         return list(state.arguments)
     if name == "#":
         return [str(len(state.arguments))]
     if name == "0" or (name == "BASH_SOURCE" and asked.index in (None, "0", "-1", "@")):
         return [str(state.script)]
     if name.isdigit():
-        return [state.arguments[int(name) - 1]] if int(name) <= len(state.arguments) else None
+        argument = state.arguments[int(name) - 1 : int(name)]
+        state.looked_at.update(argument)
+        return argument or None
     if name == "?":
         return [Unknown("$? is the status of a program that is not run", line)]
     if not name.isidentifier():
@@ -131,6 +134,8 @@ def _with_default(
         case "?":
             return [Unknown(f"${asked.name} is not set, and the script ends without it", line)]
     value = expand(asked.word)
+    if isinstance(value, Unknown) and asked.name.isidentifier():
+        value = replace(value, variable=asked.name)
     if asked.operator[-1] == "=" and asked.name.isidentifier():
         state.variables[asked.name] = value
     return [value]

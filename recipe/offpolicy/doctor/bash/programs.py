@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 from .values import Field
@@ -14,6 +18,8 @@ _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", 
 _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
+LARGEST = 2**20
+"""How much is read of a file, or of what a program prints, and how long a value may become."""
 _IMPORTS = frozenset({"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"})
 _CALLS = frozenset(
     {
@@ -28,6 +34,27 @@ _CALLS = frozenset(
     }
 )
 _STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
+# What could make much of little, such as "a" * 10**10, is no look-up.
+_OPERATORS = (ast.Add, ast.Div)
+_OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
+# The standard library is imported before anything else can be found under its names.
+_ISOLATED = (
+    "import importlib.metadata, importlib.util, os, pathlib, sys; sys.path[:] = sys.argv.pop().split(os.pathsep)"
+)
+
+
+def text_of(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: it cannot be read, or is too long.
+        UnicodeDecodeError: it is no text.
+    """
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise OSError(f"{path} is longer than {LARGEST} bytes")
+    return content.decode()
 
 
 def looks_only(words: list[str]) -> bool:
@@ -43,20 +70,40 @@ def looks_only(words: list[str]) -> bool:
     return False
 
 
-def output_of(words: list[str], directory: Path, given: str) -> tuple[str, bool]:
-    """What such a program prints, and whether it succeeds.
+def output_of(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
+    """What such a program prints, and whether it succeeds; None where it has no end, or prints too much or no text.
 
     Args:
         directory: in which it runs.
         given: its input.
     """
+    # A relative folder on the path would find programs beside the script.
+    folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
+    environment = {**os.environ, "PATH": os.pathsep.join(folders)}
+    with tempfile.TemporaryFile() as source:
+        source.write(given.encode())
+        source.seek(0)
+        try:
+            process = subprocess.Popen(
+                words, cwd=directory, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+            )
+        except (OSError, ValueError):
+            return "", False
+        late = threading.Timer(_SECONDS, process.kill)
+        late.start()
+        with process:
+            assert process.stdout is not None
+            printed = process.stdout.read(LARGEST + 1)
+            if len(printed) > LARGEST:
+                process.kill()
+        late.cancel()
+    # A negative status is that of a signal.
+    if len(printed) > LARGEST or process.returncode < 0:
+        return None
     try:
-        done = subprocess.run(
-            words, cwd=directory, input=given, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return "", False
-    return done.stdout, done.returncode == 0
+        return printed.decode(), process.returncode == 0
+    except UnicodeDecodeError:
+        return None
 
 
 def is_lookup(code: str) -> bool:
@@ -82,7 +129,9 @@ def is_lookup(code: str) -> bool:
             return False
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             return False
-        if isinstance(node, ast.Lambda | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, _OPERATORS):
+            return False
+        if isinstance(node, _OTHERWISE) or (isinstance(node, ast.FormattedValue) and node.format_spec is not None):
             return False
     return True
 
@@ -94,9 +143,28 @@ def _harmless(call: ast.Call) -> bool:
     return [type(each) for each in call.args] == [ast.Constant] and "." not in str(call.args[0].value)  # type: ignore[attr-defined]
 
 
-def answer_of(code: str, directory: Path) -> tuple[str, bool]:
-    """What such code prints, by this interpreter."""
-    return output_of([sys.executable, "-c", code], directory, "")
+def answer_of(code: str) -> tuple[str, bool] | None:
+    """What such code prints, by this interpreter and from where it finds modules itself, wherever the script is."""
+    found_in = os.pathsep.join(map(os.path.abspath, sys.path))
+    return output_of([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
+
+
+def imported(code: str) -> list[str]:
+    """The modules that code imports, where it does no more than that."""
+    try:
+        statements = ast.parse(code).body
+    except SyntaxError:
+        return []
+    names = [alias.name for each in statements if isinstance(each, ast.Import) for alias in each.names]
+    return names if all(isinstance(each, ast.Import) for each in statements) else []
+
+
+def importable(module: str) -> bool:
+    """Whether there is such a top-level module; it is not imported."""
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def python_code(words: list[str], given: str) -> str | None:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from .builtin import BUILTINS, DECLARING
 from .conditions import Condition, Truth
 from .grammar import Case, Chain, Command, Function, Group, If, Loop, Pipeline, Simple, Test, assigns, parsed
 from .lexer import Token
-from .programs import answer_of, is_lookup, looks_only, output_of, python_code, script_of, short
+from .programs import (
+    LARGEST,
+    answer_of,
+    importable,
+    imported,
+    is_lookup,
+    looks_only,
+    output_of,
+    python_code,
+    script_of,
+    short,
+    text_of,
+)
 from .values import Breaks, Ends, Field, ScriptError, State, Unknown
 from .words import Words
+from .written import under, written
 
 _ROUNDS = 1000
 _DEPTH = 20
@@ -42,6 +57,7 @@ class Reader:
         self._doubt: Unknown | None = None
         self._depth = 0
         self.printed: list[Field] | None = None  # of a substitution
+        self.end: Ends | None = None  # by which the script itself ended
 
     def script(self, source: str, first_line: int = 1) -> None:
         """Reads a script to its end or to where it ends itself.
@@ -51,8 +67,8 @@ class Reader:
         """
         try:
             self.run(parsed(source, first_line))
-        except Ends:
-            return
+        except Ends as end:
+            self.end = end
 
     @property
     def _words(self) -> Words:
@@ -94,7 +110,9 @@ class Reader:
             if isinstance(status, Unknown):
                 self._maybe(lambda command=command: self._command(command), status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                status = self._command(command)
+                holds = written(chain.first) if operator == "&&" else f"! {written(chain.first)}"
+                with under(holds):
+                    status = self._command(command)
         return status
 
     def _if(self, command: If) -> Truth:
@@ -104,8 +122,11 @@ class Reader:
                 rest = If(command.line, command.branches[index + 1 :], command.otherwise)
                 return self._either(lambda body=body: self.run(body), lambda rest=rest: self._if(rest), holds)  # type: ignore[misc]
             if holds:
-                return self.run(body)
-        return self.run(command.otherwise)
+                with under(" ".join(map(written, condition))):
+                    return self.run(body)
+        tried = " or ".join(" ".join(map(written, condition)) for condition, _ in command.branches)
+        with under(f"! ( {tried} )" if tried else ""):
+            return self.run(command.otherwise)
 
     def _case(self, command: Case) -> Truth:
         subject = self._words.text(command.subject.text, command.subject.line)
@@ -116,9 +137,10 @@ class Reader:
         value = subject if isinstance(subject, str) else ""
         for patterns, body in command.branches:
             for pattern in patterns:
-                written = self._words.pattern(pattern.text, pattern.line)
-                if isinstance(written, str) and fnmatch.fnmatchcase(value, written):
-                    return self.run(body)
+                fitting = self._words.pattern(pattern.text, pattern.line)
+                if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
+                    with under(f"{command.subject.text} is {fitting}"):
+                        return self.run(body)
         return True
 
     def _for(self, command: Loop) -> Truth:
@@ -170,18 +192,22 @@ class Reader:
     def _either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
         before, doubt = self.state, self._doubt
         ends: list[State | None] = []
+        stopped: Ends | Breaks | None = None
         for run in (first, second):
             self.state, self._doubt = before.copy(), doubt or why
             try:
                 run()
                 ends.append(self.state)
-            except (Ends, Breaks):
+            except (Ends, Breaks) as end:
+                # After a break the script goes on.
+                stopped = stopped if isinstance(stopped, Breaks) else end
                 ends.append(None)
         self._doubt = doubt
         left = [end for end in ends if end is not None]
         if not left:
             self.state = before
-            raise Ends
+            assert stopped is not None
+            raise stopped
         self.state = left[0] if len(left) == 1 else _merged(left[0], left[1], why)
         return why
 
@@ -264,9 +290,11 @@ class Reader:
     def _content(self, name: Field, line: int) -> Field:
         if isinstance(name, Unknown):
             return name
+        path = self.state.directory / name
         try:
-            return (self.state.directory / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            # Of a pipe or a device there may be no end.
+            return text_of(path) if path.is_file() or path == Path(os.devnull) else Unknown(f"{name} is no file", line)
+        except (OSError, ValueError):
             return Unknown(f"{name} is not read", line)
 
     def _element(self, token: Token, declares: bool) -> list[Field]:
@@ -276,6 +304,14 @@ class Reader:
         return self._words.fields(token.text, token.line)
 
     def _assign(self, token: Token) -> None:
+        self._set(token)
+        name = token.text.partition("=")[0].removesuffix("+")
+        value = self.state.variables.get(name)
+        size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
+        if size > LARGEST:
+            self.state.variables[name] = Unknown(f"${name} has become too long to be read", token.line)
+
+    def _set(self, token: Token) -> None:
         name, _, written = token.text.partition("=")
         appends = name.endswith("+")
         name = name.removesuffix("+")
@@ -308,17 +344,23 @@ class Reader:
             return builtin(self, name, arguments, line)
         if all(isinstance(word, str) for word in words) and isinstance(given, str):
             texts = [str(word) for word in words]
-            if looks_only(texts):
-                return self.looked(*output_of(texts, self.state.directory, given))
             code = python_code(texts, given)
-            if code is not None and is_lookup(code):
-                return self.looked(*answer_of(code, self.state.directory))
+            if looks_only(texts) or (code is not None and is_lookup(code)):
+                answer = output_of(texts, self.state.directory, given) if code is None else answer_of(code)
+                if answer is not None:
+                    return self.looked(*answer)
+                return self._not_known(f"`{short(words)}` has no end, or prints what is not read", line)
+            if code is not None and (modules := imported(code)):
+                return self.looked("", all(map(importable, modules)))
         self.calls.append(Called(tuple(words), line, self._doubt))
         inner = script_of(words)
         if inner is not None:
             self._inner(inner, line)
         shown = name if isinstance(name, str) else "a program that is not known"
-        said = Unknown(f"it depends on what `{short(words)}` says, and {shown} is not run", line)
+        return self._not_known(f"it depends on what `{short(words)}` says, and {shown} is not run", line)
+
+    def _not_known(self, why: str, line: int) -> Unknown:
+        said = Unknown(why, line)
         if self.printed is not None:
             self.printed.append(said)
         return said
@@ -333,7 +375,7 @@ class Reader:
         if self._depth >= _DEPTH:
             raise ScriptError(f"line {line}: scripts call each other without an end")
         flag, *rest = words
-        outside, calls = self.state, len(self.calls)
+        outside, calls, end = self.state, len(self.calls), self.end
         self.state = self.state.copy()
         self._depth += 1
         try:
@@ -341,9 +383,9 @@ class Reader:
                 self.script(rest[0], line)
             elif isinstance(flag, str) and (path := self.state.directory / flag).is_file():
                 self.state.script, self.state.arguments = path, rest
-                self.script(path.read_text(encoding="utf-8"))
+                self.script(text_of(path))
         finally:
-            self.state, self._depth = outside, self._depth - 1
+            self.state, self._depth, self.end = outside, self._depth - 1, end
         # Lines are those of the script that was asked for.
         self.calls[calls:] = [Called(call.words, line, call.doubt) for call in self.calls[calls:]]
 

@@ -11,7 +11,21 @@ class ScriptError(ValueError):
 
 
 class Ends(Exception):
-    """exit, return or exec: what follows is not reached."""
+    """exit, return or exec: what follows is not reached.
+
+    Args:
+        name: the command.
+        line: of the script.
+        status: as it is given to the command; "" where it is not.
+
+    Attributes:
+        because: the condition under which the command stands, as it is written; "" where it stands under none.
+    """
+
+    def __init__(self, name: str, line: int, status: str = "") -> None:
+        super().__init__(name)
+        self.name, self.line, self.status = name, line, status
+        self.because = ""
 
 
 class Breaks(Exception):
@@ -26,11 +40,13 @@ class Unknown:
         why: a sentence without its end, such as "$NODES is not set".
         line: of the script, where the value comes from.
         prefix: what of the word is known to stand before it, such as ``trainer.nnodes=``.
+        variable: one whose default it is, so that it would not be asked for if the environment had this variable.
     """
 
     why: str
     line: int
     prefix: str = ""
+    variable: str = ""
 
 
 Field = str | Unknown
@@ -49,6 +65,7 @@ class State:
         directory: where it is.
         functions: name -> parsed body.
         script: for messages and BASH_SOURCE.
+        looked_at: the values that $1, $2 ..., $@ and shift have had: what the script itself reads.
     """
 
     variables: dict[str, Value]
@@ -56,7 +73,9 @@ class State:
     directory: Path
     script: Path
     functions: dict[str, object] = field(default_factory=dict)
+    looked_at: set[Field] = field(default_factory=set)
 
     def copy(self) -> State:
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
-        return State(values, list(self.arguments), self.directory, self.script, dict(self.functions))
+        functions = dict(self.functions)
+        return State(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)

@@ -13,7 +13,7 @@ from .values import Field, ScriptError, State, Unknown
 Substitute = Callable[[str, int], Field]
 """Takes the commands of $(...) and their line; gives what they would print."""
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 

@@ -1,0 +1,53 @@
+"""Words of a launch that only running the script would tell: what they are, and what makes them known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .bash.values import Unknown
+
+KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
+_NOT_SET = re.compile(r"\$(\w+) is not set")
+
+
+def overrides_said(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Which words of a launch are not known, why, and what to do."""
+    keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
+    few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
+    named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
+    return f"{few} not known{named}: {said(unknowns, script)}"
+
+
+def said(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Why these are not known, each cause once, and one fix for all that have the same."""
+    causes = dict.fromkeys(f"{each.why} (line {each.line})" for each in unknowns)
+    fixes = dict.fromkeys(filter(None, (*_exports(unknowns), _in_front(unknowns), *_values(unknowns, script))))
+    mend = f" Fix: {', and '.join(fixes)}." if fixes else ""
+    return f"{'; '.join(causes)}.{mend}"
+
+
+def _exports(unknowns: Sequence[Unknown]) -> list[str]:
+    names = dict.fromkeys(found[1] for each in unknowns if (found := _unset(each)))
+    fixes = [f"export {name}, even empty" for name in names if not name.isdigit()]
+    if any(name.isdigit() for name in names):
+        fixes.append("give the script's arguments behind --script FILE")
+    return fixes
+
+
+def _in_front(unknowns: Sequence[Unknown]) -> str:
+    names = dict.fromkeys(each.variable for each in unknowns if each.variable and not _unset(each))
+    return f"put {' '.join(f'{name}=VALUE' for name in names)} in front of the command" if names else ""
+
+
+def _values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
+    """Of what neither a variable nor an argument settles: the keys, to be given values."""
+    left = [each for each in unknowns if not each.variable and not _unset(each)]
+    keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
+    values = " ".join(f"{key}=VALUE" for key in keys)
+    return [f"to look at the launch with values of yours, add {values} behind --script {script}"] if keys else []
+
+
+def _unset(each: Unknown) -> re.Match[str] | None:
+    return _NOT_SET.match(each.why)

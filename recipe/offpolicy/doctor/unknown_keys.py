@@ -1,0 +1,65 @@
+"""Overrides of keys that the composed configuration does not have: all at once, and without the advice to add them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ..correction import Problem
+
+# Several names below a section, without a sign: no group, no addition and no deletion.
+_PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)\s*=(?P<value>.*)", re.S)
+_FREE = re.compile(r"kwargs|override|env_vars|extra")
+"""Names of sections in which verl takes any key."""
+_CLOSE = 0.85
+
+Compose = Callable[[list[str]], DictConfig]
+"""Composes with these overrides."""
+
+
+def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str) -> list[Problem]:
+    """Find the overrides for which a configuration has no key.
+
+    Args:
+        compose: of the same program, with other overrides.
+        overrides: with which it does not compose.
+        owner: whose configuration it is, such as "verl 0.9.1".
+    """
+    plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) is not None]
+    if not plain:
+        return []
+    try:
+        config = compose([each for each in overrides if _PLAIN.fullmatch(each) is None])
+    except (HydraException, OmegaConfBaseException):
+        return []
+    return [problem for found in plain for problem in _unknown(config, found["key"], found["value"], owner)]
+
+
+def _unknown(config: DictConfig, key: str, value: str, owner: str) -> Iterator[Problem]:
+    names = key.split(".")
+    if names[0] == "hydra":
+        return
+    node: object = config
+    for depth, name in enumerate(names):
+        if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
+            return
+        if name not in list(node):  # "in" leaves out what is still to be given
+            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(node, names, depth))
+            return
+        node = node._get_node(name)
+
+
+def _fix(section: DictConfig, names: Sequence[str], depth: int) -> str:
+    if not len(section) or any(map(_FREE.search, names[:depth])):
+        return f"Write +{'.'.join(names)}: any key can be added there."
+    known = [str(name) for name in section]
+    near = difflib.get_close_matches(names[depth], known, 1, _CLOSE)
+    instead = f", or set {'.'.join([*names[:depth], *near])}" if near else ""
+    # verl makes dataclasses of its sections that name one, which take no further keys.
+    refused = "verl refuses it with a + too" if "_target_" in section else "with a + nothing of verl would read it"
+    return f"Leave it out{instead}; {refused}."

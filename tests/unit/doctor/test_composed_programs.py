@@ -1,0 +1,82 @@
+"""A program's configuration is composed as `python -m` composes it, and unknown keys are told all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeys, composed
+
+PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
+CONFIGURATION = """
+trainer: {total_epochs: 1, nnodes: '???'}
+actor: {_target_: a.Actor, lr: 1.0, extra_kwargs: {a: 1}}
+free: {}
+nothing: null
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A program with a plain folder of configurations beside it, that is no package."""
+    folder = tmp_path / "a_recipe_of_mine"
+    (folder / "config").mkdir(parents=True)
+    (folder / "main.py").write_text(f"import hydra\n{PROGRAM}")
+    (folder / "config" / "run.yaml").write_text(CONFIGURATION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+
+
+def launch(*arguments: str) -> Launch:
+    return Launch("a_recipe_of_mine.main", arguments)
+
+
+def test_a_plain_folder_beside_the_program(program: Path) -> None:
+    config = composed(launch("trainer.nnodes=2"))
+    assert OmegaConf.to_container(config.trainer) == {"total_epochs": 1, "nnodes": 2}
+
+
+@pytest.mark.parametrize("path", ["config", "./config", "../a_recipe_of_mine/config"])
+def test_a_folder_is_named_from_the_programs_file(path: str, program: Path) -> None:
+    (program / "config" / "other.yaml").write_text("x: 1\n")
+    assert composed(launch(f"--config-path={path}", "--config-name=other.yaml")) == {"x": 1}
+
+
+def test_a_folder_that_is_not_there_asks_for_no_package(program: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        composed(launch("--config-path=none"))
+    assert "__init__" not in str(caught.value)
+    assert str(program / "none") in str(caught.value)
+
+
+def test_unknown_keys_are_told_at_once_and_none_is_to_be_added(program: Path) -> None:
+    overrides = ["trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="]
+    with pytest.raises(UnknownKeys) as caught:
+        composed(launch(*overrides, "actor.lr=2", "actor.extra_kwargs.b=2", "+trainer.mine=1"))
+    has_none = "the configuration of a_recipe_of_mine.main has no such key."
+    unread = "with a + nothing of verl would read it."
+    assert str(caught.value).split("\n") == [
+        f"trainer.total_epoch=3: {has_none} Leave it out, or set trainer.total_epochs; {unread}",
+        f"actor.grad_offload=True: {has_none} Leave it out; verl refuses it with a + too.",
+        f"free.x=1: {has_none} Write +free.x: any key can be added there.",
+        f"trainer.no.such=: {has_none} Leave it out; {unread}",
+        f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("nothing.x=1", "nothing"), ("nosuch=1", "nosuch"), ("trainer.nnodes=[", "no viable alternative")],
+)
+def test_what_hydra_refuses_otherwise_is_in_its_words(override: str, said: str, program: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        composed(launch(override))
+    assert not isinstance(caught.value, UnknownKeys)
+    assert said in str(caught.value)

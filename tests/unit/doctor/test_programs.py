@@ -1,0 +1,122 @@
+"""Programs that a script depends on are run where they only look, and can be neither replaced nor endless."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.doctor.bash.programs import LARGEST, answer_of, is_lookup, output_of
+from recipe.offpolicy.doctor.bash.script import read_script
+from recipe.offpolicy.doctor.bash.values import Field, Unknown
+
+
+def word(folder: Path, source: str) -> Field:
+    """The argument of the last call of `launch` in a script."""
+    script = folder / "run.sh"
+    script.write_text(source)
+    call = [call for call in read_script(script, [], dict(os.environ)).calls if call.words[0] == "launch"][-1]
+    return call.words[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "answer"),
+    [
+        ("pathlib", "import pathlib; print(pathlib.Path('vllm'))", "vllm"),
+        ("csv", "import importlib.metadata; print(importlib.metadata.version('pytest'))", pytest.__version__),
+        ("beside", "import importlib.util; print(importlib.util.find_spec('beside'))", "None"),
+    ],
+)
+def test_modules_beside_a_script_are_not_imported(module: str, code: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    source = f'cd "$(dirname "$0")"\nlaunch "$(python3 -c "{code}")"\n'
+    assert word(tmp_path, source) == answer
+    assert not (tmp_path / "mark").exists()
+
+
+def test_programs_beside_a_script_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cat").write_text("#!/bin/sh\necho replaced\n")
+    (tmp_path / "cat").chmod(0o755)
+    monkeypatch.setenv("PATH", f".:{os.environ['PATH']}")
+    assert word(tmp_path, f'cd {tmp_path}; launch "$(cat <<< given)"\n') == "given"
+
+
+def test_modules_are_found_where_the_doctor_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in_a_checkout.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = answer_of("import importlib.util; print(importlib.util.find_spec('in_a_checkout').origin)")
+    assert found == (f"{tmp_path / 'in_a_checkout.py'}\n", True)
+
+
+@pytest.mark.parametrize(
+    "looked",
+    ["$(cat /dev/zero)", "$(head -c 2000000 /dev/zero)", "$(< /dev/zero)", "$(cat < /dev/zero)", "$(seq 900000)"],
+)
+def test_what_has_no_end_is_not_known(looked: str, tmp_path: Path) -> None:
+    assert isinstance(word(tmp_path, f'launch "{looked}"\n'), Unknown)
+
+
+def test_a_program_that_waits_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe.offpolicy.doctor.bash.programs._SECONDS", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    started = time.monotonic()
+    assert output_of(["cat", "pipe"], tmp_path, "") is None
+    assert time.monotonic() - started < 60
+
+
+def test_as_much_as_is_read_is_known(tmp_path: Path) -> None:
+    assert output_of(["head", "-c", str(LARGEST), "/dev/zero"], tmp_path, "") == ("\0" * LARGEST, True)
+    assert output_of(["head", "-c", str(LARGEST + 1), "/dev/zero"], tmp_path, "") is None
+    assert output_of(["grep", "-c", "b", "-"], tmp_path, "a\n") == ("0\n", False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'X=abcdefgh; for i in $(seq 100); do X=$X$X; done; launch "$X"',
+        'X=a; for i in $(seq 100); do X+=$X; done; launch "$X"',
+        'A=(a); for i in $(seq 100); do A+=("${A[@]}"); done; launch "${A[@]}"',
+    ],
+)
+def test_values_that_grow_without_an_end_are_not_known(source: str, tmp_path: Path) -> None:
+    found = word(tmp_path, source)
+    assert isinstance(found, Unknown)
+    assert "too long" in found.why
+
+
+def test_numbers_have_64_bits_as_in_bash(tmp_path: Path) -> None:
+    # The lowest 64 bits of 3 ** (2 ** 6), as a number with a sign.
+    assert word(tmp_path, 'X=3; for i in 1 2 3 4 5 6; do X=$((X * X)); done; launch "$X"') == "8733086111712066817"
+
+
+def test_a_script_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="longer than 1048576 bytes"):
+        word(tmp_path, f"# {'x' * LARGEST}\nlaunch a\n")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('a' * 10**10)",
+        "print('%1000000000d' % 1)",
+        "print(f'{1:>1000000000}')",
+        "print([1 for a in 'xx' for b in 'xx'])",
+        "import torch_npu",
+        "import importlib.util; importlib.util.find_spec('a.b')",
+    ],
+)
+def test_code_that_does_more_than_ask_is_not_run(code: str) -> None:
+    assert not is_lookup(code)
+
+
+def test_whether_a_module_can_be_imported_is_answered_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_device.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, answer in (("of_a_device", "npu"), ("of_no_device", "gpu")):
+        source = f'launch "$(python3 -c "import {module}" 2>/dev/null && echo npu || echo gpu)"\n'
+        assert word(tmp_path, source) == answer
+    assert not (tmp_path / "mark").exists()

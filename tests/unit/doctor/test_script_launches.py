@@ -1,0 +1,130 @@
+"""The launch in a script that has arguments, variables and ends of its own: read as it would run, or what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.doctor.bash.values import ScriptError
+from recipe.offpolicy.doctor.scripts import launch_of
+
+LAUNCH = "python3 -m verl.trainer.main_ppo"
+COUNTED = f"ngpu=$1; shift\n{LAUNCH} trainer.n_gpus_per_node=$ngpu"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "run.sh"
+
+
+def refused(script: Path, source: str, *arguments: str) -> str:
+    script.write_text(source)
+    with pytest.raises(ScriptError) as caught:
+        launch_of(script, list(arguments))
+    return str(caught.value).removeprefix(f"{script}")
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "arguments"),
+    [
+        (f'{COUNTED} "$@"', ["8"], ["trainer.n_gpus_per_node=8"]),
+        (f'{COUNTED} "$@"', ["8", "a.b=1"], ["trainer.n_gpus_per_node=8", "a.b=1"]),
+        (f"{LAUNCH} a.b=x/$1/$2", ["one", "two"], ["a.b=x/one/two"]),
+        (f'{LAUNCH} a.b=1 "${{@:2}}"', ["to-skip", "c.d=2"], ["a.b=1", "c.d=2"]),
+        # A flag of the script's own.
+        (f"if [[ $1 == --fast ]]; then F=1; fi\n{LAUNCH} a.b=${{F:-0}}", ["--fast"], ["a.b=1"]),
+        # A whole override by its number.
+        (f"{LAUNCH} a.b=1 $1", ["c.d=2"], ["a.b=1", "c.d=2"]),
+        (f'main() {{\n n=$1; shift\n {LAUNCH} a.b=$n "$@"\n}}\nmain "$@"', ["8", "c.d=2"], ["a.b=8", "c.d=2"]),
+    ],
+)
+def test_arguments_that_a_script_takes_itself(
+    source: str, given: list[str], arguments: list[str], script: Path
+) -> None:
+    script.write_text(f"{source}\n")
+    assert list(launch_of(script, given).arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "lost"),
+    [
+        (COUNTED, ["8", "correction=gsm"], "correction=gsm"),
+        (f'echo "$@"\n{LAUNCH} a.b=1', ["model_engine=megatron"], "model_engine=megatron"),
+        (f"shift\n{LAUNCH} a.b=1", ["c.d=2"], "c.d=2"),
+        (f"{LAUNCH} a.b=$1", ["8", "9"], "9"),
+    ],
+)
+def test_arguments_that_do_nothing_are_an_error(source: str, given: list[str], lost: str, script: Path) -> None:
+    assert refused(script, source, *given) == (
+        f", line {len(source.splitlines())}: {lost} does not reach the launch. "
+        f'Fix: end the launch in "$@", or put {lost} into it.'
+    )
+
+
+def test_an_argument_that_is_not_given_is_asked_for(script: Path) -> None:
+    assert refused(script, f'{COUNTED} "$@"') == (
+        ", line 2: an override is not known (trainer.n_gpus_per_node): $1 is not set (line 1). "
+        "Fix: give the script's arguments behind --script FILE."
+    )
+
+
+def test_a_variable_with_a_default_is_to_be_put_in_front(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One variable that decides about many keys, and all keys at once."""
+    source = f"""DEVICE=${{DEVICE:-$(which_device)}}
+if [ "$DEVICE" = npu ]; then
+  A=1 B=2
+else
+  A=3 B=4
+fi
+{LAUNCH} a.b=$A c.d=$B e.f=1
+"""
+    assert refused(script, source) == (
+        ", line 7: 2 overrides are not known (a.b, c.d): it depends on what `which_device` says, and which_device is "
+        "not run (line 1). Fix: put DEVICE=VALUE in front of the command."
+    )
+    monkeypatch.setenv("DEVICE", "gpu")
+    assert launch_of(script, []).arguments == ("a.b=3", "c.d=4", "e.f=1")
+
+
+def test_each_cause_has_its_own_fix(script: Path) -> None:
+    said = refused(script, f"N=$(count)\n{LAUNCH} a.b=$N c.d=$NOT_SET_HERE e.f=$N g.h=$2")
+    assert said == (
+        ", line 2: 4 overrides are not known (a.b, c.d, e.f, g.h): it depends on what `count` says, and count is not "
+        "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
+        "empty, and give the script's arguments behind --script FILE, and to look at the launch with values of yours, "
+        f"add a.b=VALUE e.f=VALUE behind --script {script}."
+    )
+
+
+def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
+    said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
+    assert said.startswith(", line 3: whether this is launched is not known: ")
+    assert said.endswith("(line 1). Fix: put MODE=VALUE in front of the command.")
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("if [[ ! -d $DIR ]]; then\n  exit 1\nfi", "line 3 (exit 1) before any launch: [[ ! -d $DIR ]]."),
+        ("[ -f config.env ] || exit 2", "line 2 (exit 2) before any launch: ! [ -f config.env ]."),
+        ("[ -d /none ] && X=1 || { echo no; exit 3; }", "line 2 (exit 3) before any launch: ! [ -d /none ]."),
+        ("die() {\n  exit 1\n}\ntest -e /none || die", "line 3 (exit 1) before any launch: ! test -e /none."),
+        ("if [ -d /none ]; then X=1\nelse exit; fi", "line 3 before any launch: ! ( [ -d /none ] )."),
+        ("case $DIR in /none) exit 4;; esac", "line 2 (exit 4) before any launch: $DIR is /none."),
+        ("exit 0", "line 2 (exit 0) before any launch."),
+        (
+            'if [ "$#" -lt 2 ]; then\n exit 1\nfi',
+            'line 3 (exit 1) before any launch: [ "$#" -lt 2 ]. '
+            "Fix: give the script's arguments behind --script FILE.",
+        ),
+    ],
+)
+def test_a_script_that_ends_before_its_launch(before: str, said: str, script: Path) -> None:
+    assert refused(script, f"DIR=/none\n{before}\n{LAUNCH} a.b=1\n") == f": the script ends at {said}"
+
+
+def test_a_loop_that_is_left_does_not_end_the_script(script: Path) -> None:
+    source = f"for i in 1 2; do\n if make_it; then break; else exit 1; fi\ndone\n{LAUNCH} a.b=1\n"
+    script.write_text(source)
+    assert launch_of(script, []).arguments == ("a.b=1",)
