@@ -194,9 +194,9 @@ def _by_effect(correction: Mapping[str, Any]) -> dict[str, Any]:
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """The whole file or none of it."""
-    _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
+    """The whole file or none of it, with the permissions ``mode`` less those that the umask takes away."""
+    _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
 
 
 def _to_load(config: DictConfig) -> Path | None:
@@ -291,10 +291,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: int = 0o666) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as sink:
+    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as sink:
         sink.write(text)
         sink.flush()
         os.fsync(sink.fileno())

@@ -33,16 +33,8 @@ from verl_patches.runtime_env import forward
 from .checks import groups_of, verl_correction_changes
 from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
-    with contextlib.ExitStack() as stack:
-        if only_check:  # Hydra makes a folder for each run, and this is none
-            sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
-        try:
-            run()
-        except SystemExit as stop:
-            # Hydra has advised to add the key, which verl would refuse or not read.
-            if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
-                sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
-            raise
+from .correction.problem import CheckError, set_to
+from .doctor.launch import unknown_to_verl
 from .live_path import live_path
 from .preflight import examine
 from .primary import check_primary, keep_search_path
@@ -118,20 +110,16 @@ def main() -> None:
         sys.argv[1:] = keep_search_path(own_keys_for_us(sys.argv[1:]))
     except (SpecError, CheckError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-<<<<<<< HEAD
     with contextlib.ExitStack() as stack:
         if only_check:  # Hydra makes a folder for each run, and this is none
             sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
-        run()
-=======
-    try:
-        run()
-    except SystemExit as stop:
-        # Hydra has advised to add the key, which verl would refuse or not read.
-        if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
-            sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
-        raise
->>>>>>> wt-a
+        try:
+            run()
+        except SystemExit as stop:
+            # Hydra has advised to add the key, which verl would refuse or not read.
+            if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
+                sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
+            raise
 
 
 if __name__ == "__main__":

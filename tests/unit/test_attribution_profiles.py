@@ -84,6 +84,32 @@ def test_worst_token_and_its_context() -> None:
     assert {token.before for token in first} == {"bc", "bck", "de"}
 
 
+@pytest.mark.parametrize("prompts", [True, False])
+def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
+    """Four rows of two tokens: three of prompt 1 begin with 7, of which two go on alike; one is of prompt 2.
+
+    Gaps of the first tokens: 0.4, 0.5, 0.3 in prompt 1, and 0.2 in prompt 2; of the second tokens none.
+    """
+    gap = np.array([0.4, 0, 0.5, 0, 0.3, 0, 0.2, 0], dtype=np.float32)
+    mu = np.full(8, -1.0, dtype=np.float32)
+    rows = drawn_rows(
+        [2, 2, 2, 2],
+        rollout_log_prob=mu,
+        old_log_prob=mu + gap,
+        log_prob=mu + gap,
+        uid=np.array(["1", "1", "1", "2"], dtype=object),
+        response_ids=np.array([7, 8, 7, 8, 7, 9, 7, 8], dtype=np.int32),
+        prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
+        prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
+    )
+    first, second = worst_tokens(rows, tokens_of(rows), Reader(), 3)
+    assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
+    assert first.old == pytest.approx(-0.5)
+    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
+    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
+    assert (second.row, second.count) == (3, 1)
+
+
 def test_worst_row() -> None:
     rows = two_rows()
     listed = worst_rows(rows, tokens_of(rows), Reader(Letters()), 5)

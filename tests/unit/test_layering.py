@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lost_workers",
         "model_card",
         "pages",
+        "redaction",
         "row_hash",
         "shadow",
         "similar_keys",

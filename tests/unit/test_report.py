@@ -155,6 +155,16 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "\u202e" not in text
 
 
+def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
+    """run.json may have been written by whoever, and the page is made to be sent."""
+    config = {"trainer": {"wandb_token": "hunter22", "max_tokens": 77}, "headers": ["Bearer sk-live-hunter22"]}
+    card = {"model": "https://user:hunter22@host/model", "release": "0.9.1", "config": config}
+    text, _ = report(made(tmp_path, 1, card=card), tmp_path)
+    assert "hunter22" not in text
+    assert "https://(hidden)@host/model" in text
+    assert "&#34;max_tokens&#34;: 77" in text
+
+
 def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
     """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
     rows = drawn_rows([4] * 8, backend=0.2)

@@ -88,10 +88,11 @@ def profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
 
 
 def tokens_table(attribution: Attribution) -> Table:
-    """The worst tokens, each between marks in its context."""
+    """The worst tokens, each between marks in its context, with the rows that have it there."""
     columns = [
         Column("step"),
         Column("place"),
+        Column("rows"),
         Column("log mu", digits=2),
         Column("pi_old", digits=2),
         Column("pi", digits=2),
@@ -99,7 +100,10 @@ def tokens_table(attribution: Attribution) -> Table:
         Column("in its context", align="left"),
     ]
     rows = [
-        [t.step, t.position, t.mu, t.old, t.pi, _percent(t.share), f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}"]
+        [
+            *(t.step, t.position, t.count, t.mu, t.old, t.pi, _percent(t.share)),
+            f"{t.before} {OPEN}{t.token}{CLOSE} {t.after}",
+        ]
         for t in attribution.tokens
     ]
     return Table(columns, rows, title="worst tokens")

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..redaction import redacted_text
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode's categories of what would act on a terminal or turn the direction of a line, or is not assigned."""
 
@@ -60,8 +62,9 @@ def reader_of(card: Mapping[str, Any]) -> tuple[Reader, str]:
     model = card.get("model")
     if not isinstance(model, str) or not model:
         return Reader(), "the recording does not name its model"
+    shown = escaped(redacted_text(model))
     if not Path(model).is_dir():
-        return Reader(), f"the model is not at {escaped(model)}"
+        return Reader(), f"the model is not at {shown}"
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -69,5 +72,5 @@ def reader_of(card: Mapping[str, Any]) -> tuple[Reader, str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        return Reader(), f"{escaped(model)} has no readable tokenizer ({type(error).__name__})"
+        return Reader(), f"{shown} has no readable tokenizer ({type(error).__name__})"
     return Reader(tokenizer), ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..recording import Rows
 from .profiles import Tokens, k3
@@ -20,12 +21,13 @@ EXCERPT: Final = 60
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token, by k3 of log pi/mu.
+    """A token in its context, by k3 of log pi/mu.
 
     Attributes:
         position: in its response, from 0.
+        count: rows of the same step that sampled this token after the same ids; the one with the largest k3 is shown.
         mu, old, pi: log-probs.
-        share: of the sum of k3(log pi/mu) over all tokens.
+        share: of all of them together, of the sum of k3(log pi/mu) over all tokens.
         before, token, after: text, escaped; or ids.
     """
 
@@ -35,6 +37,7 @@ class WorstToken:
     position: int
     turn: int
     staleness: int
+    count: int
     mu: float
     old: float
     pi: float
@@ -68,34 +71,52 @@ class WorstRow:
 
 
 def worst_tokens(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[WorstToken]:
-    """The ``most`` tokens with the largest k3, largest first; none where all log-probs agree."""
+    """The ``most`` tokens with the largest k3, largest first and each context once; none where all log-probs agree."""
     loss = k3(tokens.total)
     whole = loss.sum()
-    chosen = np.argsort(-loss, kind="stable")[:most]
-    worst = []
-    for place in chosen[loss[chosen] > 0]:
+    token_id = rows.response_ids[tokens.index]
+    shown = np.zeros(len(loss), dtype=bool)
+    worst: list[WorstToken] = []
+    for place in np.argsort(-loss, kind="stable"):
+        if len(worst) == most or not loss[place] > 0:
+            break
+        if shown[place]:
+            continue
         row, index = int(tokens.row[place]), int(tokens.index[place])
-        start, end = int(rows.offsets[row]), int(rows.offsets[row + 1])
-        prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
-        before = np.concatenate([prompt, rows.response_ids[start:index]])[-BEFORE:]
+        step, end = int(rows.step[row]), int(rows.offsets[row + 1])
+        before = _before(rows, row, index)
+        alike = (tokens.place == tokens.place[place]) & (token_id == token_id[place]) & (rows.step[tokens.row] == step)
+        if not len(rows.prompt_ids):  # where prompts were not recorded, their names tell them apart
+            alike &= (rows.uid == rows.uid[row])[tokens.row]
+        found = np.flatnonzero(alike)
+        same = np.array([np.array_equal(_before(rows, tokens.row[i], tokens.index[i]), before) for i in found])
+        siblings = found[same]
+        shown[siblings] = True
         worst.append(
             WorstToken(
-                step=int(rows.step[row]),
+                step=step,
                 uid=str(rows.uid[row]),
                 row=row,
                 position=int(tokens.place[place]),
                 turn=int(tokens.turn[place]),
                 staleness=int(rows.staleness[row]),
+                count=len(siblings),
                 mu=float(tokens.mu[place]),
                 old=float(tokens.old[place]),
                 pi=float(tokens.pi[place]),
-                share=float(loss[place] / whole),
-                before=reader.text(before.tolist()),
-                token=reader.text([int(rows.response_ids[index])]),
+                share=float(loss[siblings].sum() / whole),
+                before=reader.text(before[-BEFORE:].tolist()),
+                token=reader.text([int(token_id[place])]),
                 after=reader.text(rows.response_ids[index + 1 : min(end, index + 1 + AFTER)].tolist()),
             )
         )
     return worst
+
+
+def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
+    """Ids of the prompt and of the response up to the token at ``index``."""
+    prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
+    return np.concatenate([prompt, rows.response_ids[rows.offsets[row] : index]])
 
 
 def worst_rows(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[WorstRow]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from itertools import zip_longest
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..correction.problem import Problem, shown
+from ..redaction import redacted, redacted_text
 from .diagnosis import Diagnosis, Row
 from .launch import OURS
 
@@ -30,7 +31,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     A problem is its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be put last).
     """
     where = diagnosis.path
-    return {
+    plain = {
         "schema": SCHEMA,
         "verdict": diagnosis.verdict,
         "exit_status": diagnosis.status,
@@ -60,6 +61,8 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": [_plain(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
+    # What a launch was given ends in the logs of whoever asks.
+    return cast(dict[str, Any], redacted(plain))
 
 
 def _plain(problem: Problem) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
 
 
 def _line(console: Console, *texts: str, style: str | None = None) -> None:
-    first, *rest = texts
+    first, *rest = map(redacted_text, texts)
     text = Text()
     text.append(first, style=_STYLES[style] if style else "")
     for each in rest:

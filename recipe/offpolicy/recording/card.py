@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,16 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from ..checkpoints import Folder
 from ..correction import CorrectionSpec
 from ..live_path import live_path
+from ..redaction import HIDDEN, redacted, redacted_text
 from .recording import CARD, read_json, step_of
 from .schema import VERSION
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
-_SECRET = re.compile(r"(?i)(api_?key|secret|passw|credential|(access|auth|hf|bearer|private)_?(token|key))")
-_SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw|credential)")
-_HIDDEN = "(not recorded)"
-_SHORTEST_SECRET = 8
 
 
 def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
@@ -43,10 +39,10 @@ def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, Corr
         "shadows": {name: shadow.to_mapping() for name, shadow in shadows.items()},
         "release": path.release,
         "path": str(path),
-        "model": str(OmegaConf.select(config, "actor_rollout_ref.model.path")),
+        "model": redacted_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
         "sampling": sampling_of(config),
         "checkpoints": str(Folder.of(config).path),
-        "config": without_secrets(OmegaConf.to_container(config, resolve=True)),
+        "config": redacted(_plain(OmegaConf.to_container(config, resolve=True))),
     }
 
 
@@ -106,26 +102,11 @@ def _saves(card: Mapping[str, Any]) -> bool:
     return isinstance(found, int) and found > 0
 
 
-def without_secrets(values: Any) -> Any:
-    """Plain values that JSON can hold, without what looks like a secret or is the value of a variable called one."""
-    secrets = {
-        value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
-    }
-    return _plain(values, secrets)
-
-
-def _plain(value: Any, secrets: set[str]) -> Any:
+def _plain(value: Any) -> Any:
+    """What JSON can hold, without environment variables."""
     if isinstance(value, Mapping):
-        return {str(key): _entry(str(key), entry, secrets) for key, entry in value.items()}
+        return {str(key): HIDDEN if key == "env_vars" else _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry, secrets) for entry in value]
-    if isinstance(value, str):
-        return _HIDDEN if any(secret in value for secret in secrets) else value
-    plain = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+        return [_plain(entry) for entry in value]
+    plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else str(value)
-
-
-def _entry(key: str, value: Any, secrets: set[str]) -> Any:
-    if key == "env_vars" or (_SECRET.search(key) and value):
-        return _HIDDEN
-    return _plain(value, secrets)

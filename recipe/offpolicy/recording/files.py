@@ -38,6 +38,8 @@ _REPEATED = [
 """Columns whose values repeat. Floats are written as they are: each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
 """Of a file, and of one that is being written."""
+PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
+"""Modes of what is recorded: prompts and responses, which are nobody's but the owner's to hand on."""
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
 MOST_REASONS = 32
@@ -48,6 +50,10 @@ _NUMPY = {
     for name, (kind, _) in (ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), "")}).items()
     if kind != pa.string()
 }
+
+
+ASIDE = "Move it out of the directory; the other files are read without it."
+"""Fix for a damaged file: what is removed cannot be looked at again."""
 
 
 class RecordingError(ValueError):
@@ -121,6 +127,9 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
     """
     partial = path.with_suffix(PARTIAL)
     try:
+        # Whose responses they are may read them; Arrow keeps the mode of what is there.
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
         size = partial.stat().st_size
         if size > limit:
@@ -138,9 +147,9 @@ def read(path: Path) -> Step:
     Raises:
         RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
     """
-    if not path.is_file():
-        raise RecordingError(f"{path}: no regular file. Remove it.")
     try:
+        if not path.is_file():
+            raise RecordingError(f"{path}: no regular file. {ASIDE}")
         _check_size(path)
         with pq.ParquetFile(path) as file:
             metadata = file.schema_arrow.metadata or {}
@@ -150,19 +159,29 @@ def read(path: Path) -> Step:
             table.validate(full=True)
     except RecordingError:
         raise
+    except MemoryError as error:
+        raise RecordingError(f"{path}: does not fit into the memory that is free. Read fewer steps.") from error
     except Exception as error:  # which of Arrow's, depends on where it notices that a file contradicts itself
-        raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). Remove it.") from error
+        if isinstance(error, OSError) and error.errno is not None:  # of Arrow's own, none has a number
+            raise unreadable(path, error) from error
+        raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
     if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > MOST_REASONS:
-        raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is no list of names. Remove the file.")
+        raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is no list of names. {ASIDE}")
     rows = _rows(path, table)
     unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)
     if unknown:
-        raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. Remove the file.")
+        raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. {ASIDE}")
     if metadata.get(DIGEST_KEY) != digest(rows, metadata):
-        raise RecordingError(f"{path}: its content is not what was recorded. Remove the file.")
+        raise RecordingError(f"{path}: its content is not what was recorded. {ASIDE}")
     return Step(rows, spec, tuple(reasons))
+
+
+def unreadable(path: Path, error: OSError) -> RecordingError:
+    """The error of a file or directory that the system does not let be read, which says nothing of its content."""
+    mend = "Mend its permissions" if isinstance(error, PermissionError) else "Mend that, or read a copy"
+    return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str) -> pa.Array:
@@ -176,7 +195,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     columns = {name: table.column(name).combine_chunks() for name in SCHEMA.names}
     for name, column in columns.items():
         if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
-            raise RecordingError(f"{path}: {name} has a value that is missing. Remove the file.")
+            raise RecordingError(f"{path}: {name} has a value that is missing. {ASIDE}")
     values: dict[str, Any] = {}
     for name in ROW_COLUMNS:
         values[name] = columns[name].to_numpy(zero_copy_only=False)
@@ -184,11 +203,11 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     for name in TOKEN_COLUMNS:
         offsets, values[name] = _ragged(columns[name])
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
-            raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. Remove the file.")
+            raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. {ASIDE}")
     counted = np.add.reduceat(np.append(values["response_mask"], False).astype(np.int64), values["offsets"][:-1])
     counted[np.diff(values["offsets"]) == 0] = 0
     if not np.array_equal(counted, values["length"]):
-        raise RecordingError(f"{path}: length is not the count of response_mask. Remove the file.")
+        raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
     return Rows(**values)
 
 
@@ -201,7 +220,7 @@ def _check_size(path: Path) -> None:
     says = declared(path)
     size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
     if size > LARGEST:
-        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. Remove it.")
+        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. {ASIDE}")
 
 
 def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
@@ -221,10 +240,10 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
     for field in SCHEMA:
         index = schema.get_field_index(field.name)
         if index < 0:
-            raise RecordingError(f"{path}: the column {field.name} is missing. Remove the file.")
+            raise RecordingError(f"{path}: the column {field.name} is missing. {ASIDE}")
         if not schema.field(index).type.equals(field.type):
             kind = schema.field(index).type
-            raise RecordingError(f"{path}: {field.name} is of {kind}, expected {field.type}. Remove the file.")
+            raise RecordingError(f"{path}: {field.name} is of {kind}, expected {field.type}. {ASIDE}")
 
 
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
@@ -233,7 +252,7 @@ def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise RecordingError(f"{path}: {key.decode()} in its metadata is not readable. Remove the file.")
+        raise RecordingError(f"{path}: {key.decode()} in its metadata is not readable. {ASIDE}")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import RecordingError, Step, read
+from .files import ASIDE, RecordingError, Step, read, unreadable
 from .rows import Rows, concatenated
 
 CARD = "run.json"
@@ -58,7 +58,7 @@ class Recording:
         try:
             paths = sorted(self.directory.iterdir())
         except OSError as error:
-            raise RecordingError(f"{self.directory}: not readable ({error.strerror}). Mend its permissions.") from error
+            raise unreadable(self.directory, error) from error
         for path in paths:
             if found := step_of(path.name):
                 self.files.setdefault(found[0], []).append(path)
@@ -80,13 +80,13 @@ class Recording:
         """
         files = self.files[step]
         if len({update_of(path.name) is None for path in files}) > 1:
-            raise RecordingError(f"{files[0]}: beside files of single updates of its step. Remove those of one kind.")
+            raise RecordingError(f"{files[0]}: beside files of single updates of its step. Move one kind elsewhere.")
         parts = [read(path) for path in files]
         first: dict[int | None, tuple[Path, Step]] = {}
         for path, part in zip(files, parts, strict=True):
             named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
             if named - {step_of(path.name)}:
-                raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. Remove the file.")
+                raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
             beside, of = first.setdefault(update_of(path.name), (path, part))
             if not _alike(part, of):
                 raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
@@ -157,14 +157,19 @@ def read_json(path: Path) -> Mapping[str, Any]:
     Raises:
         RecordingError: it is not readable.
     """
-    if not path.exists():
-        return {}
-    if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
-        raise RecordingError(f"{path}: no file, or larger than {_LARGEST_JSON} bytes. Remove it.")
     try:
+        if not path.exists():
+            return {}
+        if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
+            raise RecordingError(f"{path}: no file, or larger than {_LARGEST_JSON} bytes. {ASIDE}")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordingError(f"{path}: not readable as JSON ({error}). Remove it.") from error
+    except RecordingError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        fix = "Mend it at that place, or move it out of the directory."
+        raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error
     if not isinstance(value, dict):
-        raise RecordingError(f"{path}: expected a JSON object. Remove it.")
+        raise RecordingError(f"{path}: expected a JSON object. {ASIDE}")
     return value

@@ -16,7 +16,7 @@ from ..checkpoints import write_json
 from ..correction import CorrectionSpec
 from ..voice import logger
 from .card import card_of, foreign
-from .files import RecordingError
+from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
 from .recording import CARD, PROOF, step_of, update_of
 from .settings import FOREIGN, SECTION, RecordSettings
 
@@ -55,7 +55,8 @@ class RunRecord:
         if trouble := foreign(self.settings.dir, config):
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FOREIGN}")
         try:
-            write_json(self._directory / CARD, card_of(config, spec, shadows))
+            self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            write_json(self._directory / CARD, card_of(config, spec, shadows), mode=PRIVATE)
         except OSError as error:
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Give another.") from error
         logger.info("recording goes to %s.", self._directory)
@@ -89,7 +90,8 @@ class RunRecord:
         if self.settings is None:
             return
         try:
-            write_json(self._directory / PROOF, {"step": step, "sentence": sentence, "live": dict(live)})
+            content = {"step": step, "sentence": sentence, "live": dict(live)}
+            write_json(self._directory / PROOF, content, mode=PRIVATE)
         except OSError as error:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
@@ -140,8 +142,8 @@ class RunRecord:
         except OSError as error:
             # Rows that are made anew beside those of before would count twice.
             logger.warning(
-                "%s.dir=%s: what was recorded of step %d and later cannot be removed (%s). Fix: remove it, or give "
-                "another directory. Nothing is recorded, training goes on.",
+                "%s.dir=%s: what was recorded of step %d and later cannot be removed (%s). Fix: move it elsewhere, "
+                "or give another directory. Nothing is recorded, training goes on.",
                 SECTION,
                 self.settings.dir,
                 first,

@@ -18,7 +18,7 @@ from .card import foreign
 from .files import MOST_REASONS, RecordingError
 
 SECTION = "offpolicy.record"
-FOREIGN = "Give another directory, or remove what is recorded there."
+FOREIGN = "Give another directory, or move what is recorded there elsewhere."
 """Fix for a directory that holds the recording of another run."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .capture import Packed, unpack
-from .files import PARTIAL, SUFFIX, OverLimit, write
+from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .recording import file_name, step_of
 from .rows import Rows, concatenated
 from .settings import SECTION, RecordSettings
@@ -148,7 +148,7 @@ class StepWriter:
 
     def _prepare(self) -> dict[str, int]:
         """Name -> bytes of this rank's files that are there, from before the run was resumed."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
             found = step_of(path.with_suffix(SUFFIX).name)

@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ..correction import SpecError
     from ..pages import PageError
     from ..recording import Recording, RecordingError
+    from ..redaction import redacted
     from .page import Found, page_of
     from .sample import sample_of
     from .studies import studies_of
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
         spec = recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
         studies = studies_of(recording, sample, spec, spec=options.spec)
-        found = Found(str(options.directory), recording.card, recording.proof, sample, timeline, studies)
+        card, proof = redacted(recording.card), redacted(recording.proof)
+        found = Found(str(options.directory), card, proof, sample, timeline, studies)
         size = page_of(found).write(options.out)
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)  # noqa: T201

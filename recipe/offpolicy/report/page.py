@@ -43,7 +43,7 @@ class Found:
 
     Attributes:
         source: the recording's directory.
-        card, proof: as recorded; empty where they were not.
+        card, proof: as recorded, less secrets; empty where they were not.
     """
 
     source: str

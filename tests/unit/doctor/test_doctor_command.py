@@ -99,6 +99,16 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_no_secret_of_the_launch_is_repeated(ask: Ask, form: tuple[str, ...]) -> None:
+    """Neither of its arguments nor of an error that quotes one."""
+    secrets = ("++trainer.wandb_token=hunter22", "++trainer.proxy=https://user:hunter22@host")
+    assert "hunter22" not in ask(*form, "correction=gsm", *secrets, *GIVEN).printed
+    broken = ask(*form, "correction=gsm", "trainer.github_token=hunter22", *GIVEN)
+    assert "github_token" in broken.printed
+    assert "hunter22" not in broken.printed
+
+
 # The program as `python -m` runs it; where it ends it tells whether Ray was started, and what was imported.
 WATCHED = """
 import os, runpy, sys

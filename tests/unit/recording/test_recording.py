@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from recordings import NONE, drawn_rows, record, same
 
@@ -132,3 +135,48 @@ def test_a_directory_that_cannot_be_read(recorded: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "iterdir", denied)
     with pytest.raises(RecordingError, match=r"not readable \(Permission denied\)\. Mend its permissions"):
         Recording(recorded)
+
+
+@pytest.mark.parametrize("name", [file_name(1, 0), "run.json"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied"), r"not readable \(Permission denied\)\. Mend its permissions\."),
+        (OSError(5, "Input/output error"), r"not readable \(Input/output error\)\. Mend that, or read a copy\."),
+    ],
+    ids=["permission", "disk"],
+)
+def test_what_the_system_does_not_let_be_read_is_never_to_be_removed(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, said: str
+) -> None:
+    (recorded / "run.json").write_text("{}")
+    original = Path.open
+
+    def denied(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == name:
+            raise error
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", denied)
+    recording = Recording(recorded)
+    with pytest.raises(RecordingError, match=f"{name}: {said}$"):
+        _ = recording.card if name == "run.json" else recording.step(1)
+
+
+def test_no_fix_removes_what_was_recorded(recorded: Path) -> None:
+    """Of damage, of a mistyped card, and of memory that does not suffice."""
+    (recorded / file_name(1, 0)).write_bytes(b"PAR1")
+    with pytest.raises(RecordingError, match=r"too short\)\. Move it out of the directory; the other files are read"):
+        Recording(recorded).step(1)
+    (recorded / "run.json").write_text('{"release": 0.9.1}')
+    with pytest.raises(RecordingError, match=r"column 16 .*\)\. Mend it at that place, or move it out"):
+        _ = Recording(recorded).card
+
+
+def test_memory_that_does_not_suffice(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise pa.ArrowMemoryError("malloc of size 1 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "read", full)
+    with pytest.raises(RecordingError, match=r"does not fit into the memory that is free\. Read fewer steps\."):
+        Recording(recorded).step(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from recordings import drawn_rows, record
 from recipe.offpolicy.batch_plan import Dealing, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
-from recipe.offpolicy.recording.card import card_of, without_secrets
+from recipe.offpolicy.recording.card import card_of
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import POLL, RunRecord
+from recipe.offpolicy.recording.settings import RecordSettings
+from recipe.offpolicy.recording.writer import Item, StepWriter
 
 SPEC = CorrectionSpec.from_mapping({"masks": {"opsm": {
     "ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}}})  # fmt: skip
@@ -73,26 +76,26 @@ def test_the_card_says_what_was_run(tmp_path: Path) -> None:
 
 def test_no_secret_is_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdef123456")
-    monkeypatch.setenv("SHORT_KEY", "abc")
     given = config(tmp_path)
     with open_dict(given):
-        given.logging = {"header": "Bearer ${oc.env:WANDB_API_KEY}", "name": "abc", "hf_token": "x", "tokens": 7}
+        given.logging = {"header": "x ${oc.env:WANDB_API_KEY}", "wandb_token": "x", "tokens": 7}
         given.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"HOME": "/root", "PATH": "/bin"}}}}
-        given.data = {"max_token_len": 4096, "secret_file": "/s", "passwords": ["p"]}
+        given.data = {"max_token_len": 4096, "train_files": "https://user:pass@host/train.parquet"}
     text = json.dumps(card_of(given, SPEC, {}))
-    hidden = "(not recorded)"
     found = json.loads(text)["config"]
-    assert "abcdef123456" not in text
     assert "/root" not in text
-    assert found["logging"] == {"header": hidden, "name": "abc", "hf_token": hidden, "tokens": 7}
-    assert found["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"] == hidden
-    assert found["data"] == {"max_token_len": 4096, "secret_file": hidden, "passwords": hidden}
+    assert found["logging"] == {"header": "x (hidden)", "wandb_token": "(hidden)", "tokens": 7}
+    assert found["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"] == "(hidden)"
+    assert found["data"] == {"max_token_len": 4096, "train_files": "https://(hidden)@host/train.parquet"}
 
 
-def test_a_card_is_strict_json() -> None:
-    plain = without_secrets({"a": float("nan"), "b": float("inf"), "c": Path("/x"), 1: (True, None)})
-    assert plain == {"a": "nan", "b": "inf", "c": "/x", "1": [True, None]}
-    json.dumps(plain, allow_nan=False)
+def test_a_card_is_strict_json(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    with open_dict(given):
+        given.extra = {"a": float("nan"), "b": float("inf"), 1: [True, None]}
+    card = card_of(given, SPEC, {})
+    assert card["config"]["extra"] == {"a": "nan", "b": "inf", "1": [True, None]}
+    json.dumps(card, allow_nan=False)
 
 
 def test_the_proof_is_noted(tmp_path: Path) -> None:
@@ -102,12 +105,35 @@ def test_the_proof_is_noted(tmp_path: Path) -> None:
     assert Recording(tmp_path / "rec").proof == {"step": 3, "sentence": "opsm LIVE", "live": {"proved": 1.0}}
 
 
+def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
+    """By a trainer or by a worker that comes first, whatever the umask; a directory that was there keeps its mode."""
+    before = os.umask(0)
+    try:
+        run(tmp_path).proved(1, "LIVE", {})
+        for directory in ("rec", "worker"):
+            writer = StepWriter(RecordSettings(str(tmp_path / directory)), rank=0, ranks=1)
+            writer.add(Item(1, None, 0, None, {}, (), last=False))
+            writer._open.rows.append(drawn_rows([2]))  # type: ignore[union-attr]
+            writer.close()
+        (tmp_path / "shared").mkdir(0o755)
+        run(tmp_path, directory="shared")
+    finally:
+        os.umask(before)
+    step = file_name(1, 0)
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {
+        **dict.fromkeys(("rec", "worker"), 0o700),
+        **dict.fromkeys(("rec/run.json", "rec/proof.json", f"rec/{step}", f"worker/{step}", "shared/run.json"), 0o600),
+        "shared": 0o755,
+    }
+
+
 def test_a_full_disk_costs_the_proof_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     of = run(tmp_path)
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("recipe.offpolicy.recording.run.write_json", full)
@@ -246,5 +272,5 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
         f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded of step 4 and later cannot be removed ("
     )
     assert entry.getMessage().endswith(
-        "). Fix: remove it, or give another directory. Nothing is recorded, training goes on."
+        "). Fix: move it elsewhere, or give another directory. Nothing is recorded, training goes on."
     )

@@ -1,0 +1,122 @@
+"""Secrets are replaced by ``(hidden)`` in whatever is written down to be shown: a recording's card, a page, a report.
+
+A secret is known by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a URL,
+a web hook, the prefix of a known issuer), or as the value of an environment variable that is named like one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+_SHORTEST = 8
+"""Characters of an environment variable's value that is looked for in other values; shorter ones occur by chance."""
+
+_ALWAYS = re.compile(
+    r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|credentials?|authorization|cookies?|webhooks?|web_hooks?|"
+    r"(?:api|access|private|auth|bearer)_?(?:keys?|tokens?))(?:_|$)"
+)
+"""Whatever stands under it, at any place of a dotted name."""
+_LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|key|auth|pass)$")
+"""Secrets where they are text; the word before tells a vocabulary's tokens and a table's columns apart."""
+_NO_SECRET = {
+    "token": re.compile(
+        r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
+        r"prompt|response|max|min|per|tis"
+    ),
+    "key": re.compile(r"prompt|response|messages?|tools|image|video|audio|teacher|fn|model|source|thinking"),
+}
+_NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.*", re.DOTALL)
+_SHAPES = re.compile(
+    r"(?<=://)[^/\s'\"]+(?=@)"
+    r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"
+    r"|(?P<scheme>\b(?i:bearer)\s+)[\w.~+/=-]+"
+    r"|(?<![\w-])(?:sk-[\w-]{12,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|"
+    r"xox[a-z]-[\w-]{8,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+_OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
+"""With spaces in its value; a message that says something of one goes on behind a colon."""
+_PAIR = re.compile(
+    r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|['\"]?\s*:(?!//)\s*)"
+    r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&{}\[\]()'\"]+(?<!:))"
+)
+
+
+def redacted(value: Any) -> Any:
+    """``value`` with its secrets hidden: mappings and lists at any depth, everything but text as it is."""
+    return _hidden(value, _of_environment())
+
+
+def redacted_text(text: str) -> str:
+    """One text, such as a message or a Hydra override, with its secrets hidden."""
+    return _text(text, _of_environment())
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Whether ``value`` is a secret by the name ``key``, which may be dotted; what is empty or a flag is none."""
+    if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
+        return False
+    names = [_words(part) for part in re.split(r"[./@]", key)]
+    if any(map(_ALWAYS.search, names)):
+        return True
+    found = _LAST.search(names[-1])
+    if found is None or not isinstance(value, str) or _NO_TEXT.fullmatch(value):
+        return False
+    kind, before = found["kind"], found["before"]
+    if before is None:
+        return kind != "key"
+    return kind not in _NO_SECRET or not _NO_SECRET[kind].fullmatch(before)
+
+
+def _words(name: str) -> str:
+    """``accessToken`` and ``access-token`` as ``access_token``."""
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
+
+
+def _of_environment() -> tuple[str, ...]:
+    """Values of variables that are named like secrets, the longest first."""
+    named = ((name, value) for name, value in os.environ.items() if name != "PWD")
+    found = {value for name, value in named if len(value) >= _SHORTEST and is_secret(name, value)}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def _hidden(value: Any, known: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping):
+        named = next((value[name] for name in ("key", "name") if isinstance(value.get(name), str)), "")
+        return {
+            key: HIDDEN
+            if is_secret(str(key), each) or (key == "value" and is_secret(named, each))
+            else _hidden(each, known)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [
+            HIDDEN if _is_flag(flag) and isinstance(each, str) and is_secret(flag, each) else _hidden(each, known)
+            for flag, each in zip(("", *value), value, strict=False)
+        ]
+    return _text(value, known) if isinstance(value, str) else value
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("--") and "=" not in value
+
+
+def _text(text: str, known: tuple[str, ...]) -> str:
+    for secret in known:
+        text = text.replace(secret, HIDDEN)
+    override = _OVERRIDE.fullmatch(text)
+    if override and is_secret(override["name"], override["value"]):
+        return f"{override['name']}={HIDDEN}"
+    return _PAIR.sub(_pair, _SHAPES.sub(_shape, text))
+
+
+def _shape(found: re.Match[str]) -> str:
+    return f"{found['scheme'] or ''}{HIDDEN}"
+
+
+def _pair(found: re.Match[str]) -> str:
+    secret = is_secret(found["name"], found["value"].strip("'\""))
+    return f"{found['name']}{found['between']}{HIDDEN}" if secret else found[0]
