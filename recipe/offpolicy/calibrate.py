@@ -28,6 +28,7 @@ from .whatif.composed import composed_mapping, composer
 
 USAGE, UNREACHED = 2, 1
 """Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
+_PIPE_WIDTH = 160
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -95,16 +96,15 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
         return
     from rich.console import Console
 
-    from .pages import to_rich
+    from .pages import fitted
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(to_rich(overview(result, confidence)))
-    for proposal in result.proposals:
-        if proposal.lengths:
-            console.print(to_rich(by_length(proposal, confidence)))
-    console.print(to_rich(together(now, then)))
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    lengths = [by_length(proposal, confidence) for proposal in result.proposals if proposal.lengths]
+    for table in (overview(result, confidence), *lengths, together(now, then)):
+        console.print(*fitted(table, console.width), sep="\n")
     for remark in remarks(result, confidence):
-        console.print(remark, markup=False, soft_wrap=True)
+        # A line each for other programs, and whole words for a reader.
+        console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())
     if pasted := overrides(result):
         console.print("\nOverrides:", "    " + " ".join(pasted), sep="\n", markup=False, soft_wrap=True)
 

@@ -66,6 +66,25 @@ def test_rich_shows_brackets_as_text() -> None:
     assert "kept (%)" in text
 
 
+def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
+    """Widths 4, 24 (text may be broken at words), 5 and 10, each with 3 more, and 1: 56 in all."""
+    text = "words " * 10
+    columns = [Column("#"), Column("text"), Column("small part"), Column("projection")]
+    table = Table(columns, [["#1", text, 0.5, 1234567], ["#222", "", 1.25, 2]], "T")
+    assert [[column.header.plain for column in part.columns] for part in pages.fitted(table, 55)] == [
+        ["#", "text", "small part"], ["#", "projection"],
+    ]  # fmt: skip
+    (whole,) = pages.fitted(table, 56)
+    assert [column.width for column in whole.columns] == [4, 24, 5, 10]
+    for width in (40, 55, 56, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(*pages.fitted(table, width), sep="\n")
+        shown_text = console.export_text()
+        assert max(map(len, shown_text.splitlines())) <= width
+        for word in ("#222", "0.500", "1.250", "1,234,567", "projection", "small"):
+            assert word in shown_text
+
+
 def test_csv_keeps_every_digit(tmp_path: Path) -> None:
     pages.to_csv(Table([Column("x", "nats"), Column("y")], [[1 / 3, None]]), tmp_path / "t.csv")
     assert list(csv.reader((tmp_path / "t.csv").open())) == [["x (nats)", "y"], ["0.3333333333333333", ""]]

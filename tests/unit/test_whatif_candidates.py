@@ -95,16 +95,16 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
     bad, good = candidates([["correction=gsm"]], [f"{UPPER}=0.5,1.5"], RECORDED)
     assert bad.spec is None
     assert bad.error is not None
-    assert "correction.masks.gsm.lower=0.99 > correction.masks.gsm.upper=0.5" in bad.error
+    assert "correction.masks.gsm.lower=0.99 with correction.masks.gsm.upper=0.5: nothing lies between" in bad.error
     assert good.error is None
 
 
 @pytest.mark.parametrize(
     ("specs", "grid", "words"),
     [
-        ([["correction=opsm"]], [], "delta is required and not set"),
-        ([["correction=gsm"]], ["correction.masks.gsm.uper=1,2"], f"Nearest: {UPPER}"),
-        ([["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key. Nearest: correction.weight.upper"),
+        ([["correction=opsm"]], [], "delta=???: required and not set"),
+        ([["correction=gsm"]], ["correction.masks.gsm.uper=1,2"], f"Nearest: '{UPPER}'"),
+        ([["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key. There are: '"),
         ([["recorded"]], ["correction.masks.opsm.delta=1"], "no --spec has this key"),
         ([["recorded"]], ["correction=gsm,icepop"], "no options to exchange"),
         ([["recorded"], ["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key"),
@@ -112,7 +112,10 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=gsm"]], [UPPER], "no Hydra override"),
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
-        ([["correction=gsmm"]], [], "correction=gsmm: no such option. Nearest: gsm"),
+        ([["correction=gsmm"]], [], "correction=gsmm: no such option. Nearest: 'gsm'."),
+        # The option none is no likely meaning: all are named.
+        ([["correction=nonsense"]], [], "correction=nonsense: no such option. There are: 'auto', '"),
+        ([["correction=none"]], ["correction.foo=1"], "no --spec has this key. There are: 'correction.a"),
         ([["correction=[gsm,icepop"]], [], "no Hydra override"),
         ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
         ([["correction=auto"]], [], "chooses by the configuration of a run"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -101,11 +102,12 @@ def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--spec", "correction=gsmm"], "no such option. Nearest: gsm"),
-        ([*GRID[:2], "--grid", "correction.masks.gsm.uper=1"], "Nearest: correction.masks.gsm.upper"),
+        (["--spec", "correction=gsmm"], "no such option. Nearest: 'gsm'"),
+        ([*GRID[:2], "--grid", "correction.masks.gsm.uper=1"], "Nearest: 'correction.masks.gsm.upper'"),
         (["--steps", "7:9"], "no recorded step is among them. Recorded: 5 to 6"),
         (["--steps", "x"], "expected first:last"),
         (["--png", "/proc/none/a.png"], "/proc/none"),
+        (["--html", "."], "--html .: it is a directory. Name a file, such as --html whatif.html"),
         (["--png", "a.nonsense"], "a.nonsense: .nonsense is no kind of picture"),
     ],
 )
@@ -117,6 +119,55 @@ def test_bad_input_is_one_sentence(
     assert words in said
     assert said.startswith("whatif: ")
     assert said.count("\n") == 1
+
+
+def test_a_page_that_is_too_large_loses_no_table(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipe.offpolicy.pages.page.LARGEST", 1000)
+    for form, words in (("--json", '"schema": 1'), ("--steps=5:", "What each correction would have done")):
+        assert main([str(directory), *GRID, form, "--html", str(tmp_path / "a.html")]) == 2
+        said = capsys.readouterr()
+        assert words in said.out
+        assert "the page would have" in said.err
+
+
+def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(values: int) -> tuple[str, str, str]:
+        """30 values and "uncorrected" are 31; one more is no correction and does not count."""
+        uppers = [f"1.{value:03d}" for value in range(11, 11 + values)]
+        grid = ["--spec", "correction=gsm", "--grid", f"correction.masks.gsm.upper={','.join([*uppers, '0.5'])}"]
+        assert main([str(directory), *grid, "--html", str(tmp_path / "a.html")]) == 0
+        said = capsys.readouterr()
+        return said.err, said.out, (tmp_path / "a.html").read_text()
+
+    for text in run(30):
+        assert "31 corrections are more than 30: no tables of their agreement or by step are shown." in text
+        assert "Jaccard)" not in text.replace("<dt>in common (Jaccard)", "")
+        assert "lr scale by step" not in text
+    err, out, page = run(29)
+    assert err == ""
+    assert "are more than 30" not in out + page
+    assert "Jaccard)" in out
+    assert "lr scale by step" in page
+
+
+def test_eighty_columns_break_no_number(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([str(directory), *GRID]) == 0
+    said = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, said.splitlines())) <= 80
+    assert "What each correction would have done, continued" in said
+    cells = [cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")]
+    # Measures of "uncorrected" and the diagonal of the agreement are 1, in one piece.
+    assert cells.count("1.000") > 10
+    assert not {"1.0", "00", "1.00", ".000"} & set(cells)
 
 
 def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +246,13 @@ def test_lines_of_the_picture(directory: Path) -> None:
     drawn = np.asarray(kept.get_xdata(), dtype=float).tolist()
     assert drawn == pytest.approx([outcome.overall.kept_tokens for outcome in result.outcomes])
     assert not any(math.isnan(value) for value in drawn)
+
+
+def test_help_says_what_a_mask_buys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "What a mask buys is the column 'mismatch left', the share of KL(mu, pi)" in said
 
 
 def test_words() -> None:

@@ -61,6 +61,8 @@ def test_truncated_weights(tmp_path: Path) -> None:
         ess=7.5**2 / (5 * 13.25),
         # Means by row: 3.5 / 3 and 2.
         ess_rows=(3.5 / 3 + 2) ** 2 / (2 * ((3.5 / 3) ** 2 + 4)),
+        # A weight rejects nothing.
+        mismatch_left=1.0,
         # sum (w A)^2 = 4 + 1 + 1/4 + 16 + 16 = 37.25; sum A^2 = 3 + 8 = 11.
         lr_scale=math.sqrt(37.25 / 11),
         # sum w A^2 = 3.5 + 4 * 4 = 19.5.
@@ -89,6 +91,8 @@ def test_a_mask(tmp_path: Path) -> None:
         # Ones on what is kept: ESS is the kept share.
         ess=3 / 5,
         ess_rows=1 / 2,
+        # k3 = rho - 1 - log rho: row 0 has 3 - 2 log 2, 0 and log 2 - 1/2, row 1 twice 1 - log 2.
+        mismatch_left=(2.5 - LOG2) / (2.5 - LOG2 + 2 * (1 - LOG2)),
         lr_scale=math.sqrt(3 / 11),
         projection=3 / 11,
         # (f - rho) A = -3, 0, 1/2 | 4, 4.
@@ -211,7 +215,8 @@ def test_nothing_to_measure_by(tmp_path: Path) -> None:
     )  # fmt: skip
     overall = replayed(tmp_path, rows, TOKEN_TIS).outcomes[1].overall
     assert (overall.tokens, overall.rows) == (0, 0)
-    assert {overall.kept_tokens, overall.ess, overall.lr_scale, overall.bias_token} == {None}
+    measured = {overall.kept_tokens, overall.ess, overall.mismatch_left, overall.lr_scale, overall.bias_token}
+    assert measured == {None}
 
 
 def test_turns_and_staleness(tmp_path: Path) -> None:

@@ -3,18 +3,21 @@
 Knows nothing of corrections. Rich, matplotlib and Jinja2 are imported where they are used.
 """
 
-from .page import Page, PageError, code, details, figure, keys, paragraph, table
-from .table import Column, Table, to_csv, to_html, to_rich
+from .page import Page, PageError, check_target, code, details, figure, keys, panels, paragraph, table
+from .table import Column, Table, fitted, to_csv, to_html, to_rich
 
 __all__ = [
     "Column",
     "Page",
     "PageError",
     "Table",
+    "check_target",
     "code",
     "details",
     "figure",
+    "fitted",
     "keys",
+    "panels",
     "paragraph",
     "table",
     "to_csv",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,8 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 """Told apart by the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
+PANEL_WIDTH: Final = 5.2
+"""Inches: the type is that of the text around it where a page shows two panels beside one another."""
 
 _STYLE: Any = {
     "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
@@ -58,6 +61,60 @@ def panels(
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of a picture.
+
+    Attributes:
+        draw: puts it onto empty axes.
+        alt: what it shows, for who cannot see it.
+        height: in inches; the width is ``PANEL_WIDTH``.
+    """
+
+    draw: Callable[[Axes], None]
+    alt: str
+    height: float = 3.8
+
+
+def picture(drawn: Sequence[Panel], columns: int = 1, title: str = "") -> Figure:
+    """Panels in one figure, row by row, each row as high as its highest panel."""
+    rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    with style():
+        figure, axes = panels(
+            len(rows), columns, width=PANEL_WIDTH * columns, height=sum(heights),
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        for axis, panel in zip(axes, drawn, strict=False):
+            panel.draw(axis)
+        for axis in axes[len(drawn) :]:
+            axis.set_axis_off()
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=MUTED)
+    return figure
+
+
+def legend(axes: Axes, columns: int = 2) -> None:
+    """Name the lines of a panel below it, where no line can be hidden; nothing where no line has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns)
+
+
+def distinct(series: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Series by label, those that are equal at every point as one with all of their labels: "rows kept, ESS"."""
+    import numpy as np
+
+    found: dict[str, Sequence[float]] = {}
+    for label, values in series.items():
+        same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))
+        first = next(same, None)
+        if first is None:
+            found[label] = values
+        else:
+            found = {f"{name}, {label}" if name == first else name: other for name, other in found.items()}
+    return found
 
 
 def look(index: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,27 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
+    from .figures import Panel
+
 LARGEST = 5_000_000
 """Bytes that a page may have, so that it can be sent to a colleague."""
 
 
 class PageError(ValueError):
     """A page cannot be written: the message says why and what to leave out."""
+
+
+def check_target(option: str, path: Path, example: str) -> None:
+    """Raise PageError where no file can be written at the path that an option names, before the work of making it.
+
+    Args:
+        example: a name of such a file.
+    """
+    if path.is_dir():
+        raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise PageError(f"{option} {path}: no file can be written below {above}. Name another place.")
 
 
 @dataclass
@@ -114,14 +129,25 @@ def figure(drawing: Figure, alt: str) -> Markup:
     Args:
         alt: what it shows, for who cannot see it.
     """
+    return rendered("figure", images=[_image(drawing, alt)])
+
+
+def panels(drawn: Sequence[Panel]) -> Markup:
+    """Panels as pictures of their own, so that they stack on a narrow screen."""
+    from .figures import picture
+
+    return rendered("figure", images=[_image(picture([one]), one.alt) for one in drawn])
+
+
+def _image(drawing: Figure, alt: str) -> dict[str, str]:
     from .figures import image
 
     kind, content = image(drawing)
-    return rendered("figure", kind=kind, data=base64.b64encode(content).decode(), alt=alt)
+    return {"kind": kind, "data": base64.b64encode(content).decode(), "alt": alt}
 
 
 def _check(block: Any) -> None:
     from markupsafe import Markup
 
     if not isinstance(block, Markup):
-        raise TypeError(f"{str(block)[:60]!r} is no block of a page: use paragraph, code, table, keys or figure.")
+        raise TypeError(f"{str(block)[:60]!r} is no block of a page: use paragraph, code, table or figure.")

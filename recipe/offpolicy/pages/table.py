@@ -19,6 +19,10 @@ Align = Literal["left", "right"]
 MISSING = "-"
 """Shown for None and NaN: there is no value."""
 _LARGE = 1e6
+_READABLE = 24
+"""Characters from which text that is broken at words is easy to read."""
+_BORDER = 3
+"""Characters that a terminal's table adds to each column, beside one for the whole."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,31 @@ def to_rich(table: Table) -> RichTable:
     return rich
 
 
+def fitted(table: Table, width: int) -> list[RichTable]:
+    """For a terminal of ``width`` characters: cut between columns into as many tables as show every number whole.
+
+    Each has the first column, so that rows can be told apart; a table that fits stays whole.
+    """
+    least = [_least_width(table, index) for index in range(len(table.columns))]
+    groups: list[list[int]] = [[0]]
+    for index in range(1, len(least)):
+        if _needed([least[at] for at in [*groups[-1], index]]) > width and len(groups[-1]) > 1:
+            groups.append([0])
+        groups[-1].append(index)
+    parts = []
+    for place, group in enumerate(groups):
+        part = _part(table, group, first=place == 0)
+        widths = [least[at] for at in group]
+        spare = width - _needed(widths)
+        rich = to_rich(part)
+        for at, column in enumerate(rich.columns):
+            more = max(0, min(_whole_width(part, at) - widths[at], spare))
+            spare -= more
+            column.width = widths[at] + more
+        parts.append(rich)
+    return parts
+
+
 def to_html(table: Table) -> Markup:
     """For a page; every cell is escaped."""
     from .template import rendered
@@ -129,6 +158,31 @@ def to_csv(table: Table, path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow([column.heading for column in table.columns])
         writer.writerows(table.rows)
+
+
+def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
+    """These columns alone."""
+    title = f"{table.title}, continued" if table.title and not first else table.title
+    return Table([table.columns[at] for at in columns], [[row[at] for at in columns] for row in table.rows], title)
+
+
+def _needed(widths: Sequence[int]) -> int:
+    """Characters of a terminal's table whose columns have these widths."""
+    return 1 + sum(width + _BORDER for width in widths)
+
+
+def _least_width(table: Table, index: int) -> int:
+    """Characters below which a column breaks a number or a word of its heading, or text every few characters."""
+    column = table.columns[index]
+    heading = max(map(len, column.heading.split()), default=0)
+    longest = max((len(shown(row[index], column.digits)) for row in table.rows), default=0)
+    return max(heading, longest if table.aligned(index) == "right" else min(longest, _READABLE))
+
+
+def _whole_width(table: Table, index: int) -> int:
+    """Characters with which a column breaks nothing."""
+    column = table.columns[index]
+    return max(len(column.heading), *(len(shown(row[index], column.digits)) for row in table.rows), 0)
 
 
 def _texts(table: Table, row: Sequence[Any]) -> list[str]:

@@ -36,7 +36,8 @@ _PAGE = """\
 """
 
 _TABLE = """\
-<div class="scroll"><table>{% if title %}<caption>{{ title }}</caption>{% endif %}
+<div class="scroll"><table{% if "right" not in aligned %} class="prose"{% endif %}>
+{% if title %}<caption>{{ title }}</caption>{% endif %}
 <thead><tr>{% for heading in headings %}<th scope="col" class="{{ aligned[loop.index0] }}">{{ heading }}</th>\
 {% endfor %}</tr></thead>
 <tbody>{% for row in rows %}<tr>{% for text in row %}<td class="{{ aligned[loop.index0] }}">{{ text }}</td>\
@@ -48,7 +49,10 @@ _TEMPLATES = {
     "table": _TABLE,
     "paragraph": "<p>{{ text }}</p>",
     "code": "<pre><code>{{ text }}</code></pre>",
-    "figure": '<figure><img src="data:{{ kind }};base64,{{ data }}" alt="{{ alt }}"></figure>',
+    "figure": (
+        '<figure>{% for image in images %}<img src="data:{{ image.kind }};base64,{{ image.data }}" '
+        'alt="{{ image.alt }}">{% endfor %}</figure>'
+    ),
     "keys": "<dl>{% for key, value in pairs %}<dt>{{ key }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>",
     "details": (
         "<details><summary>{{ summary }}</summary>{% for block in blocks %}{{ block }}\n{% endfor %}</details>"
@@ -70,12 +74,17 @@ p { max-width: 60rem; margin: .5rem 0; }
 a { color: var(--link); text-decoration: none; }
 a:hover { text-decoration: underline; }
 nav ul { display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; list-style: none; padding: 0; margin: .8rem 0 0; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
+.scroll { overflow-x: auto; margin: .8rem 0; background: linear-gradient(90deg, var(--back) 30%, transparent) 0 0,
+  linear-gradient(270deg, var(--back) 30%, transparent) 100% 0, linear-gradient(90deg, var(--muted), transparent) 0 0,
+  linear-gradient(270deg, var(--muted), transparent) 100% 0; background-repeat: no-repeat;
+  background-size: 2.5rem 100%, 2.5rem 100%, .6rem 100%, .6rem 100%;
+  background-attachment: local, local, scroll, scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
-caption { text-align: left; white-space: nowrap; font-weight: 600; padding: .2rem 0 .4rem; }
-th, td { padding: .28rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--muted); font-weight: 600; white-space: nowrap; border-bottom-width: 2px; }
-td.right, th.right { text-align: right; white-space: nowrap; }
+caption { text-align: left; font-weight: 600; padding: .2rem 0 .4rem; }
+th, td { padding: .28rem .5rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--muted); font-weight: 600; vertical-align: bottom; border-bottom-width: 2px; }
+td.right, th.right { text-align: right; }
+td.right { white-space: nowrap; }
 td.left, th.left { text-align: left; overflow-wrap: break-word; min-width: 2.5rem; max-width: 40rem; }
 tbody tr:hover { background: var(--shade); }
 pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
@@ -83,13 +92,34 @@ pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6p
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: .8rem 0; }
 dt { color: var(--muted); }
 dd { margin: 0; overflow-wrap: anywhere; }
-figure { margin: 1rem 0; background: #ffffff; border: 1px solid var(--line); border-radius: 8px; padding: .5rem;
-  overflow-x: auto; }
-figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
+figure { display: flex; flex-wrap: wrap; justify-content: center; align-items: flex-start; gap: .5rem; margin: 1rem 0;
+  background: #ffffff; border: 1px solid var(--line); border-radius: 8px; padding: .5rem; }
+figure img { display: block; max-width: 100%; height: auto; }
+figure img:not(:only-child) { flex: 1 1 26rem; min-width: 0; max-width: min(100%, 36rem); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
-@media (max-width: 40rem) { dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; } }
-@media print { nav { display: none; } details > * { display: block; } }
+@media (max-width: 40rem) {
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
+  .prose thead { display: none; }
+  .prose, .prose tbody, .prose tr, .prose td { display: block; }
+  .prose tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .prose td { padding: .1rem 0; border: 0; overflow-wrap: anywhere; }
+  .prose td:first-child { font-weight: 600; } }
+@media print {
+  @page { margin: 12mm; }
+  :root { color-scheme: light; --ink: #1f2933; --muted: #5f6c7b; --line: #dfe3e8; --back: #ffffff; --shade: #f5f7fa; }
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  nav { display: none; }
+  .scroll { overflow: visible; background: none; }
+  table { font-size: 7.5pt; }
+  th, td { padding: .15rem .25rem; }
+  td.left, th.left { min-width: 0; overflow-wrap: anywhere; }
+  pre { overflow: visible; }
+  tr, figure img { break-inside: avoid; }
+  h2, caption { break-after: avoid; }
+  figure img:not(:only-child) { flex: 0 1 48%; }
+  details > * { display: block; }
+  details::details-content { content-visibility: visible; block-size: auto; } }
 """
 
 

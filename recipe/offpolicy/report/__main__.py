@@ -8,7 +8,6 @@ Exit status: 0, or 2 where the recording or an argument is no good.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from ..calibration.scores import recorded_spec
     from ..correction import SpecError
-    from ..pages import PageError
+    from ..pages import PageError, check_target
     from ..recording import Recording, RecordingError
     from ..redaction import redacted
     from .page import Found, page_of
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     try:
-        _check_target(options.out)
+        check_target("--out", options.out, "report.html")
         recording = Recording(options.directory)
         sample = sample_of(recording)
         timeline = timeline_of(part for step in sample.timeline for part in recording.corrections(step))
@@ -47,17 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"{options.out}: {size:,} bytes. {sample.sentence}")  # noqa: T201
     return 0
-
-
-def _check_target(path: Path) -> None:
-    """Raises PageError where a page cannot be written there, before the work of making it."""
-    from ..pages import PageError
-
-    if path.is_dir():
-        raise PageError(f"--out {path}: it is a directory. Name a file, such as --out {path / 'report.html'}.")
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PageError(f"--out {path}: no file can be written below {above}. Name another place.")
 
 
 def _parser() -> argparse.ArgumentParser:

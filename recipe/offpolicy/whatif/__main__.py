@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..correction import SpecError
-from ..pages import PageError, to_rich
+from ..pages import PageError, check_target, fitted
 from ..recording import Recording, RecordingError
 from . import show
 from .candidates import RECORDED, UNCORRECTED, Candidate, candidates
@@ -34,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     try:
+        if given.png:
+            check_target("--png", given.png, "whatif.png")
+        if given.html:
+            check_target("--html", given.html, "whatif.html")
         result = _study(given)
         _show(result, given)
     except (RecordingError, SpecError, PageError) as error:
@@ -72,41 +76,51 @@ def _study(given: argparse.Namespace) -> Study:
     first = recording.parts(steps[0])[0].spec
     specs = given.spec or [[RECORDED]]
     asked = candidates(specs, given.grid, first)
+    if given.html:
+        for line in show.left_out(1 + sum(one.error is None for one in asked)):
+            sys.stderr.write(f"whatif: {line}\n")
     baseline = Candidate(UNCORRECTED, UNCORRECTED)
     with _progress(len(steps), shown=not given.json) as step:
         return study(recording, steps, (baseline, *asked), progress=lambda _: step())
 
 
 def _show(result: Study, given: argparse.Namespace) -> None:
-    if given.png or given.html:
-        from . import draw, html
+    """Tables or JSON first, so that a picture or page which cannot be made loses nothing of the replay."""
+    try:
+        if given.json:
+            json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
+            sys.stdout.write("\n")
+        else:
+            _print(result)
+        sys.stdout.flush()
+    finally:
+        # Also where the reader has closed the pipe.
+        _write(result, given)
 
-        figure = draw.draw(result)
-        if given.png:
-            draw.save(figure, given.png)
-        if given.html:
-            html.write(result, figure, given.html)
-    # Last, so that a reader who closes the pipe early loses no file.
-    if given.json:
-        json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
-        sys.stdout.write("\n")
-    else:
-        _print(result)
+
+def _write(result: Study, given: argparse.Namespace) -> None:
+    if given.png:
+        from . import draw
+
+        draw.save(draw.draw(result), given.png)
+    if given.html:
+        from . import html
+
+        html.write(result, given.html)
 
 
 def _print(result: Study) -> None:
     from rich.console import Console
 
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    console.print(to_rich(show.overall_table(result)))
-    console.print(to_rich(show.group_table(result)))
-    for table in itertools.islice(show.agreement_tables(result), 1):
-        console.print(to_rich(table))
+    shown = [show.overall_table(result), show.group_table(result), *itertools.islice(show.agreement_tables(result), 1)]
     if result.failures:
-        console.print(to_rich(show.failure_table(result)))
+        shown.append(show.failure_table(result))
+    for table in shown:
+        console.print(*fitted(table, console.width), sep="\n")
     style = None if result.fidelity.agrees else "bold red"
     console.print(show.fidelity_sentence(result.fidelity), style=style, markup=False, highlight=False)
-    for note in result.notes:
+    for note in [*result.notes, *show.left_out(len(result.outcomes))]:
         console.print(note, style="yellow", markup=False, highlight=False)
 
 
@@ -131,7 +145,11 @@ def _refuse(reason: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=_NAME, description="Replay corrections over recorded steps: what they keep, weigh and cost."
+        prog=_NAME,
+        description="Replay corrections over recorded steps: what they keep, weigh and cost.",
+        epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which still "
+        "get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it costs "
+        "are the bias columns, distances from the untruncated weights pi / mu.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(

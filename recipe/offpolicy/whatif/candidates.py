@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -11,7 +10,7 @@ from typing import Any
 
 from ..composition import GROUP
 from ..correction import CorrectionSpec, SpecError
-from .composed import composed_mapping, composer, grid_values, key_of, plain
+from .composed import composed_mapping, composer, grid_values, key_of, nearest, plain
 
 RECORDED = "recorded"
 """Stands for the correction that acted, which may differ from step to step."""
@@ -161,6 +160,5 @@ def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _unknown(key: str, mappings: Sequence[Mapping[str, Any]]) -> str:
-    known = sorted({name for mapping in mappings for name in _known(mapping)})
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or known
-    return f"--grid {key}: no --spec has this key. Nearest: {', '.join(near)}."
+    known = list({name for mapping in mappings for name in _known(mapping)})
+    return f"--grid {key}: no --spec has this key. {nearest(key, known)}"

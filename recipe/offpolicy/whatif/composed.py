@@ -23,6 +23,8 @@ from ..forward_passes import AUTO as AUTO_PROXIMAL
 
 _CONFIGS = Path(__file__).resolve().parents[1] / "config"
 _PRIMARY = "offpolicy_replay"
+_NEAR = 0.7
+"""Likeness, as difflib measures it, from which a name is taken for a misspelt one."""
 _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.upper=1.02 for example."
 
 
@@ -66,8 +68,7 @@ def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
         mapping = OmegaConf.to_container(config[GROUP], resolve=True)
     except MissingConfigException as error:
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
-        near = difflib.get_close_matches(name, error.options or [], n=3) or error.options or []
-        raise SpecError(f"{GROUP}={name}: no such option. Nearest: {', '.join(near)}.") from error
+        raise SpecError(f"{GROUP}={name}: no such option. {nearest(name, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
@@ -77,6 +78,15 @@ def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
         # What a recording holds as pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
     return cast(dict[str, Any], mapping)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A sentence that names what was probably meant, or everything that could be where nothing is near."""
+    # What all keys begin with makes none of them likely.
+    by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
+    near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
+    names = [by_rest[rest] for rest in near] or sorted(known)
+    return f"{'Nearest' if near else 'There are'}: {', '.join(map(repr, names))}."
 
 
 def key_of(override: str) -> str:

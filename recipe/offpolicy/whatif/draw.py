@@ -1,17 +1,19 @@
-"""The picture of a study: what is kept by length, what it costs, by the values of the grid or by correction."""
+"""The pictures of a study: what is kept and what it costs, by the values of the grid or by correction."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pages import figures
+from ..pages.figures import Panel
 from .candidates import RECORDED, UNCORRECTED
 from .results import Outcome, Study
-from .show import heading, kept_by_group, short
+from .show import group_names, kept_by_group, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
 
 MOST_LINES = 4
 """Lines of panels; more corrections than these hold are in the tables alone."""
-_KEPT = {"kept_tokens": "tokens kept", "kept_rows": "rows kept", "ess": "ESS of weight x keep"}
+_KEPT = {
+    "kept_tokens": "tokens kept",
+    "kept_rows": "rows kept",
+    "ess": "ESS of weight x keep",
+    "mismatch_left": "mismatch left",
+}
 _SCALE = {"lr_scale": "learning-rate scale", "projection": "projection"}
 _BIAS = {
     "bias_token": "by token",
@@ -27,8 +34,6 @@ _BIAS = {
     "bias_sequence": "by row",
     "bias_sequence_systematic": "by row, of it shift",
 }
-
-_DASHED = ("ess", "projection", "bias_token_systematic", "bias_sequence_systematic")
 
 
 @dataclass(frozen=True)
@@ -76,45 +81,56 @@ def _of_base(outcomes: Sequence[Outcome]) -> list[Line]:
 
 
 def draw(study: Study) -> Figure:
-    """Four panels a line; what has no place in the grid is drawn as horizontal lines."""
-    drawn = lines(study)[:MOST_LINES]
+    """Four panels a line, two in a row; what has no place in the grid is drawn as horizontal lines."""
+    drawn = panels(study)
+    return figures.picture([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
+
+
+def panels(study: Study) -> list[list[Panel]]:
+    """The four panels of each line."""
     level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
-    heights = [4.3 if line.ordered else 2.4 + 0.3 * len(line.ticks) for line in drawn]
-    with figures.style():
-        figure, axes = figures.panels(
-            len(drawn), 4, width=17, height=sum(heights), gridspec_kw={"height_ratios": heights}
-        )
-        for place, line in enumerate(drawn):
-            _line(line, level if line.ordered else [], axes[4 * place : 4 * place + 4])
-        figure.suptitle(_title(study, len(drawn)), x=0.01, ha="left", fontsize=11, color=figures.MUTED)
-    return figure
+    return [_panels(line, level if line.ordered else []) for line in lines(study)[:MOST_LINES]]
 
 
 def save(figure: Figure, path: Path) -> None:
     figures.save(figure, path)
 
 
-def _line(line: Line, level: Sequence[Outcome], axes: Sequence[Axes]) -> None:
-    kept, overall, scale, bias = axes
-    _by_group(kept, line)
-    _fields(overall, line, _KEPT)
-    _fields(scale, line, _SCALE)
-    one = scale.axhline if line.ordered else scale.axvline
-    one(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
-    _fields(bias, line, _BIAS)
+def _panels(line: Line, level: Sequence[Outcome]) -> list[Panel]:
+    height = 4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks)
+    functions = {
+        "Share of tokens kept by length of the row or group": _by_group,
+        "Share kept, mismatch left and effective sample size": _kept,
+        "Learning-rate scale and projection": _scale,
+        "Distance from unbiased weights": partial(_bias, level=level),
+    }
+    return [Panel(partial(_panel, line=line, function=one), alt, height) for alt, one in functions.items()]
+
+
+def _panel(axes: Axes, *, line: Line, function: Callable[[Axes, Line], None]) -> None:
+    function(axes, line)
+    figures.legend(axes)
+
+
+def _kept(axes: Axes, line: Line) -> None:
+    axes.set_title("Kept and effective sample")
+    _fields(axes, line, _KEPT)
+    _limits(axes, line, share=True)
+
+
+def _scale(axes: Axes, line: Line) -> None:
+    axes.set_title("Effective learning rate")
+    _fields(axes, line, _SCALE)
+    (axes.axhline if line.ordered else axes.axvline)(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
+    _limits(axes, line, share=False)
+
+
+def _bias(axes: Axes, line: Line, level: Sequence[Outcome]) -> None:
+    axes.set_title("Distance from unbiased weights")
+    _fields(axes, line, _BIAS)
     for outcome in level:
-        _mark(bias, outcome)
-    overall.set_title("Kept and effective sample")
-    scale.set_title("Effective learning rate")
-    bias.set_title("Distance from unbiased weights")
-    for place, panel in enumerate(axes):
-        if not line.ordered:
-            panel.tick_params(labelleft=place == 0)
-        if panel.get_legend_handles_labels()[0]:
-            # Single points are hard to see behind a legend.
-            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 3 if place == 0 else 2}
-            panel.legend(**({"loc": "best"} if line.ordered else below))
-        _limits(panel, line, share=place < 2)
+        _mark(axes, outcome)
+    _limits(axes, line, share=False)
 
 
 def _mark(axes: Axes, uncorrected: Outcome) -> None:
@@ -129,38 +145,39 @@ def _mark(axes: Axes, uncorrected: Outcome) -> None:
 
 
 def _by_group(axes: Axes, line: Line) -> None:
+    """By length; where all rows are of one length, by the other groups that do not hold every token."""
+    names = group_names(line.outcomes[0])
+    lengths = [name for name in names if name.startswith("length/")]
+    if len(lengths) < 2:
+        lengths = [name for name in names if name not in lengths] or lengths
     shares = [kept_by_group(outcome) for outcome in line.outcomes]
-    names = [name for name in shares[0] if name.startswith("length/")]
-    if len(names) < 2:
-        names = list(shares[0])
-    for place, name in enumerate(names):
-        _plot(axes, line, [share.get(name) for share in shares], heading(name), place)
-    axes.set_title(f"Tokens kept by {'length T' if names[-1].startswith('length/') else 'group'}")
+    _series(axes, line, {names[name]: [share.get(name) for share in shares] for name in lengths})
+    by_length = all(name.startswith("length/") for name in lengths)
+    axes.set_title(f"Tokens kept by {'length T' if by_length else 'group'}")
     axes.set_ylabel(line.title, color=figures.INK)
+    _limits(axes, line, share=True)
 
 
 def _fields(axes: Axes, line: Line, names: dict[str, str]) -> None:
-    for place, (name, label) in enumerate(names.items()):
-        values = [getattr(outcome.overall, name) for outcome in line.outcomes]
-        if any(value is not None for value in values):
-            _plot(axes, line, values, label, place, dashed=name in _DASHED)
+    series = {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
+    _series(axes, line, series)
 
 
-def _plot(
-    axes: Axes, line: Line, values: Sequence[float | None], label: str, place: int, *, dashed: bool = False
-) -> None:
-    numbers = [math.nan if value is None else value for value in values]
-    look: dict[str, Any] = figures.look(place)
-    positions = range(len(numbers))
-    if line.ordered:
-        axes.plot(positions, numbers, label=label, clip_on=False, **look | ({"linestyle": "--"} if dashed else {}))
-        axes.set_xticks(positions, line.ticks)
-        axes.set_xlim(-0.4, len(numbers) - 0.6)
-        axes.set_xlabel(line.label)
-    else:
-        axes.plot(numbers, positions, label=label, clip_on=False, **look | {"linestyle": "none"})
-        axes.set_yticks(positions, line.ticks)
-        axes.set_ylim(len(numbers) - 0.5, -0.5)
+def _series(axes: Axes, line: Line, series: Mapping[str, Sequence[float | None]]) -> None:
+    known = {label: values for label, values in series.items() if any(value is not None for value in values)}
+    numbers = {label: [math.nan if value is None else value for value in values] for label, values in known.items()}
+    for place, (label, values) in enumerate(figures.distinct(numbers).items()):
+        look = figures.look(place)
+        positions = range(len(values))
+        if line.ordered:
+            axes.plot(positions, values, label=label, clip_on=False, **look)
+            axes.set_xticks(positions, line.ticks)
+            axes.set_xlim(-0.4, len(values) - 0.6)
+            axes.set_xlabel(line.label)
+        else:
+            axes.plot(values, positions, label=label, clip_on=False, **look | {"linestyle": "none"})
+            axes.set_yticks(positions, line.ticks)
+            axes.set_ylim(len(values) - 0.5, -0.5)
 
 
 def _limits(axes: Axes, line: Line, *, share: bool) -> None:

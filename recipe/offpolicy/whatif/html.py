@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import pages
-from . import show
+from . import draw, show
 from .results import Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _STEPS = 60
 """Steps up to which the table by step is shown."""
 MEANINGS = {
     "tokens kept, rows kept": "share of response tokens, and of rows with a token, that get a gradient.",
+    "mismatch left": (
+        "what a mask buys: the share of KL(mu, pi), by k3 of pi/mu over tokens, that lies on tokens which still get a "
+        "gradient. The further below tokens kept, the better the mask picks the tokens that are off; the same share "
+        "is what chance would leave."
+    ),
     "ESS": "effective sample size of weight x keep: (sum w)^2 / (n sum w^2) over valid tokens, or rows.",
     "lr scale": (
         "norm of the corrected gradient weights f A = weight x keep x r x advantage against the uncorrected r A, "
@@ -39,7 +40,7 @@ MEANINGS = {
 }
 
 
-def page(study: Study, figure: Figure) -> pages.Page:
+def page(study: Study) -> pages.Page:
     """Everything that was found, and what it means."""
     result = pages.Page("What if: other corrections on recorded steps", subtitle=study.directory)
     span = f"{study.steps[0]} to {study.steps[-1]} ({len(study.steps)})"
@@ -48,17 +49,17 @@ def page(study: Study, figure: Figure) -> pages.Page:
         "Replay",
         pages.keys(facts),
         pages.paragraph(show.fidelity_sentence(study.fidelity)),
-        *(pages.paragraph(note) for note in study.notes),
+        *(pages.paragraph(note) for note in [*study.notes, *show.left_out(len(study.outcomes))]),
     )
     result.section(
         "Corrections",
         pages.table(show.overall_table(study)),
-        pages.figure(figure, alt="Share kept by length, effective sample size, learning-rate scale and bias"),
+        *(pages.panels(line) for line in draw.panels(study)),
     )
     result.section("Kept share", pages.table(show.group_table(study)))
     if agreement := list(show.agreement_tables(study)):
         result.section("Agreement", *(pages.table(table) for table in agreement))
-    if 1 < len(study.steps) <= _STEPS:
+    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= show.MOST_COMPARED:
         fields = ("kept_tokens", "ess", "lr_scale")
         by_step = [pages.details(show.OVERALL[name], pages.table(show.step_table(study, name))) for name in fields]
         result.section("By step", *by_step)
@@ -68,6 +69,6 @@ def page(study: Study, figure: Figure) -> pages.Page:
     return result
 
 
-def write(study: Study, figure: Figure, path: Path) -> int:
+def write(study: Study, path: Path) -> int:
     """Returns the size of the page in bytes."""
-    return page(study, figure).write(path)
+    return page(study).write(path)

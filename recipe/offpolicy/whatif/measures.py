@@ -30,6 +30,9 @@ class Measures:
         kept_tokens, kept_rows: shares kept of them; a row is kept if a token of it is.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
         ess_rows: likewise, of each row's mean of w k.
+        mismatch_left: share of the mismatch that lies on tokens which are kept, sum k3 k / sum k3 with
+            k3 = rho - 1 - log rho of the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi).
+            What a mask is for: the further below ``kept_tokens``, the better it picks the tokens that are off.
         lr_scale: norm of the corrected gradient weights against that of the uncorrected ones,
             sqrt(sum (f A)^2 / sum (r A)^2): by how much the correction turns the learning rate, were the gradients of
             tokens of one size and unrelated.
@@ -54,6 +57,7 @@ class Measures:
     kept_rows: float | None
     ess: float | None
     ess_rows: float | None
+    mismatch_left: float | None
     lr_scale: float | None
     projection: float | None
     reference_rows: float
@@ -93,6 +97,7 @@ def measures(sums: Sums) -> Measures:
         kept_rows=_over(of("kept_rows"), of("rows")),
         ess=_ess(of("applied"), of("applied_square"), of("valid")),
         ess_rows=_ess(of("row_applied"), of("row_applied_square"), of("valid_rows")),
+        mismatch_left=_over(of("mismatch/kept"), of("mismatch")),
         lr_scale=_root(_over(of("corrected"), of("uncorrected"))),
         projection=_over(of("product"), of("uncorrected")),
         reference_rows=reference_rows,

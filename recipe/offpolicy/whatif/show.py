@@ -14,6 +14,7 @@ from .results import Outcome, Study
 OVERALL = {
     "kept_tokens": "tokens kept",
     "kept_rows": "rows kept",
+    "mismatch_left": "mismatch left",
     "ess": "ESS",
     "ess_rows": "ESS rows",
     "lr_scale": "lr scale",
@@ -24,6 +25,8 @@ OVERALL = {
     "bias_sequence_systematic": "of it shift",
 }
 """Field of ``Measures`` -> heading."""
+MOST_COMPARED = 30
+"""Corrections up to which tables have a column for each: beyond, nobody reads them, and a page grows too large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 
@@ -47,11 +50,11 @@ def overall_table(study: Study) -> Table:
     return Table(columns, rows, title="What each correction would have done")
 
 
-def group_names(study: Study) -> dict[str, str]:
+def group_names(outcome: Outcome) -> dict[str, str]:
     """Group -> its heading; a family of which there is a single group is left out, except for lengths."""
     names: dict[str, str] = {}
     for family in _FAMILIES:
-        groups = [name for name in kept_by_group(study.outcomes[0]) if name.startswith(f"{family}/")]
+        groups = [name for name in kept_by_group(outcome) if name.startswith(f"{family}/")]
         if len(groups) > 1 or family == "length":
             names |= {name: heading(name) for name in groups}
     return names
@@ -70,7 +73,7 @@ def heading(group: str) -> str:
 
 def group_table(study: Study) -> Table:
     """Tokens kept by length of the row, sign of its advantage, staleness and turn: a line a correction."""
-    names = group_names(study)
+    names = group_names(study.outcomes[0])
     rows = []
     for place, outcome in enumerate(study.outcomes):
         groups = kept_by_group(outcome)
@@ -86,8 +89,20 @@ def step_table(study: Study, field: str) -> Table:
     return Table(columns, rows, title=f"{OVERALL[field]} by step")
 
 
+def left_out(corrections: int) -> list[str]:
+    """A sentence about tables that so many corrections are too many for; none where all are shown."""
+    if corrections <= MOST_COMPARED:
+        return []
+    return [
+        f"{corrections} corrections are more than {MOST_COMPARED}: no tables of their agreement or by step are shown. "
+        f"--json has both."
+    ]
+
+
 def agreement_tables(study: Study) -> Iterator[Table]:
-    """Between each pair of corrections; of rejections only those corrections that reject something."""
+    """Between each pair of corrections, up to ``MOST_COMPARED``; rejections only of those that reject something."""
+    if len(study.outcomes) > MOST_COMPARED:
+        return
     agreement = study.agreement
     rejecting = [
         place for place, outcome in enumerate(study.outcomes) if not math.isnan(agreement.jaccard_tokens[place, place])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec
 from ..correction.catalogue import BUCKETS, SIGNS, STALENESS
-from ..correction.ratios import exp_clamped, log_ratio, valid_tokens
+from ..correction.ratios import EXP_CLAMP, exp_clamped, log_ratio, valid_tokens
 from ..recording import Rows
 from .base_loss import BaseLoss
 from .blocks import Block
@@ -51,6 +51,8 @@ COLUMNS = (
     *(f"count/{sign}" for sign in SIGNS),
     *(f"turn/{turn}/tokens" for turn in TURN_GROUPS),
     *(f"turn/{turn}/kept" for turn in TURN_GROUPS),
+    "mismatch",  # sum of k3 of pi / mu
+    "mismatch/kept",
 )
 INDEX = {name: place for place, name in enumerate(COLUMNS)}
 
@@ -67,6 +69,7 @@ class Judged:
         base_loss: of the run.
         base_factor: (B, W) float64, its factor with the recorded pi_old.
         references: log of rho, pi / mu of the token, (B, W), and of the row's tokens, (B, 1); exponentiated.
+        mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
     """
 
     block: Block
@@ -75,6 +78,7 @@ class Judged:
     base_loss: BaseLoss
     base_factor: Tensor
     references: dict[str, Tensor]
+    mismatch: Tensor
 
     @cached_property
     def ideal(self) -> dict[str, Tensor]:
@@ -107,6 +111,7 @@ class Judged:
             "tokens": tokens,
             "rows": (tokens > 0).double(),
             "uncorrected": _dot(self.uncorrected, self.uncorrected),
+            "mismatch": self.mismatch.sum(-1),
         }
         ratio = self.references["sequence"][:, 0] * self.counted.amax(-1)
         columns |= {"ratio": ratio, "ratio_square": ratio.square()}
@@ -131,6 +136,7 @@ def judged(block: Block, base_loss: BaseLoss) -> Judged:
         base_loss=base_loss,
         base_factor=base_loss.factor(log_ratio(block.log_prob, block.old_log_prob, counted), advantages),
         references={"token": exp_clamped(full), "sequence": exp_clamped(full.sum(-1, keepdim=True))},
+        mismatch=torch.expm1(full.clamp(-EXP_CLAMP, EXP_CLAMP)) - full,
     )
 
 
@@ -171,6 +177,7 @@ def row_sums(by: Decided, of: Judged, weighed: Tensor) -> NDArray[np.float64]:
         "valid_rows": (valid > 0).double(),
         "corrected": _dot(weighed, weighed),
         "product": _dot(weighed, of.uncorrected),
+        "mismatch/kept": torch.where(by.keep, of.mismatch, 0.0).sum(-1),
     }
     for reference, ideal in of.ideal.items():
         gap = weighed - ideal
