@@ -1,0 +1,186 @@
+"""A launch that stops says what would mend it, and does not stop for that any more once it is pasted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from applications import NEEDED, application, changed
+from corrections import opsm
+from doctor_cases import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
+from mended import with_overrides
+from omegaconf import DictConfig, open_dict
+
+from recipe.offpolicy.correction import Problem
+from recipe.offpolicy.doctor.diagnosis import judged
+from recipe.offpolicy.doctor.launch import OURS, Launch
+
+pytestmark = pytest.mark.verl(">=0.9")
+
+Changes = dict[str, Any]
+OPSM: Changes = {"correction.masks": {"opsm": opsm(0.1)}}
+CLIP: Changes = {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}, f"{ACTOR}.use_kl_loss": True}
+LOGLINEAR: Changes = {"correction.proximal": "loglinear", "correction.alpha": 0.5}
+ESTIMATOR = "algorithm.adv_estimator"
+ENV = "ray_kwargs.ray_init.runtime_env"
+SHADOW = "offpolicy.shadow"
+
+# What is changed beside correction=[tis_token,gsm], and the key of the problem that it makes.
+BY_NAME: dict[str, tuple[Changes, str]] = {
+    "a lower bound above agreement": ({"correction.masks.gsm.lower": 1.005}, "correction.masks.gsm.lower"),
+    "an upper bound below agreement": ({"correction.weight.upper": 0.5}, "correction.weight.upper"),
+    "a weight on pi / mu beside a ratio": ({"correction.weight.ratio": "full"}, "correction.weight.ratio"),
+    "an order of no masks": (
+        {"correction.masks": {}, "correction.skyrl_compat": True},
+        "correction.skyrl_compat",
+    ),
+    "a share of the policy that nothing reads": ({"correction.alpha": 0.5}, "correction.alpha"),
+    "no share of the policy": ({"correction.proximal": "loglinear"}, "correction.alpha"),
+    "a weight that counts twice": ({"correction.proximal": "bypass"}, "correction.weight.ratio"),
+    "a mask on a ratio of 1": (
+        {"correction.proximal": "reuse", "correction.masks.gsm.ratio": "ppo"} | ONE_STEP,
+        "correction.masks.gsm.ratio",
+    ),
+    "a clip of a ratio of 1": ({"correction.proximal": "reuse"} | ONE_STEP | CLIP, "correction.kl_clip"),
+    "a count before pi_old": (LOGLINEAR | {"correction.denominator": "kept"}, "correction.denominator"),
+    "a count that changes": (OPSM | {"correction.denominator": "kept"}, "correction.denominator"),
+    "a count of all": ({"correction.masks": {}, "correction.denominator": "kept"}, "correction.denominator"),
+    "a count that the loss has not": (
+        {"correction.denominator": "kept", f"{ACTOR}.loss_agg_mode": "token-sum"},
+        f"{ACTOR}.loss_agg_mode",
+    ),
+    "a count of rows that are dealt anew": (
+        {"correction.denominator": "kept", f"{ACTOR}.shuffle": True},
+        f"{ACTOR}.shuffle",
+    ),
+    "a circular baseline": (OPSM | {"correction.baseline": "exclude"}, "correction.baseline"),
+    "a baseline without rejected rows": (
+        {"correction.masks": {}, "correction.baseline": "exclude"},
+        "correction.baseline",
+    ),
+    "a baseline without groups": ({"correction.baseline": "exclude", ESTIMATOR: "gae"}, ESTIMATOR),
+    "a proximal policy misspelt": ({"correction.proximal": "recompue"}, "correction.proximal"),
+    "pi_old of a later step": ({"correction.proximal": "reuse"}, "correction.proximal"),
+    "pi_old in the reward": (LOGLINEAR | {"algorithm.use_kl_in_reward": True}, "correction.proximal"),
+    "pi_old in the estimator": (LOGLINEAR | {ESTIMATOR: "optimal_token_baseline"}, "correction.proximal"),
+    "pi_old that nothing reads": (
+        NONE | {"correction.proximal": "bypass", LOSS_MODE: "gpg"},
+        "correction.proximal",
+    ),
+    "a clip where nothing has moved": (ONE_STEP | CLIP, "correction.kl_clip"),
+    "a clip of k1": (CLIP | {f"{ACTOR}.kl_loss_type": "k1"}, f"{ACTOR}.kl_loss_type"),
+    "verl's distillation": ({"distillation.enabled": True}, "distillation.enabled"),
+    "versions by row alone": (
+        {"correction.masks.gsm.level": "version", "trainer.v1.trainer_mode": "colocate_async"},
+        "correction.masks.gsm.level",
+    ),
+    "another rollout engine": ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name"),
+    "a batch below a mini-batch": ({"data.train_batch_size": 128}, f"{ACTOR}.ppo_mini_batch_size"),
+    "variables that are none": ({ENV: "cpu"}, ENV),
+    "a variable of another value": ({f"{ENV}.env_vars.VERL_PLATFORM": "cuda"}, f"{ENV}.env_vars.VERL_PLATFORM"),
+    "a set-up that nothing reads": ({"setup.engine": "same"}, "setup.engine"),
+    "a set-up of no keys": ({"setup": 5}, "setup"),
+    "a set-up's key misspelt": ({"setup.modle": "moe"}, "setup.modle"),
+    "a set-up's value misspelt": ({"setup.model": "densee"}, "setup.model"),
+    "no mini-batches": ({"setup.minibatches": 0}, "setup.minibatches"),
+    "shadows that are none": ({SHADOW: 5}, SHADOW),
+    "a shadow of no name": ({SHADOW: [5]}, SHADOW),
+    "a shadow that there is not": ({SHADOW: ["gms"]}, SHADOW),
+    "a shadow twice": ({SHADOW: ["gsm", "gsm"]}, SHADOW),
+    "several shadows in one word": ({SHADOW: ["gsm,opsm"]}, SHADOW),
+    "a shadow with a pi_old of its own": ({SHADOW: ["bypass"]}, SHADOW),
+    "a shadow of nothing": ({SHADOW: ["none"]}, SHADOW),
+    "a delta of no shadow": ({"offpolicy.shadow_delta": 0.5}, "offpolicy.shadow_delta"),
+    "a delta in words": ({SHADOW: ["opsm"], "offpolicy.shadow_delta": "low"}, "offpolicy.shadow_delta"),
+    "a fallback of no name": (
+        {"offpolicy.alarms.ess.action": "fallback", "offpolicy.alarms.ess.fallback": 5},
+        "offpolicy.alarms.ess.fallback",
+    ),
+}
+
+# The same of verl's own correction, launched by verl.
+OF_VERL: dict[str, tuple[Changes, str]] = {
+    "two bounds where there is one": (
+        {f"{VERL}.rollout_rs": "seq_max_k2", f"{VERL}.rollout_rs_threshold": "0.5_2.0"},
+        f"{VERL}.rollout_rs_threshold",
+    ),
+    "a worker that weighs otherwise": (
+        {
+            f"{VERL}.bypass_mode": True,
+            f"{VERL}.rollout_is": "token",
+            LOSS_MODE: "bypass_mode",
+            WORKERS: {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "bypass_mode": True},
+        },
+        f"{VERL}.rollout_is",
+    ),
+    "the loss of bypass mode without it": ({LOSS_MODE: "bypass_mode"}, LOSS_MODE),
+    "mu for the legacy actor": ({f"+{ACTOR}.use_rollout_log_probs": True}, f"{ACTOR}.use_rollout_log_probs"),
+    "a mode that nothing reads": (
+        {"trainer.use_v1": False, "trainer.v1.trainer_mode": "separate_async"},
+        "trainer.v1.trainer_mode",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[DictConfig]:
+    with application("correction=[tis_token,gsm]", f"{ROLLOUT}.name=vllm", *NEEDED) as config:
+        yield config
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+
+
+def told(module: str, config: DictConfig, key: str) -> list[Problem]:
+    diagnosis = judged(changed(config, {}), Launch(module, ()))
+    return [problem for problem in diagnosis.problems if problem.key == key]
+
+
+def follow(module: str, config: DictConfig, key: str) -> None:
+    problems = told(module, config, key)
+    assert problems, judged(config, Launch(module, ())).problems
+    for problem in problems:
+        assert problem.overrides, problem
+        mended = with_overrides(config, problem.overrides)
+        assert problem.reason not in [left.reason for left in told(module, mended, key)], problem
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_is_proposed_mends_a_launch_of_ours(name: str, base: DictConfig) -> None:
+    changes, key = BY_NAME[name]
+    follow(OURS, changed(base, changes), key)
+
+
+@pytest.mark.parametrize("name", OF_VERL)
+def test_what_is_proposed_mends_a_launch_of_verl(name: str, base: DictConfig) -> None:
+    changes, key = OF_VERL[name]
+    plain = changed(base, {name.lstrip("+"): value for name, value in changes.items()})
+    with open_dict(plain):
+        for section in ("correction", "offpolicy", "setup"):
+            del plain[section]
+    follow(VERLS, plain, key)
+
+
+# What is changed beside correction=auto setup.model=dense.
+CHOSEN: dict[str, tuple[Changes, str]] = {
+    "a number that is contradicted": ({"setup.minibatches": 3}, "setup.minibatches"),
+    "stale rows without a limit": (
+        {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sampler.max_off_policy_threshold": 20},
+        "trainer.v1.sampler.max_off_policy_threshold",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Iterator[DictConfig]:
+    with application("correction=auto", "setup.model=dense", f"{ROLLOUT}.name=vllm", *NEEDED) as config:
+        yield config
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_proposed_mends_a_launch_that_chooses(name: str, chosen: DictConfig) -> None:
+    changes, key = CHOSEN[name]
+    follow(OURS, changed(chosen, changes), key)
