@@ -6,7 +6,8 @@
 #   bash scripts/copy_into_fork.sh PATH --undo       remove what was copied
 #
 #   --no-smoke   copy only
-#   --force      overwrite edits that were made to copied files; files that were never copied are never overwritten
+#   --force      replace copied files that were edited, and keep each as FILE.orig; files that were never copied are
+#                never overwritten
 #   VENV=path    the environment that runs the fork, for the smoke test; by default the `python` in PATH
 #   OFFPOLICY_ALLOW_UNTESTED_VERL=1   try a release of verl that the recipe was not tested with
 #

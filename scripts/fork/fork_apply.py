@@ -13,6 +13,8 @@ from fork_checkout import Refused
 from fork_manifest import NAME, NEW, Manifest
 from fork_plan import CopyPlan, UndoPlan, obstacle
 
+_COMPILED = frozenset({".pyc", ".nbi", ".nbc"})
+
 
 def check_writable(root: Path, paths: Iterable[str]) -> None:
     """Whether files can be put at `paths` or removed from there, and the manifest written.
@@ -44,6 +46,9 @@ def copy(root: Path, plan: CopyPlan, earlier: Manifest | None) -> bool:
     clean_up(root, plan.manifest)
     if earlier == plan.final and not plan.write and not plan.remove:
         return False
+    # Before the manifest: after it an edit counts as known, and a second call would replace it.
+    for path, kept in plan.overwritten.items():
+        (root / path).rename(root / kept)
     fork_manifest.write(root, plan.manifest)
     for file in plan.write:
         target = root / file.path
@@ -74,13 +79,14 @@ def clean_up(root: Path, manifest: Manifest | None) -> None:
 
 
 def _remove(root: Path, path: str) -> None:
-    """A file, and what Python compiled from it."""
+    """A file, and what Python and numba compiled from it."""
     target = root / path
     target.unlink(missing_ok=True)
     if target.suffix == ".py":
         cache = target.parent / "__pycache__"
-        for compiled in cache.glob(f"{target.stem}.*.pyc"):
-            compiled.unlink()
+        for compiled in cache.glob(f"{target.stem}.*"):
+            if compiled.suffix in _COMPILED:
+                compiled.unlink()
         with contextlib.suppress(OSError):
             cache.rmdir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections import Counter
@@ -28,17 +29,17 @@ def main(arguments: Sequence[str]) -> int:
     if options.undo and (options.force or options.no_smoke):
         return _refuse("--undo goes with --dry-run alone: it never removes what was edited, and starts nothing.")
     try:
-        return _undo(options) if options.undo else _copy(options)
+        status = _undo(options) if options.undo else _copy(options)
+        sys.stdout.flush()
+        return status
     except Refused as error:
         return _refuse(str(error))
+    except BrokenPipeError:
+        # Whoever reads has seen enough. Python would write what is left at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE if options.dry_run else _stopped("nobody reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
-        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        print(
-            f"copy_into_fork: stopped: {why}\n"
-            f"Fix: run the same command again to finish, or --undo to remove what is there.",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
+        return _stopped("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--force", action="store_true", help="overwrite edits that were made to copied files")
     parser.add_argument("--no-smoke", action="store_true", help="copy only")
     return parser
+
+
+def _stopped(why: str) -> int:
+    print(
+        f"copy_into_fork: stopped: {why}\n"
+        f"Fix: run the same command again to finish, or --undo to remove what is there.",
+        file=sys.stderr,
+    )
+    return INTERRUPTED
 
 
 def _refuse(message: str) -> int:
@@ -94,8 +104,8 @@ def _say_plan(plan: CopyPlan, *, done: bool) -> None:
     wrote, removed = ("wrote", "removed") if done else ("would write", "would remove")
     if plan.write:
         _say(f"{wrote} {len(plan.write)} files: {_by_room([file.path for file in plan.write])}")
-    for path in plan.overwritten:
-        _say(f"the edits of {path} are overwritten")
+    for path, kept in plan.overwritten.items():
+        _say(f"{path} was edited: {'its content is kept' if done else 'its content would be kept'} in {kept}")
     if plan.remove:
         _say(f"{removed} {len(plan.remove)} files that are no longer shipped: {_by_room(plan.remove)}")
     if plan.unchanged:
@@ -112,15 +122,19 @@ def _by_room(paths: Sequence[str]) -> str:
 
 
 def _smoke(checkout: Checkout, place: Place) -> int:
-    _say(f"smoke test with {sys.executable}")
-    for outcome in smoke_test(checkout, place, sys.executable):
-        verdict = "FAILED" if outcome.error else "ok"
-        print(f"    {outcome.name:<15} {verdict:<6} {outcome.seconds:5.1f} s  {_brief(outcome.said)}", flush=True)
-        if outcome.error:
-            _say(f"the smoke test failed at {outcome.name}: {outcome.error}")
-            _say("the copy stays. Fix: VENV=path of an environment that runs this checkout, or --undo")
+    _say(f"smoke test with {sys.executable}, half a minute to a few")
+    for outcome in smoke_test(checkout, place, sys.executable, begin=_say_step):
+        verdict = "ok" if outcome.failure is None else "FAILED"
+        print(f"{verdict:<6} {outcome.seconds:5.1f} s  {_brief(outcome.said)}", flush=True)
+        if outcome.failure is not None:
+            _say(f"the smoke test failed at {outcome.name}: {outcome.failure.reason}")
+            _say(f"the copy stays, until --undo. Fix: {outcome.failure.fix}")
             return SMOKE_FAILED
     return DONE
+
+
+def _say_step(name: str) -> None:
+    print(f"    {name:<15} ", end="", flush=True)
 
 
 def _brief(said: str) -> str:

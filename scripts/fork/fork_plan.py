@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +23,7 @@ class CopyPlan:
         unchanged: paths that hold what they should.
         remove: paths of an earlier copy that are no longer shipped.
         disowned: the same, with edits: they stay, and are the user's from now on.
-        overwritten: edited copies that `--force` gives up.
+        overwritten: edited copies that `--force` replaces -> the path under which each is kept.
     """
 
     manifest: Manifest
@@ -29,7 +31,7 @@ class CopyPlan:
     unchanged: tuple[str, ...]
     remove: tuple[str, ...]
     disowned: tuple[str, ...]
-    overwritten: tuple[str, ...]
+    overwritten: Mapping[str, str]
 
     @property
     def final(self) -> Manifest:
@@ -101,7 +103,7 @@ def plan_copy(
             _listed("these exist with other content, and are not of a copy", foreign, "rename or remove them")
         )
     if edited and not force:
-        fix = "keep your edits elsewhere and restore the files, or --force to overwrite them"
+        fix = "--force, which replaces them and keeps each beside itself as FILE.orig"
         raise Refused(_listed("these were edited since they were copied", edited, fix))
     stale = {path: entry for path, entry in known.items() if path not in entries}
     gone = [path for path, entry in stale.items() if removable(root, path, entry)]
@@ -117,7 +119,8 @@ def plan_copy(
         # Files on their way out are known until they are gone, so that an interruption forgets none.
         files=entries | {path: stale[path] for path in gone},
     )
-    return CopyPlan(manifest, tuple(write), tuple(unchanged), tuple(gone), tuple(left), tuple(edited))
+    kept = {path: _free_name(root, path) for path in edited}
+    return CopyPlan(manifest, tuple(write), tuple(unchanged), tuple(gone), tuple(left), kept)
 
 
 def plan_undo(root: Path, manifest: Manifest) -> UndoPlan:
@@ -160,6 +163,12 @@ def obstacle(root: Path, path: str) -> str | None:
         if there.exists() and not (there.is_file() if step == path else there.is_dir()):
             return f"{step} ({'no plain file' if step == path else 'no folder'})"
     return None
+
+
+def _free_name(root: Path, path: str) -> str:
+    """path.orig, or path.orig2 and so on where that is taken."""
+    names = (f"{path}.orig{number if number > 1 else ''}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(root / name))
 
 
 def _steps(path: str) -> Iterator[str]:

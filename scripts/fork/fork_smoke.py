@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fork_checkout import Checkout, Place, release_of
 
@@ -18,7 +20,9 @@ _WHERE = (
     "print(json.dumps([verl.__file__, recipe.__file__, verl_patches.__file__, verl.__version__]))"
 )
 
-_LAUNCH = (
+_COPIED_OR_FORK = frozenset({"verl", "recipe", "verl_patches"})
+
+LAUNCH = (
     "correction=[tis_token,gsm]",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -28,55 +32,75 @@ _LAUNCH = (
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a step failed, and what mends that."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One step of the smoke test.
 
     Attributes:
         name: what was tried.
-        error: why it failed; "" where it did not.
+        failure: None where it did not fail.
         said: the step's last words.
     """
 
     name: str
     seconds: float
-    error: str
+    failure: Failure | None
     said: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a step's program ended."""
+
+    status: int
+    out: str
+    err: str
 
 
 @dataclass(frozen=True)
 class _Step:
     name: str
     arguments: tuple[str, ...]
-    judge: Callable[[str], str]  # takes the output; "" if it is as it should be
+    judge: Callable[[Ended], Failure | None]
 
 
-def smoke_test(checkout: Checkout, place: Place, python: str) -> Iterator[Outcome]:
-    """Runs the steps one after the other, up to the first that fails."""
+def smoke_test(
+    checkout: Checkout, place: Place, python: str, begin: Callable[[str], None] = lambda name: None
+) -> Iterator[Outcome]:
+    """Runs the steps one after the other, up to the first that fails; `begin` takes the name of each before."""
     for step in _steps(checkout, place):
+        begin(step.name)
         outcome = _run(step, checkout, place, python)
         yield outcome
-        if outcome.error:
+        if outcome.failure:
             return
 
 
 def _steps(checkout: Checkout, place: Place) -> tuple[_Step, ...]:
+    doctor = ("-m", "recipe.offpolicy.doctor", "--json", *LAUNCH)
     return (
-        _Step("imports", ("-c", _WHERE), lambda said: _judge_origins(said, checkout, place)),
-        _Step("--cfg job", ("-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"), _judge_configuration),
-        _Step("contracts", ("-m", "verl_patches"), lambda said: ""),
-        _Step("doctor", ("-m", "recipe.offpolicy.doctor", *_LAUNCH), lambda said: _judge_doctor(said, checkout)),
-        _Step("one CPU update", ("-m", "recipe.offpolicy.smoke"), lambda said: _judge_update(said, checkout)),
+        _Step("imports", ("-c", _WHERE), lambda ended: judge_origins(ended, checkout, place)),
+        _Step("--cfg job", ("-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"), judge_configuration),
+        _Step("contracts", ("-m", "verl_patches"), judge_contracts),
+        _Step("doctor", doctor, lambda ended: judge_doctor(ended, checkout)),
+        _Step("one CPU update", ("-m", "recipe.offpolicy.smoke"), lambda ended: judge_update(ended, checkout)),
     )
 
 
 def _run(step: _Step, checkout: Checkout, place: Place, python: str) -> Outcome:
     started = time.monotonic()
-    environment = environment_of(checkout, place)
     try:
         done = subprocess.run(
             [python, *step.arguments],
             cwd=checkout.root,
-            env=environment,
+            env=environment_of(checkout, place),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -84,12 +108,11 @@ def _run(step: _Step, checkout: Checkout, place: Place, python: str) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(step.name, time.monotonic() - started, f"it took more than {LIMIT} s", "")
+        failure = Failure(f"it took more than {LIMIT} s", "copy again when the machine is less busy")
+        return Outcome(step.name, time.monotonic() - started, failure, "")
     seconds = time.monotonic() - started
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        return Outcome(step.name, seconds, f"exit {done.returncode}:\n{tail}", "")
-    return Outcome(step.name, seconds, step.judge(done.stdout), (done.stdout.strip().splitlines() or [""])[-1])
+    failure = step.judge(Ended(done.returncode, done.stdout, done.stderr))
+    return Outcome(step.name, seconds, failure, (done.stdout.strip().splitlines() or [""])[-1])
 
 
 def environment_of(checkout: Checkout, place: Place) -> dict[str, str]:
@@ -106,8 +129,30 @@ def environment_of(checkout: Checkout, place: Place) -> dict[str, str]:
     }
 
 
-def _judge_origins(said: str, checkout: Checkout, place: Place) -> str:
-    verl, recipe, patches, release = json.loads(said.strip().splitlines()[-1])
+def failed(ended: Ended, fix: str) -> Failure | None:
+    """The failure of a program that ended with another status than 0.
+
+    Args:
+        fix: where it is not that a package is missing.
+    """
+    if ended.status == 0:
+        return None
+    if missing := re.search(r"No module named '([\w.]+)'", ended.err):
+        package = missing[1].partition(".")[0]
+        if package not in _COPIED_OR_FORK:
+            return Failure(f"{package} is not installed", f"VENV=path of an environment that has {package}")
+        return Failure(f"there is no {missing[1]}", "check out a release that the recipe was tested with")
+    lines = (ended.out + ended.err).strip().splitlines()
+    # Of a traceback the last line says it.
+    said = lines[-1:] if "Traceback (most recent call last):" in ended.err else lines[-12:]
+    return Failure("\n".join(said) or f"exit {ended.status}", fix)
+
+
+def judge_origins(ended: Ended, checkout: Checkout, place: Place) -> Failure | None:
+    """Whether what is imported is the fork's verl and the copy."""
+    if failure := failed(ended, "VENV=path of an environment that runs this checkout"):
+        return failure
+    verl, recipe, patches, release = json.loads(ended.out.strip().splitlines()[-1])
     here = checkout.root / place.folder
     wanted = {
         "verl": (verl, checkout.root / "verl" / "__init__.py"),
@@ -116,25 +161,59 @@ def _judge_origins(said: str, checkout: Checkout, place: Place) -> str:
     }
     for name, (found, expected) in wanted.items():
         if Path(found).resolve() != expected:
-            return f"{name} was imported from {found}, not from {expected}"
-    release = release_of(release)
-    return "" if release == checkout.release else f"verl says it is {release}, its version file {checkout.release}"
+            fix = f"VENV=path of an environment that has no {name} of its own before PYTHONPATH"
+            return Failure(f"{name} was imported from {found}, not from {expected}", fix)
+    if (release := release_of(release)) != checkout.release:
+        fix = "make verl/__init__.py read verl/version/version, as verl does"
+        return Failure(f"verl says it is {release}, its version file {checkout.release}", fix)
+    return None
 
 
-def _judge_configuration(said: str) -> str:
-    keys = {line.partition(":")[0] for line in said.splitlines() if line[:1].isalpha()}
+def judge_configuration(ended: Ended) -> Failure | None:
+    """Whether our sections compose with the fork's."""
+    fix = "compare verl/trainer/config with that of the release, which our primary configuration inherits"
+    if failure := failed(ended, fix):
+        return failure
+    keys = {line.partition(":")[0] for line in ended.out.splitlines() if line[:1].isalpha()}
     missing = {"actor_rollout_ref", "algorithm", "trainer", "correction", "offpolicy"} - keys
-    return f"the composed configuration lacks {', '.join(sorted(missing))}" if missing else ""
+    return Failure(f"the composed configuration lacks {', '.join(sorted(missing))}", fix) if missing else None
 
 
-def _judge_doctor(said: str, checkout: Checkout) -> str:
-    """Every check that a launch makes at its start, on the fork's own configuration and release."""
-    path, *_, conclusion = said.strip().splitlines()
-    if not path.startswith(f"verl {checkout.release}, "):
-        return f"it looked at {path}"
-    return "" if conclusion.startswith("LIVE: ") else conclusion
+def judge_contracts(ended: Ended) -> Failure | None:
+    """Whether every seam holds; each that does not says its own fix."""
+    moved = [line for line in ended.err.splitlines() if "Fix: " in line]
+    if ended.status and moved:
+        return Failure("\n".join(moved), "as each line says; the fork has changed what the correction goes through")
+    return failed(ended, "run `python -m verl_patches` there, which shows every seam")
 
 
-def _judge_update(said: str, checkout: Checkout) -> str:
+def judge_doctor(ended: Ended, checkout: Checkout) -> Failure | None:
+    """Whether a correction passes every check of a launch, on the fork's own configuration and release."""
+    try:
+        said: dict[str, Any] = json.loads(ended.out)
+    except ValueError:
+        return failed(ended, "run the doctor there by itself") or Failure("it printed no JSON", "copy again")
+    if said["error"]:
+        return Failure(said["error"], "as it says")
+    release = said["path"]["release"] if said["path"] else None
+    if release != checkout.release:
+        return Failure(f"it looked at verl {release}, not {checkout.release}", "VENV=path of another environment")
+    if said["verdict"] == "LIVE":
+        return None
+    problems = [problem for row in said["corrections"] for problem in row["problems"]]
+    lines = [f"{_given(each)}{each['reason']} {each['fix']}".rstrip() for each in problems]
+    return Failure("\n".join(dict.fromkeys(lines)), "as each line says, in the fork's own configuration")
+
+
+def _given(problem: dict[str, Any]) -> str:
+    key, value = problem["key"], problem["value"]
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}: " if key else ""
+
+
+def judge_update(ended: Ended, checkout: Checkout) -> Failure | None:
+    """Whether one update through the fork's loss was live."""
+    fix = "compare verl/workers/utils/losses.py with that of the release: the correction goes through its ppo_loss"
+    if failure := failed(ended, fix):
+        return failure
     wanted = f"LIVE through verl {checkout.release} in {checkout.root / 'verl'}:"
-    return "" if wanted in said else f"it did not say that the correction is {wanted}"
+    return None if wanted in ended.out else Failure(f"it did not say that the correction is {wanted}", fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,12 +99,30 @@ def test_an_edit_stops_an_update_unless_it_is_forced(
     put(project, {"verl_patches/__init__.py": "newer\n"})
     before = snapshot(fork)
     assert copy(fork) == REFUSED
-    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in said
     assert snapshot(fork) == before
+    assert copy(fork, "--force", "--dry-run") == DONE
+    assert snapshot(fork) == before
+    capsys.readouterr()
     assert copy(fork, "--force") == DONE
-    assert "the edits of recipe/offpolicy/main.py are overwritten" in capsys.readouterr().out
+    assert "its content is kept in recipe/offpolicy/main.py.orig\n" in capsys.readouterr().out
     assert (fork / "recipe/offpolicy/main.py").read_text() == "one\n"
+    assert (fork / "recipe/offpolicy/main.py.orig").read_text() == "edited\n"
     assert (fork / "verl_patches/__init__.py").read_text() == "newer\n"
+
+
+def test_what_was_kept_before_stays(project: Path, fork: Path) -> None:
+    before = snapshot(fork)
+    copy(fork)
+    for text in ("first\n", "second\n"):
+        put(fork, {"recipe/offpolicy/main.py": text})
+        assert copy(fork, "--force") == DONE
+    assert call(fork, "--undo") == DONE
+    assert new_files(fork, before) == {
+        "recipe/offpolicy/main.py.orig": "first\n",
+        "recipe/offpolicy/main.py.orig2": "second\n",
+    }
 
 
 def test_an_undo_leaves_edits_and_what_else_lies_there(
@@ -130,13 +149,15 @@ def test_an_edited_file_that_is_no_longer_shipped_becomes_the_users(project: Pat
     assert (fork / "recipe/offpolicy/deep/er.py").read_text() == "edited\n"
 
 
-def test_bytecode_goes_with_its_source_and_no_other_does(project: Path, fork: Path) -> None:
+def test_what_was_compiled_goes_with_its_source_and_no_other_does(project: Path, fork: Path) -> None:
     before = snapshot(fork)
     copy(fork)
     caches = {
         "verl_patches/__pycache__/__init__.cpython-311.pyc": "x",
         "recipe/offpolicy/__pycache__/main.cpython-311.pyc": "x",
         "recipe/offpolicy/__pycache__/main.cpython-312.opt-1.pyc": "x",
+        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.nbi": "x",
+        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.1.nbc": "x",
         "recipe/offpolicy/__pycache__/theirs.cpython-311.pyc": "x",
     }
     put(fork, caches)
@@ -155,6 +176,23 @@ def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: p
     assert call(fork, "--undo", "--dry-run") == DONE
     assert "would remove 7 files" in capsys.readouterr().out
     assert snapshot(fork) == copied
+
+
+@pytest.mark.parametrize(("options", "status"), [(["--dry-run"], 0), (["--no-smoke"], 3)])
+def test_a_reader_that_leaves_early(fork: Path, options: list[str], status: int) -> None:
+    """As `| head` does, before the first line; a copy says so, for it is not known how far it came."""
+    before = snapshot(fork)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork), *options]
+    environment = {**git_free(), "VENV": sys.prefix}
+    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == status
+    assert done.stderr.startswith("copy_into_fork: stopped: nobody reads" if status else "")
+    assert "Error" not in done.stderr
+    assert status == 0 or "Fix: run the same command again" in done.stderr
+    assert snapshot(fork) == before
 
 
 def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:

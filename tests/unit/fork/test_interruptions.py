@@ -60,6 +60,20 @@ def prepare(what: str, project: Path, fork: Path) -> None:
         put(project, PROJECT)
 
 
+def test_an_edit_is_kept_whatever_interrupts_its_replacement(
+    project: Path, fork: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy(fork)
+    put(fork, {"recipe/offpolicy/main.py": "edited\n"})
+    interruption = Interruption(os, "replace", monkeypatch)
+    interruption.arm(1)
+    assert copy(fork, "--force") == INTERRUPTED
+    interruption.arm(0)
+    assert copy(fork) == DONE
+    assert (fork / "recipe/offpolicy/main.py").read_text() == "one\n"
+    assert (fork / "recipe/offpolicy/main.py.orig").read_text() == "edited\n"
+
+
 @pytest.mark.parametrize(("module", "name"), POINTS, ids=[name for _, name in POINTS])
 @pytest.mark.parametrize("then", ["copy", "undo"])
 @pytest.mark.parametrize("what", ["copy", "update", "undo"])
