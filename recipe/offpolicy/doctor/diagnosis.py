@@ -134,8 +134,11 @@ def _path(config: DictConfig) -> LivePath | None:
 
 def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
     """The verdicts on verl's own programs: on its own correction alone."""
-    problems = [*unresolved_interpolations(config), *unreadable_values(config), *find_pairs(overrides)]
-    if launch.module not in VERLS:
+    known = launch.module in VERLS
+    problems = [*unresolved_interpolations(config), *find_pairs(overrides)]
+    if known:
+        problems += unreadable_values(config)
+    else:
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
         problems.append(Problem("module", launch.module, reason, fix))
@@ -143,7 +146,7 @@ def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Seq
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))
     read_otherwise = {problem.key for problem in problems}
-    found = found_by((*OF_VERLS_OWN, *REMARKS), config, CorrectionSpec())
+    found = found_by((*OF_VERLS_OWN, *REMARKS) if known else (), config, CorrectionSpec())
     problems += [problem for problem in found if problem.key not in read_otherwise]
     rows, notes = arranged(parts_of(config, CorrectionSpec()), problems)
     asked = bool(active(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -31,6 +32,8 @@ VERLS = ("verl.trainer.main_ppo",)
 """Programs of verl whose trainers and workers the checks know."""
 _OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
+_FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
+"""A place of a search path that is looked for from the current directory."""
 
 
 class LaunchError(ValueError):
@@ -166,4 +169,8 @@ def _whole(error: BaseException | None) -> str:
         if (text := str(error).strip()) and text not in said:
             said.append(text)
         error = error.__cause__
-    return "\n".join(said)
+    whole = "\n".join(said)
+    places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
+    if places:
+        whole += f"\nThere is no {' and no '.join(places)} here, in {os.getcwd()}. Fix: ask from where it is launched."
+    return whole

@@ -22,15 +22,19 @@ def overrides_said(unknowns: Sequence[Unknown], script: Path) -> str:
 
 def said(unknowns: Sequence[Unknown], script: Path) -> str:
     """Why these are not known, each cause once, and one fix for all that have the same."""
-    causes = dict.fromkeys(f"{each.why} (line {each.line})" for each in unknowns)
+    lines: dict[str, int] = {}
+    for each in unknowns:
+        lines.setdefault(each.why, each.line)
+    causes = [f"{why} (line {line})" for why, line in lines.items()]
     fixes = dict.fromkeys(filter(None, (*_exports(unknowns), _in_front(unknowns), *_values(unknowns, script))))
     mend = f" Fix: {', and '.join(fixes)}." if fixes else ""
     return f"{'; '.join(causes)}.{mend}"
 
 
 def _exports(unknowns: Sequence[Unknown]) -> list[str]:
-    names = dict.fromkeys(found[1] for each in unknowns if (found := _unset(each)))
-    fixes = [f"export {name}, even empty" for name in names if not name.isdigit()]
+    # ${X:?} takes no empty value.
+    names = {found[1]: found[0] == each.why for each in unknowns if (found := _unset(each))}
+    fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
         fixes.append("give the script's arguments behind --script FILE")
     return fixes

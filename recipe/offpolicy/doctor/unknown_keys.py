@@ -14,9 +14,12 @@ from ..correction import Problem
 
 # Several names below a section, without a sign: no group, no addition and no deletion.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)\s*=(?P<value>.*)", re.S)
+_ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _FREE = re.compile(r"kwargs|override|env_vars|extra")
 """Names of sections in which verl takes any key."""
 _CLOSE = 0.85
+_TARGET = "_target_"
+_ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
 """Composes with these overrides."""
@@ -34,7 +37,9 @@ def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str) -> list
     if not plain:
         return []
     try:
-        config = compose([each for each in overrides if _PLAIN.fullmatch(each) is None])
+        # What cannot be added, because it is there, hides nothing either.
+        others = [each for each in overrides if _PLAIN.fullmatch(each) is None]
+        config = compose([f"+{each}" if _ADDED.match(each) else each for each in others])
     except (HydraException, OmegaConfBaseException):
         return []
     return [problem for found in plain for problem in _unknown(config, found["key"], found["value"], owner)]
@@ -49,17 +54,20 @@ def _unknown(config: DictConfig, key: str, value: str, owner: str) -> Iterator[P
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
         if name not in list(node):  # "in" leaves out what is still to be given
-            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(node, names, depth))
+            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(config, node, names, depth))
             return
         node = node._get_node(name)
 
 
-def _fix(section: DictConfig, names: Sequence[str], depth: int) -> str:
+def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int) -> str:
+    if _MEGATRON in names and _TARGET not in section and _ENGINE in config and config[_ENGINE] != _MEGATRON:
+        return f"Set {_ENGINE}={_MEGATRON}, which brings it, or leave it out."
     if not len(section) or any(map(_FREE.search, names[:depth])):
         return f"Write +{'.'.join(names)}: any key can be added there."
     known = [str(name) for name in section]
-    near = difflib.get_close_matches(names[depth], known, 1, _CLOSE)
-    instead = f", or set {'.'.join([*names[:depth], *near])}" if near else ""
+    near = [".".join([*names[:depth], name]) for name in difflib.get_close_matches(names[depth], known, 1, _CLOSE)]
+    near += [names[-1]] if names[-1] in config else []
+    instead = f", or set {near[0]}" if near else ""
     # verl makes dataclasses of its sections that name one, which take no further keys.
-    refused = "verl refuses it with a + too" if "_target_" in section else "with a + nothing of verl would read it"
+    refused = "verl refuses it with a + too" if _TARGET in section else "with a + nothing of verl would read it"
     return f"Leave it out{instead}; {refused}."

@@ -17,6 +17,8 @@ CONFIGURATION = """
 trainer: {total_epochs: 1, nnodes: '???'}
 actor: {_target_: a.Actor, lr: 1.0, extra_kwargs: {a: 1}}
 free: {}
+model_engine: dp
+megatron: {override: {}}
 nothing: null
 """
 
@@ -56,8 +58,23 @@ def test_a_folder_that_is_not_there_asks_for_no_package(program: Path) -> None:
     assert str(program / "none") in str(caught.value)
 
 
+def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recipes of verl have it, which are launched from the root of a checkout."""
+    source = "hydra: {searchpath: ['file://some/config']}\ndefaults: [shared, _self_]\n"
+    (program / "config" / "run.yaml").write_text(source)
+    monkeypatch.chdir(program)
+    with pytest.raises(LaunchError) as caught:
+        composed(launch())
+    fix = f"There is no some/config here, in {program}. Fix: ask from where it is launched."
+    assert str(caught.value).endswith(fix)
+    (program / "some" / "config").mkdir(parents=True)
+    (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
+    assert composed(launch()) == {"x": 1}
+
+
 def test_unknown_keys_are_told_at_once_and_none_is_to_be_added(program: Path) -> None:
     overrides = ["trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="]
+    overrides += ["actor.model_engine=x", "megatron.tp=2", "+trainer.total_epochs=1"]
     with pytest.raises(UnknownKeys) as caught:
         composed(launch(*overrides, "actor.lr=2", "actor.extra_kwargs.b=2", "+trainer.mine=1"))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
@@ -67,6 +84,8 @@ def test_unknown_keys_are_told_at_once_and_none_is_to_be_added(program: Path) ->
         f"actor.grad_offload=True: {has_none} Leave it out; verl refuses it with a + too.",
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
         f"trainer.no.such=: {has_none} Leave it out; {unread}",
+        f"actor.model_engine=x: {has_none} Leave it out, or set model_engine; verl refuses it with a + too.",
+        f"megatron.tp=2: {has_none} Set model_engine=megatron, which brings it, or leave it out.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
 

@@ -97,6 +97,11 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
     )
 
 
+def test_a_variable_that_may_not_be_empty(script: Path) -> None:
+    said = refused(script, f"Y=${{PLACE:?give it}}\n{LAUNCH} a.b=$Y c.d=$Y/e")
+    assert said.endswith("$PLACE is not set, and the script ends without it (line 1). Fix: export PLACE.")
+
+
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
     said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
     assert said.startswith(", line 3: whether this is launched is not known: ")
