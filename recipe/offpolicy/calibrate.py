@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .attribution.first import Screen
 from .calibration.floor import QUANTILE, ROUNDING
 from .calibration.joint import Joint, joint
 from .calibration.parts import placeholders
@@ -69,12 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request.check()
         recording = Recording(options.directory)
-        _ = recording.card  # a damaged one is said before the work
+        card = recording.card  # a damaged one is said before the work
         spec, unset = asked(recording, options.spec)
-        result = calibrated(recording, spec, request, unset)
+        screen = Screen(recording.steps)
+        result = calibrated(screen.watching(recording), spec, request, unset)
+        faults = screen.mend_first(card)
         now = None if unset else joint(recording, spec)
         then = joint(recording, result.spec)
-        _show(options, result, now, then)
+        _show(options, result, now, then, faults)
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return UNREACHED if missing else 0
 
 
-def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint) -> None:
+def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> None:
     confidence = options.confidence
     if options.png is not None:
         from .calibration.drawings import curves
@@ -90,15 +93,17 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
 
         save(curves(result.proposals, confidence), options.png)
     if options.html is not None:
-        _page(options, result, now, then).write(options.html)
+        _page(options, result, now, then, faults).write(options.html)
     if options.json:
-        print(json.dumps(plain(result, now, then, confidence), indent=2))  # noqa: T201
+        print(json.dumps(plain(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
     from rich.console import Console
 
     from .pages import fitted
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    if faults:
+        console.print(faults, markup=False, soft_wrap=not sys.stdout.isatty())
     lengths = [by_length(proposal, confidence) for proposal in result.proposals if proposal.lengths]
     for table in (overview(result, confidence), *lengths, together(now, then)):
         console.print(*fitted(table, console.width), sep="\n")
@@ -109,12 +114,14 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
         console.print("\nOverrides:", "    " + " ".join(pasted), sep="\n", markup=False, soft_wrap=True)
 
 
-def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint) -> Any:
+def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
     from .calibration.drawings import caption, curves
     from .pages import Page, code, figure, paragraph, table
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))
+    if faults:
+        page.section("Mend first", paragraph(faults))
     page.section("Proposed", table(overview(result, confidence)), code(" \\\n".join(overrides(result)) or "none"))
     page.section("Curves", figure(curves(result.proposals, confidence), caption(result.proposals)))
     lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]

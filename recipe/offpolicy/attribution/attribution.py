@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..recording import Recording, RecordingError, Rows
 from .causes import Cause, find_in
-from .decomposition import Decomposition, OfVersion, by_step, by_version, decompose, row_sums, without_drift
+from .decomposition import (
+    Decomposition,
+    OfVersion,
+    by_step,
+    by_version,
+    decompose,
+    row_sums,
+    with_unnoticed_staleness,
+    without_drift,
+)
+from .first import mend_first, unnoticed_staleness
 from .profiles import Bucket, driftless, profiles, tokens_of
 from .scored import none_scored, scored
 from .text import reader_of
@@ -35,6 +45,7 @@ class Attribution:
         tokens, worst: the largest mismatches, with their text.
         without_text: why ids are shown in place of text; empty where text is.
         causes: what the cause finder says.
+        mend_first: which of them no bound should be set by, see ``first.mend_first``; empty for none.
     """
 
     steps: Sequence[int]
@@ -48,6 +59,7 @@ class Attribution:
     worst: Sequence[WorstRow]
     without_text: str
     causes: Sequence[Cause]
+    mend_first: str
 
 
 def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = None, worst: int = WORST) -> Attribution:
@@ -93,16 +105,22 @@ def explain(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, left_out
     if left_out:
         whole, steps = without_drift(whole), {step: without_drift(part) for step, part in steps.items()}
         buckets = {name: driftless(of_name) for name, of_name in buckets.items()}
+    causes, versions = find_in(rows, card), by_version(sums, rows.staleness)
+    if unnoticed_staleness(causes, rows):
+        whole = with_unnoticed_staleness(whole)
+        steps = {step: with_unnoticed_staleness(part) for step, part in steps.items()}
+        versions = [replace(version, backend=None) for version in versions]
     return Attribution(
         steps=[int(step) for step in np.unique(rows.step)],
         rows=len(rows),
         left_out=left_out,
         whole=whole,
         by_step=steps,
-        versions=by_version(sums, rows.staleness),
+        versions=versions,
         profiles=buckets,
         tokens=worst_tokens(rows, tokens, reader, worst),
         worst=worst_rows(rows, tokens, reader, worst),
         without_text=why,
-        causes=find_in(rows, card),
+        causes=causes,
+        mend_first=mend_first(causes, rows),
     )

@@ -33,6 +33,7 @@ class Decomposition:
         variance, kl: shares.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
+        together: what the rollout's share is called where its two parts are not identified.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class Decomposition:
     kl: Shares
     intervals: Mapping[str, Interval]
     floor_from: str
+    together: str = "backend and staleness"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,20 @@ def without_drift(found: Decomposition) -> Decomposition:
         variance=replace(found.variance, drift=None),
         kl=replace(found.kl, drift=None),
         intervals={key: interval for key, interval in found.intervals.items() if not key.endswith(".drift")},
+    )
+
+
+def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
+    """The same, of rows that older weights sampled although none is noted to be stale: age says nothing of them."""
+    return replace(
+        found,
+        variance=replace(found.variance, backend=None, staleness=None),
+        kl=replace(found.kl, backend=None, staleness=None),
+        intervals={
+            key: interval for key, interval in found.intervals.items() if not key.endswith((".backend", ".staleness"))
+        },
+        floor_from="",
+        together="backend and unnoticed staleness",
     )
 
 

@@ -40,7 +40,7 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
     base = [0.0] * len(steps)
     for name in names:
         heights = [_height(part, name) for part in parts]
-        label = "backend and staleness" if name == "rollout" else name
+        label = attribution.whole.together if name == "rollout" else name
         axes.bar(steps, heights, bottom=base, width=0.7, color=figures.PALETTE[_COLOURS[name]], label=label)
         base = [below + height for below, height in zip(base, heights, strict=True)]
     _whole_ticks(axes)
@@ -71,7 +71,7 @@ def _shares(axes: Axes, attribution: Attribution) -> None:
                 xerr=[[max(share - low, 0.0)], [max(high - share, 0.0)]],
                 ecolor=figures.INK,
             )
-        labels.append("backend and\nstaleness" if name == "rollout" else name)
+        labels.append(whole.together.replace("and ", "and\n") if name == "rollout" else name)
     axes.set_yticks(range(len(names)), labels)
     axes.invert_yaxis()
     axes.axvline(0.0, color=figures.MUTED, linewidth=0.8)

@@ -12,10 +12,10 @@ HOW = (
     "that they sum to 1; a negative one works against the others. Shares of KL are what k3 of the sum grows by with "
     "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
     "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
-    "identified. Staleness goes by the versions that verl notes: weights that an engine kept in secret count as "
-    "backend, and only the causes above tell. Where the run took mu or a mixture for pi_old (correction.proximal of "
-    "bypass or loglinear), pi at a step's first gradient step stands in, as no update has moved it. Rows of later "
-    "ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
+    "identified. Staleness goes by the versions that verl notes: where the causes find older weights that none of them "
+    "tells of, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
+    "(correction.proximal of bypass or loglinear), pi at a step's first gradient step stands in, as no update has "
+    "moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,8 +25,8 @@ PARTS: Final = {
 def shares_table(whole: Decomposition) -> Table:
     """Shares of variance and of KL, with intervals."""
     rows: list[list[object]] = []
-    for name, meaning in PARTS.items():
-        row: list[object] = [name, meaning]
+    for name, (label, meaning) in _parts(whole).items():
+        row: list[object] = [label, meaning]
         for key, split in (("variance", whole.variance), ("kl", whole.kl)):
             share = getattr(split, name)
             low, high = whole.intervals.get(f"{key}.{name}", (None, None))
@@ -42,13 +43,32 @@ def shares_table(whole: Decomposition) -> Table:
     return Table(columns, rows, title="log pi_old/mu, split" if whole.kl.drift is None else "log pi/mu, split")
 
 
+def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
+    """Name of a share -> what it is called and means; backend and staleness as one where they are not identified."""
+    named = {name: (name, meaning) for name, meaning in PARTS.items()}
+    if found.kl.backend is not None:
+        return named
+    return {"rollout": (found.together, "other engine, older weights"), "drift": named["drift"]}
+
+
+def shares_text(whole: Decomposition) -> str:
+    """Shares of KL in a line; the parts that are identified."""
+    if math.isnan(whole.kl.rollout):
+        return "no mismatch to split"
+    shares = {label: getattr(whole.kl, name) for name, (label, _) in _parts(whole).items()}
+    known = ", ".join(f"{label} {share:.0%}" for label, share in shares.items() if share is not None)
+    return f"{known} of {'KL(mu, pi)' if whole.kl.drift is not None else 'KL(mu, pi_old)'}"
+
+
 def steps_table(by_step: dict[int, Decomposition]) -> Table:
     """Each step: KL and its shares."""
+    apart = [part for part in by_step.values() if part.kl.backend is not None]
+    parts = _parts((apart or list(by_step.values()))[0])
     columns = [Column("step"), Column("tokens"), Column("KL", "nats", digits=6)]
-    columns += [Column(part, "of KL", digits=2, align="right") for part in PARTS]
+    columns += [Column(label, "of KL", digits=2, align="right") for label, _ in parts.values()]
     columns += [Column("backend from")]
     rows = [
-        [step, part.tokens, part.kl.whole, part.kl.backend, part.kl.staleness, part.kl.drift, part.floor_from or "-"]
+        [step, part.tokens, part.kl.whole, *(getattr(part.kl, name) for name in parts), part.floor_from or "-"]
         for step, part in by_step.items()
     ]
     return Table(columns, rows, title="by step")

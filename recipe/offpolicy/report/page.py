@@ -224,6 +224,8 @@ def _calibration(studies: Studies) -> list[Markup]:
         ),
         table(calibration_tables.overview(result, CONFIDENCE)),
     ]
+    if not isinstance(studies.attribution, str) and studies.attribution.mend_first:
+        blocks.insert(0, paragraph(studies.attribution.mend_first))
     if pasted := calibration_tables.overrides(result):
         blocks.append(code(" \\\n".join(pasted)))
     blocks += [paragraph(remark) for remark in calibration_tables.remarks(result, CONFIDENCE)]

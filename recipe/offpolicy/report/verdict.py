@@ -11,8 +11,7 @@ import numpy as np
 
 from ..attribution.attribution import Attribution
 from ..attribution.scored import left_out_note, none_scored
-from ..attribution.shares import Shares
-from ..attribution.tables import PARTS
+from ..attribution.tables import shares_text
 from ..attribution.text import escaped
 from ..attribution.unexplained import is_healthy, unexplained
 from ..calibration.propose import Proposal
@@ -122,7 +121,7 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
     if isinstance(attribution, str):
         return [Answer(question, "unknown", attribution)]
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    shares = _shares(attribution.whole.kl)
+    shares = shares_text(attribution.whole)
     note = f" {left_out_note(attribution.left_out)}" if attribution.left_out else ""
     if not present:
         answer = "no fault found" if is_healthy(attribution) else "unknown"
@@ -135,17 +134,6 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
     )
     because = f"{found}. {shares[0].upper()}{shares[1:]}.{note}"
     return [Answer(question, ", ".join(cause.name for cause in present), because)]
-
-
-def _shares(split: Shares) -> str:
-    if math.isnan(split.rollout):
-        return "no mismatch to split"
-    known = {name: getattr(split, name) for name in PARTS if getattr(split, name) is not None}
-    whole = "KL(mu, pi)" if split.drift is not None else "KL(mu, pi_old)"
-    parts = [", ".join(f"{name} {share:.0%}" for name, share in known.items()) + f" of {whole}"] if known else []
-    if split.backend is None:
-        parts.append("backend and staleness cannot be told apart")
-    return "; ".join(parts)
 
 
 def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
@@ -166,9 +154,12 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
+    """One answer a bound, below what is to be mended before any of them is set."""
+    faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
+    first = [Answer("Can a bound be set?", "mend the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
-        return [Answer("Do the bounds fit?", "unknown", studies.calibrated)]
-    return [_proposal(proposal, studies) for proposal in studies.calibrated.proposals]
+        return [*first, Answer("Do the bounds fit?", "unknown", studies.calibrated)]
+    return [*first, *(_proposal(proposal, studies) for proposal in studies.calibrated.proposals)]
 
 
 def _proposal(proposal: Proposal, studies: Studies) -> Answer:
