@@ -115,15 +115,15 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
 
 
 def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
-    from .calibration.drawings import caption, curves
-    from .pages import Page, code, figure, paragraph, table
+    from .calibration.drawings import panels as drawn
+    from .pages import Page, code, panels, paragraph, table
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))
     if faults:
         page.section("Mend first", paragraph(faults))
     page.section("Proposed", table(overview(result, confidence)), code(" \\\n".join(overrides(result)) or "none"))
-    page.section("Curves", figure(curves(result.proposals, confidence), caption(result.proposals)))
+    page.section("Curves", panels(drawn(result.proposals, confidence)))
     lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]
     if lengths:
         page.section("By length", *lengths)

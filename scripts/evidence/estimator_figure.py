@@ -44,16 +44,30 @@ def draw(evidence: Evidence, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with pyplot.rc_context(STYLE):
-        figure, (growth, plane, kept) = pyplot.subplots(1, 3, figsize=(14, 5.6), layout="constrained")
+        figure, ((growth, plane), (kept, names)) = pyplot.subplots(2, 2, figsize=(10, 9), layout="constrained")
         _growth(evidence, growth)
         _plane(evidence, plane)
         _kept(evidence, kept)
-        figure.legend(
-            *plane.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8.5
-        )
+        _names(names, above=plane, beside=kept)
         # No version and no date in the file, so that equal figures make equal files.
         figure.savefig(path, dpi=110, metadata={"Software": None})
         pyplot.close(figure)
+
+
+def _names(axes: Any, *, above: Any, beside: Any) -> None:
+    """What is drawn in the other panels, in a place of its own, where it hides nothing."""
+    axes.set_axis_off()
+    for panel, title, place, columns in (
+        (above, "Above", "upper left", 2),
+        (beside, "Rows kept by length", "lower left", 1),
+    ):
+        legend = axes.legend(
+            *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, float(place == "upper left")),
+            title=title, alignment="left", frameon=False, ncols=columns, fontsize=8.5, columnspacing=1.0,
+        )  # fmt: skip
+        # The panels keep their widths.
+        legend.set_in_layout(False)
+        axes.add_artist(legend)
 
 
 def _styles() -> dict[str, dict[str, Any]]:
@@ -113,4 +127,3 @@ def _kept(evidence: Evidence, axes: Any) -> None:
         xscale="log", ylim=(-0.03, 1.03), title="Rows kept by length", xlabel="T, tokens a row",
         ylabel="share kept (dots: simulated, shipped masks)",
     )  # fmt: skip
-    axes.legend(framealpha=1, edgecolor="none", fontsize=7.5, loc="lower left", bbox_to_anchor=(0.01, 0.1))

@@ -82,7 +82,7 @@ def draw(history: History, path: Path, subtitle: str) -> None:
                     f"{score:.2f}", (step, score), textcoords="offset points", color=ORANGE, fontweight="bold",
                     xytext=(-2, 9) if position == 0 else (2, 9), ha="left" if position == 0 else "right",
                 )  # fmt: skip
-        reward.set(title="Reward", ylim=(0, 1.05))
+        reward.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
         reward.legend(frameon=False, loc="lower right")
 
         kl = history.series(KL)

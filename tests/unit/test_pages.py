@@ -19,6 +19,7 @@ from rich.console import Console
 from recipe.offpolicy import pages
 from recipe.offpolicy.pages import Column, Page, PageError, Table, figures
 from recipe.offpolicy.pages.table import shown
+from recipe.offpolicy.pages.template import STYLE
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -155,6 +156,55 @@ def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
         rng = np.random.default_rng(0)
         axes.plot(rng.random(20000), rng.random(20000), "o")
     assert figures.image(crowded)[0] == "image/png"  # a path a dot
+
+
+def test_panels_are_pictures_of_their_own() -> None:
+    """They stack where a screen is narrow; in a file they stand in rows."""
+    drawn_at: list[str] = []
+    panels = [
+        figures.Panel(lambda axes, name=name: drawn_at.append(name), f"what {name} shows", height)
+        for name, height in (("a", 2.0), ("b", 3.0), ("c", 4.0))
+    ]
+    block = str(pages.panels(panels))
+    assert re.findall(r'alt="([^"]*)"', block) == ["what a shows", "what b shows", "what c shows"]
+    assert drawn_at == ["a", "b", "c"]
+    whole = figures.picture(panels, columns=2, title="t")
+    assert tuple(whole.get_size_inches()) == (2 * figures.PANEL_WIDTH, 3.0 + 4.0)
+    assert [axes.axison for axes in whole.axes] == [True, True, True, False]
+
+
+def test_a_legend_lies_below_its_panel() -> None:
+    with figures.style():
+        figure, (axes,) = figures.panels()
+        axes.plot([0, 1], [0, 1], label="what is drawn " * 12)
+        axes.set_xlabel("x")
+        figures.legend(axes)
+        figure.canvas.draw()
+        assert axes.get_window_extent().width > 0.7 * figure.bbox.width
+        top = axes.get_legend().get_window_extent().y1
+        assert top < axes.get_window_extent().y0
+        assert top < axes.xaxis.label.get_window_extent().y0
+
+
+def test_series_that_are_equal_are_one_line() -> None:
+    nan = float("nan")
+    series = {"tokens": [1.0, 0.5, nan], "rows": [1.0, 0.6, nan], "ESS": [1.0, 0.5, nan], "left": [1.0, 0.5, 0.1]}
+    assert list(figures.distinct(series)) == ["tokens, ESS", "rows", "left"]
+
+
+def test_print_opens_what_is_folded_and_cuts_nothing() -> None:
+    """Chromium hides folded content by ``content-visibility``, which ``display`` does not undo."""
+    rules = STYLE.split("@media print")[1]
+    assert "details::details-content { content-visibility: visible" in rules
+    assert ".scroll { overflow: visible" in rules
+    narrow = STYLE.split("@media (max-width: 40rem)")[1]
+    assert ".prose td { display: block" in narrow.replace(".prose, .prose tbody, .prose tr, ", "")
+
+
+def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
+    text = Table([Column("question"), Column("because")], [["q", "b"]])
+    assert 'class="prose"' in pages.to_html(text)
+    assert 'class="prose"' not in pages.to_html(Table([Column("question"), Column("share")], [["q", 0.5]]))
 
 
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from recipe.offpolicy.attribution.text import Reader
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.calibration.propose import Calibrated
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.pages.figures import picture
 from recipe.offpolicy.pages.page import LARGEST
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
+from recipe.offpolicy.report import drawings
 from recipe.offpolicy.report.__main__ import main
 from recipe.offpolicy.report.sample import sample_of, spread
 from recipe.offpolicy.report.studies import Studies, studies_of
@@ -135,7 +137,8 @@ def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
         '"nnodes": 1',
     ):
         assert said in page.text
-    assert page.tags.count("img") == 4
+    # Over time 4, by length 2, attribution 6, and a panel a bound: the mask of the spec, and the weight.
+    assert page.tags.count("img") == 4 + 2 + 6 + 3
 
 
 def test_nothing_is_loaded_and_nothing_runs(whole: tuple[str, Tags]) -> None:
@@ -289,6 +292,25 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
     found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
+
+
+def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -> None:
+    """Rows of one length are a table of one line, and no picture."""
+    record(tmp_path / "run", drawn_rows([9] * 24))
+    _, page = report(tmp_path / "run", tmp_path)
+    assert "a mask on the first rejects short rows" in page.text
+    assert "Dashed" not in page.text
+    _, page = report(made(tmp_path / "two"), tmp_path)
+    assert "Dashed: what each would keep here, whatever was on." in page.text
+
+
+def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
+    """Uncorrected, everything is kept: three shares of 1."""
+    timeline = timeline_of(Recording(made(tmp_path)))
+    figure = picture(drawings.over_time(timeline), columns=2)
+    reward, _, kept, _ = figure.axes
+    assert reward.get_ylabel() == "mean reward of a response"
+    assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
 
 
 def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

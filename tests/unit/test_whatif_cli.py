@@ -240,6 +240,11 @@ def test_lines_of_the_picture(directory: Path) -> None:
     plain = (chosen[0], *candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
     result = study(read, read.steps, plain)
     assert [(line.ordered, line.ticks) for line in draw.lines(result)] == [(False, ("uncorrected", "gsm", "tis_token"))]
+    (drawn_line,) = draw.panels(result)
+    assert [panel.alt.split(",")[0] for panel in drawn_line][1:3] == [
+        "Share kept",
+        "Learning-rate scale and projection",
+    ]
     panels = draw.draw(result).axes
     assert len(panels) == 4
     (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")

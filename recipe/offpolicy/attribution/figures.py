@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ..pages import figures
@@ -17,17 +18,26 @@ if TYPE_CHECKING:
 
 _COLOURS: Final = {"backend": 0, "staleness": 1, "drift": 2, "rollout": 6}
 _SHOWN: Final = ("position", "probability", "length", "turn")
+_HEIGHT: Final = 3.4
 
 
 def overview(attribution: Attribution) -> Figure:
     """Steps, and profiles by position, probability, length and turn, in one picture."""
-    with figures.style():
-        figure, axes = figures.panels(2, 3, width=13.0, height=7.2)
-        _steps(axes[0], attribution)
-        _shares(axes[1], attribution)
-        for place, name in zip(axes[2:], _SHOWN, strict=True):
-            _profile(place, name, attribution.profiles[name])
-        return figure
+    return figures.picture(panels(attribution), columns=2)
+
+
+def panels(attribution: Attribution) -> list[figures.Panel]:
+    """The same, panel by panel."""
+    return [
+        figures.Panel(partial(_steps, attribution=attribution), "KL by step and part", _HEIGHT),
+        figures.Panel(partial(_shares, attribution=attribution), "Shares of backend, staleness and drift", _HEIGHT),
+        *(
+            figures.Panel(
+                partial(_profile, name=name, buckets=attribution.profiles[name]), f"KL and its share by {name}", _HEIGHT
+            )
+            for name in _SHOWN
+        ),
+    ]
 
 
 def _steps(axes: Axes, attribution: Attribution) -> None:
@@ -44,8 +54,8 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
         axes.bar(steps, heights, bottom=base, width=0.7, color=figures.PALETTE[_COLOURS[name]], label=label)
         base = [below + height for below, height in zip(base, heights, strict=True)]
     _whole_ticks(axes)
-    axes.set_ylim(0.0, 1.25 * max(base) or 1.0)
-    axes.legend(loc="upper left", ncols=3)
+    axes.set_ylim(0.0, 1.05 * max(base) or 1.0)
+    figures.legend(axes, columns=3)
 
 
 def _shares(axes: Axes, attribution: Attribution) -> None:

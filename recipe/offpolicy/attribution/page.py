@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..pages import Page, details, figure, keys, paragraph, table
+from ..pages import Page, details, keys, panels, paragraph, table
 from . import figures, tables
 from .attribution import Attribution
 from .text import escaped
@@ -26,7 +26,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
         "Where the mismatch comes from",
         paragraph(HOW),
         table(tables.shares_table(attribution.whole)),
-        figure(figures.overview(attribution), "KL by step, shares of backend, staleness and drift, and profiles"),
+        panels(figures.panels(attribution)),
         table(tables.versions_table(attribution)),
         details("Every step", table(tables.steps_table(dict(attribution.by_step)))),
         details(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..correction.catalogue import BUCKETS
-from ..pages.figures import INK, MUTED, look, panels, style
+from ..pages.figures import INK, MUTED, Panel, legend, look, picture
 from .caps import EssCurve
 from .curves import KeptCurve
 from .propose import Proposal
@@ -24,36 +25,36 @@ _LEAST_SHARE = 0.5
 _FAR = 30
 """Times the last unit's place beyond which a bound is not drawn."""
 _ALIKE = 1.05
+_FEW_DECADES = 1e2
+_HEIGHT = 4.3
+"""Inches of a panel: some have nine lines to name."""
 
 
 def curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
+    """All panels in one figure."""
+    return picture(panels(proposals, confidence), columns=min(len(proposals), 2))
+
+
+def panels(proposals: Sequence[Proposal], confidence: float) -> list[Panel]:
     """A panel a bound."""
-    columns = len(proposals) if len(proposals) < 4 else 2
-    rows = math.ceil(len(proposals) / columns)
-    with style():
-        figure, axes = panels(rows, columns, width=(4.7 if columns == 3 else 5.4) * columns, height=3.9 * rows)
-        for axis, proposal in zip(axes, proposals, strict=False):
-            _panel(axis, proposal, confidence)
-        for axis in axes[len(proposals) :]:
-            axis.set_axis_off()
-    return figure
+    return [
+        Panel(partial(_panel, proposal=proposal, confidence=confidence), caption(proposal), _HEIGHT)
+        for proposal in proposals
+    ]
 
 
-def caption(proposals: Sequence[Proposal]) -> str:
-    """What the picture shows, for who cannot see it."""
-    said = []
-    for proposal in proposals:
-        what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept"
-        reached = (
-            f"{bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
-            if proposal.found
-            else "no bound was found"
-        )
-        said.append(f"{part_name(proposal.part)}: {what} by bound; {reached}")
-    return "Calibration curves. " + ". ".join(said) + "."
+def caption(proposal: Proposal) -> str:
+    """What a panel shows, for who cannot see it."""
+    what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept"
+    reached = (
+        f"{bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
+        if proposal.found
+        else "no bound was found"
+    )
+    return f"{part_name(proposal.part)}: {what} by bound; {reached}."
 
 
-def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
+def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
     curve = proposal.curve
     axis.set_title(part_name(proposal.part))
     axis.set_xlabel(_bound_label(proposal))
@@ -81,12 +82,20 @@ def _panel(axis: Axes, proposal: Proposal, confidence: float) -> None:
     axis.axhline(proposal.goal, color=MUTED, linewidth=1, linestyle=":")
     if len(curve.radius):
         axis.set_xscale("log")
+        _ticks(axis)
         _marks(axis, proposal)
-    if axis.get_legend_handles_labels()[0]:
-        place = (
-            {"loc": "lower left"} if proposal.target == "ess" else {"loc": "upper left", "bbox_to_anchor": (0, 0.95)}
-        )
-        axis.legend(**place)
+    legend(axis)
+
+
+def _ticks(axis: Axes) -> None:
+    """Plain numbers that have room: powers of ten, and 2 and 5 between them where these are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    first, last = axis.get_xlim()
+    steps = (1.0, 2.0, 5.0) if last < _FEW_DECADES * first else (1.0,)
+    axis.xaxis.set_major_locator(LogLocator(subs=steps, numticks=12))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, label: str) -> None:
@@ -98,10 +107,10 @@ def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.nd
 
 
 def _widen(axis: Axes, proposal: Proposal, first: float, last: float) -> None:
-    """From where something of interest is kept to the last unit, with the bounds, and room for the legend."""
+    """From where something of interest is kept to the last unit, with the bounds."""
     last = max(last, *(bound for bound in [*_now(proposal), proposal.threshold.radius] if bound < _FAR * last), 0.0)
     if 0 < first < last:
-        axis.set_xlim(min(first, last / 10) / (last / first) ** 0.5, last * 1.3)
+        axis.set_xlim(min(first, last / 10), last * 1.3)
 
 
 def _marks(axis: Axes, proposal: Proposal) -> None:

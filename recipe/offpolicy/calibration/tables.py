@@ -60,6 +60,7 @@ def _counted(proposal: Proposal) -> str:
 def by_length(proposal: Proposal, confidence: float) -> Table:
     """A row a bucket of T, as advice."""
     part = proposal.part
+    remarked = any(entry.threshold.note for entry in proposal.lengths)
     common = proposal.threshold.values or ({} if part.unset else part.now)
     columns = (
         Column("T"),
@@ -67,7 +68,7 @@ def by_length(proposal: Proposal, confidence: float) -> Table:
         Column(f"{bounds(common) or 'the common bound'} reaches", digits=4),
         Column(f"reaches {proposal.goal:g} alone"),
         Column(f"{confidence:.0%} interval"),
-        Column("remark"),
+        *([Column("remark")] if remarked else []),
     )
     rows = [
         (
@@ -76,7 +77,7 @@ def by_length(proposal: Proposal, confidence: float) -> Table:
             entry.reached,
             bounds(entry.threshold.values) or "none",
             interval(proposal.part, entry.threshold),
-            entry.threshold.note,
+            *([entry.threshold.note] if remarked else []),
         )
         for entry in proposal.lengths
     ]

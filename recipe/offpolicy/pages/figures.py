@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .page import PageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Series = Sequence[float] | NDArray[np.float64]
+"""Values along the horizontal axis."""
 
 INK: Final = "#1f2933"
 MUTED: Final = "#7b8794"
@@ -24,6 +31,9 @@ MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
 """Inches: the type is that of the text around it where a page shows two panels beside one another."""
+
+_LEGEND = 60
+"""Characters of a legend's text that a panel is wide."""
 
 _STYLE: Any = {
     "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
@@ -98,15 +108,19 @@ def picture(drawn: Sequence[Panel], columns: int = 1, title: str = "") -> Figure
 
 def legend(axes: Axes, columns: int = 2) -> None:
     """Name the lines of a panel below it, where no line can be hidden; nothing where no line has a name."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        # A legend wider than its panel would leave no room for the curves.
+        names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
+        below = 4.0 if axes.get_xlabel() else 2.4  # of the type's size: the numbers, and the name of the axis
+        axes.legend(
+            handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
+        )  # fmt: skip
 
 
-def distinct(series: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+def distinct(series: Mapping[str, Series]) -> dict[str, Series]:
     """Series by label, those that are equal at every point as one with all of their labels: "rows kept, ESS"."""
-    import numpy as np
-
-    found: dict[str, Sequence[float]] = {}
+    found: dict[str, Series] = {}
     for label, values in series.items():
         same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))
         first = next(same, None)

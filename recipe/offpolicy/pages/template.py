@@ -36,7 +36,8 @@ _PAGE = """\
 """
 
 _TABLE = """\
-<div class="scroll"><table{% if "right" not in aligned %} class="prose"{% endif %}>
+<div class="scroll{% if headings | length > 16 %} wide{% endif %}">
+<table{% if "right" not in aligned %} class="prose"{% endif %}>
 {% if title %}<caption>{{ title }}</caption>{% endif %}
 <thead><tr>{% for heading in headings %}<th scope="col" class="{{ aligned[loop.index0] }}">{{ heading }}</th>\
 {% endfor %}</tr></thead>
@@ -86,6 +87,7 @@ th { color: var(--muted); font-weight: 600; vertical-align: bottom; border-botto
 td.right, th.right { text-align: right; }
 td.right { white-space: nowrap; }
 td.left, th.left { text-align: left; overflow-wrap: break-word; min-width: 2.5rem; max-width: 40rem; }
+table:not(.prose) td:first-child { white-space: nowrap; }
 tbody tr:hover { background: var(--shade); }
 pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
   overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .87em; line-height: 1.45; }
@@ -113,7 +115,9 @@ summary { cursor: pointer; color: var(--link); }
   .scroll { overflow: visible; background: none; }
   table { font-size: 7.5pt; }
   th, td { padding: .15rem .25rem; }
-  td.left, th.left { min-width: 0; overflow-wrap: anywhere; }
+  td.left, th.left { min-width: 0; }
+  .wide table { font-size: 4.5pt; }
+  .wide th, .wide td { padding: .1rem; }
   pre { overflow: visible; }
   tr, figure img { break-inside: avoid; }
   h2, caption { break-after: avoid; }

@@ -2,95 +2,130 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..calibration.tables import bucket_text
-from ..pages.figures import MUTED, look, panels, style
+from ..pages.figures import MUTED, Panel, Series, distinct, legend, look
 from .timeline import REFERENCES, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _DECADES = 30
 _MARKED = 40
 """Steps up to which each has a marker."""
 
 
-def over_time(timeline: Timeline) -> Figure:
+def over_time(timeline: Timeline) -> list[Panel]:
     """Reward, mismatch, what is kept, and length or staleness, by step."""
-    with style():
-        figure, axes = panels(2, 2, width=11.0, height=6.4)
-        _line(axes[0], timeline, "reward", "mean reward")
-        axes[0].set_title("Reward")
-        _line(axes[1], timeline, "kl", "mismatch, KL(mu, pi_old)")
-        _line(axes[1], timeline, "drift", "drift, mean |log pi / pi_old|", index=1)
-        axes[1].set_title("Mismatch")
-        axes[1].set_ylabel("nats a token")
-        _nats_axis(axes[1], timeline)
-        for index, (name, label) in enumerate(
-            {"kept_tokens": "tokens kept", "kept_rows": "rows kept", "ess": "ESS of weight x keep"}.items()
-        ):
-            _line(axes[2], timeline, name, label, index=index)
-        axes[2].set_title("What the recorded correction kept")
-        _share_axis(axes[2])
-        _line(axes[3], timeline, "length", "mean T")
-        axes[3].set_title("Response length")
-        axes[3].set_ylabel("tokens")
-        if np.nanmax(timeline.column("staleness"), initial=0.0) > 0:
-            other = axes[3].twinx()
-            _line(other, timeline, "staleness", "staleness", index=1)
-            other.grid(False)
-            other.spines["right"].set_visible(True)
-            other.set_ylabel("staleness, steps")
-            axes[3].set_title("Response length and staleness")
-        for axis in axes:
-            _step_axis(axis, timeline)
-        for axis in (axes[1], axes[2]):
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(loc="best")
-    return figure
+    functions = {
+        "Mean reward by step": _reward,
+        "KL(mu, pi_old) and drift by step": _mismatch,
+        "Shares kept and effective sample size by step": _kept,
+        "Response length and staleness by step": _length,
+    }
+    return [Panel(partial(_by_step, timeline=timeline, function=one), alt) for alt, one in functions.items()]
 
 
-def by_length(timeline: Timeline) -> Figure:
-    """Share kept by length: of the recorded correction, and of two masks for comparison; and how many rows."""
+def by_length(timeline: Timeline) -> list[Panel]:
+    """Share kept by length, of the recorded correction and of two masks for comparison; and how many rows."""
+    return [
+        Panel(partial(_shares, timeline=timeline), "Share of rows and tokens kept by response length"),
+        Panel(partial(_rows, timeline=timeline), "Rows by response length"),
+    ]
+
+
+def _by_step(axis: Axes, *, timeline: Timeline, function: Callable[[Axes, Timeline], None]) -> None:
+    function(axis, timeline)
+    _step_axis(axis, timeline)
+    legend(axis)
+
+
+def _reward(axis: Axes, timeline: Timeline) -> None:
+    axis.set_title("Reward")
+    axis.set_ylabel("mean reward of a response")
+    _line(axis, timeline, {"": timeline.column("reward")})
+
+
+def _mismatch(axis: Axes, timeline: Timeline) -> None:
+    axis.set_title("Mismatch")
+    axis.set_ylabel("nats a token")
+    lines = {
+        "mismatch, KL(mu, pi_old)": timeline.column("kl"),
+        "drift, mean |log pi / pi_old|": timeline.column("drift"),
+    }
+    _line(axis, timeline, lines)
+    _nats_axis(axis, timeline)
+
+
+def _kept(axis: Axes, timeline: Timeline) -> None:
+    axis.set_title("What the recorded correction kept")
+    axis.set_ylabel("share")
+    names = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
+    _line(axis, timeline, distinct({label: timeline.column(name) for label, name in names.items()}))
+    _share_axis(axis)
+
+
+def _length(axis: Axes, timeline: Timeline) -> None:
+    axis.set_title("Response length")
+    axis.set_ylabel("mean T, tokens")
+    _line(axis, timeline, {"": timeline.column("length")})
+    if np.nanmax(timeline.column("staleness"), initial=0.0) > 0:
+        other = axis.twinx()
+        _line(other, timeline, {"": timeline.column("staleness")}, first=1)
+        other.grid(False)
+        other.spines["right"].set_visible(True)
+        other.set_ylabel("staleness, steps", color=look(1)["color"])
+        axis.yaxis.label.set_color(look(0)["color"])
+        axis.set_title("Response length and staleness")
+
+
+def _shares(axis: Axes, *, timeline: Timeline) -> None:
     names = [bucket_text(entry.bucket) for entry in timeline.lengths]
     places = np.arange(len(names))
-    with style():
-        figure, (shares, counts) = panels(1, 2, width=11.0, height=3.6, width_ratios=(3, 1))
-        lines = {
-            "rows, recorded correction": [entry.kept_rows for entry in timeline.lengths],
-            "tokens, recorded correction": [entry.kept_tokens for entry in timeline.lengths],
-        }
-        for key, meaning in REFERENCES.items():
-            lines[f"rows, had {meaning} been on"] = [entry.references[key] for entry in timeline.lengths]
-        for index, (label, values) in enumerate(lines.items()):
-            style_of: dict[str, Any] = look(index) | ({"linestyle": "--"} if index >= 2 else {})
-            shares.plot(places, values, label=label, clip_on=False, **style_of)
-        shares.set_title("Share kept by length")
-        shares.set_xticks(places, names)
-        shares.set_xlabel("T, response tokens of a row")
-        _share_axis(shares)
-        shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-        counts.bar(places, [entry.rows for entry in timeline.lengths], width=0.7, color=MUTED)
-        counts.set_title("Rows")
-        counts.set_xticks(places, names, rotation=30, ha="right")
-        counts.margins(y=0.1)
-    return figure
+    lines: dict[str, Series] = {
+        "rows, recorded correction": [entry.kept_rows for entry in timeline.lengths],
+        "tokens, recorded correction": [entry.kept_tokens for entry in timeline.lengths],
+    }
+    for key, meaning in REFERENCES.items():
+        lines[f"rows, had {meaning} been on"] = [entry.references[key] for entry in timeline.lengths]
+    for index, (label, values) in enumerate(distinct(lines).items()):
+        dashed = {"linestyle": "--"} if " had " in label and "recorded" not in label else {}
+        axis.plot(places, values, label=label, clip_on=False, **(look(index) | dashed))
+    axis.set_title("Share kept by length")
+    axis.set_ylabel("share")
+    axis.set_xticks(places, names)
+    axis.set_xlabel("T, response tokens of a row")
+    _share_axis(axis)
+    legend(axis, columns=1)
 
 
-def _line(axis: Axes, timeline: Timeline, name: str, label: str, *, index: int = 0) -> None:
-    values = timeline.column(name)
-    known = np.isfinite(values)
-    style_of = look(index)
-    if len(values) > _MARKED:
-        style_of = style_of | {"marker": ""}
-    if known.any():
-        axis.plot(timeline.column("step")[known], values[known], label=label, **style_of)
-    else:
-        axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=MUTED)
+def _rows(axis: Axes, *, timeline: Timeline) -> None:
+    names = [bucket_text(entry.bucket) for entry in timeline.lengths]
+    places = np.arange(len(names))
+    axis.bar(places, [entry.rows for entry in timeline.lengths], width=0.7, color=MUTED)
+    axis.set_title("Rows by length")
+    axis.set_ylabel("rows")
+    axis.set_xticks(places, names)
+    axis.set_xlabel("T, response tokens of a row")
+    axis.margins(y=0.1)
+
+
+def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series], *, first: int = 0) -> None:
+    """A line a series, those that were not recorded left out."""
+    steps = timeline.column("step")
+    for index, (label, series) in enumerate(lines.items(), start=first):
+        values = np.asarray(series)
+        known = np.isfinite(values)
+        style_of = look(index) | ({"marker": ""} if len(values) > _MARKED else {})
+        if known.any():
+            axis.plot(steps[known], values[known], label=label, **style_of)
+        else:
+            axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=MUTED)
 
 
 def _share_axis(axis: Axes) -> None:

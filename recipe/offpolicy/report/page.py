@@ -16,7 +16,7 @@ from ..attribution.text import escaped
 from ..calibration import drawings as calibration_drawings
 from ..calibration import tables as calibration_tables
 from ..correction import CorrectionSpec, MaskSpec, WeightSpec
-from ..pages import Column, Page, Table, code, details, figure, keys, paragraph, table
+from ..pages import Column, Page, Table, code, details, keys, panels, paragraph, table
 from ..whatif import show
 from ..whatif.html import MEANINGS
 from . import drawings
@@ -124,7 +124,6 @@ def _whole(value: Any) -> Any:
 
 
 def _over_time(timeline: Timeline) -> list[Markup]:
-    alt = "Mean reward, KL(mu, pi_old) and drift, shares kept, and response length, by step"
     columns = (
         Column("step"),
         Column("responses"),
@@ -143,13 +142,12 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         for s in shown
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
-    return [figure(drawings.over_time(timeline), alt), details(name, table(Table(columns, rows)))]
+    return [panels(drawings.over_time(timeline)), details(name, table(Table(columns, rows)))]
 
 
 def _by_length(timeline: Timeline) -> list[Markup]:
     if not timeline.lengths:
         return [paragraph("No response has a token with a finite mu and pi_old.")]
-    alt = "Share of rows and tokens kept by response length"
     columns = (
         Column("T", align="left"),
         Column("rows"),
@@ -167,12 +165,13 @@ def _by_length(timeline: Timeline) -> list[Markup]:
         )
         for entry in timeline.lengths
     ]
+    drawn = len(timeline.lengths) > 1
     blocks = [
         paragraph(
             "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
-            "on the second long ones. Dashed: what each would keep here, whatever was on."
+            f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}"
         ),
-        *([figure(drawings.by_length(timeline), alt)] if len(timeline.lengths) > 1 else []),
+        *([panels(drawings.by_length(timeline))] if drawn else []),
         table(Table(columns, rows)),
     ]
     if timeline.reasons:
@@ -197,10 +196,7 @@ def _attribution(attribution: Attribution | str) -> list[Markup]:
     )
     return [
         paragraph(attribution_tables.verdict(attribution)),
-        figure(
-            attribution_figures.overview(attribution),
-            "KL by step, shares of backend, staleness and drift, and profiles by position, probability, length, turn",
-        ),
+        panels(attribution_figures.panels(attribution)),
         table(attribution_tables.shares_table(attribution.whole)),
         details("How it is split", paragraph(HOW)),
         details("Every cause that was looked for", table(attribution_tables.causes_table(attribution))),
@@ -219,9 +215,7 @@ def _calibration(studies: Studies) -> list[Markup]:
             f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
             f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}"
         ),
-        figure(
-            calibration_drawings.curves(result.proposals, CONFIDENCE), calibration_drawings.caption(result.proposals)
-        ),
+        panels(calibration_drawings.panels(result.proposals, CONFIDENCE)),
         table(calibration_tables.overview(result, CONFIDENCE)),
     ]
     if not isinstance(studies.attribution, str) and studies.attribution.mend_first:

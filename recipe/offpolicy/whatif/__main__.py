@@ -147,9 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_NAME,
         description="Replay corrections over recorded steps: what they keep, weigh and cost.",
-        epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which still "
-        "get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it costs "
-        "are the bias columns, distances from the untruncated weights pi / mu.",
+        epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which "
+        "still get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it "
+        "costs are the bias columns, distances from the untruncated weights pi / mu.",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(

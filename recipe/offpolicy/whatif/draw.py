@@ -98,7 +98,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def _panels(line: Line, level: Sequence[Outcome]) -> list[Panel]:
     height = 4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks)
-    functions = {
+    functions: dict[str, Callable[[Axes, Line], None]] = {
         "Share of tokens kept by length of the row or group": _by_group,
         "Share kept, mismatch left and effective sample size": _kept,
         "Learning-rate scale and projection": _scale,
@@ -165,7 +165,9 @@ def _fields(axes: Axes, line: Line, names: dict[str, str]) -> None:
 
 def _series(axes: Axes, line: Line, series: Mapping[str, Sequence[float | None]]) -> None:
     known = {label: values for label, values in series.items() if any(value is not None for value in values)}
-    numbers = {label: [math.nan if value is None else value for value in values] for label, values in known.items()}
+    numbers: dict[str, figures.Series] = {
+        label: [math.nan if value is None else value for value in values] for label, values in known.items()
+    }
     for place, (label, values) in enumerate(figures.distinct(numbers).items()):
         look = figures.look(place)
         positions = range(len(values))
