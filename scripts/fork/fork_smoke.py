@@ -14,7 +14,7 @@ from typing import Any
 
 from fork_checkout import Checkout, Place, release_of
 
-LIMIT = 300  # seconds a step
+LIMIT = 900  # seconds a step; a machine that does nothing else takes at most 60
 _WHERE = (
     "import json, verl, verl_patches, recipe.offpolicy as recipe; "
     "print(json.dumps([verl.__file__, recipe.__file__, verl_patches.__file__, verl.__version__]))"
