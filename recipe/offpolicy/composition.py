@@ -60,11 +60,13 @@ def chosen_options() -> list[str]:
     """The options of the group ``correction`` in the running Hydra application, e.g. ["tis_token", "opsm"].
 
     Raises:
-        SpecError: the group was deleted.
+        SpecError: the group was deleted, or is an empty list.
     """
     given = [override for override in parsed(overrides_of_task()) if override.key_or_group == GROUP]
     if given and not given[-1].is_delete():
         value = given[-1].value()
+        if value == []:
+            raise _no_group()
         return [str(option) for option in value] if isinstance(value, list) else [str(value)]
     if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
         return [str(choice)]

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from .correction import CorrectionSpec, SpecError
+from .correction.problem import shown
 from .correction.proximal import Proximal
 from .training_noise import noise_of
 from .verl_keys.estimators import WITHOUT_PI_OLD
@@ -173,7 +174,8 @@ def _refused(values: Mapping[str, Any]) -> str:
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:
-        return f"{error.problem.key or error.problem.reason}"
+        problem = error.problem
+        return f"{problem.key}={shown(problem.value)}" if problem.key else problem.reason
     return ""
 
 

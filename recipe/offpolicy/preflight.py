@@ -84,7 +84,7 @@ def examine(
     if any(problem.verdict == "WRONG" for problem in problems):
         # The other checks look at a copy in which these keys have values that can be read.
         config = with_usual_values(config, [problem.key for problem in problems])
-    problems += find_pairs(overrides)
+    problems += (pairs := list(find_pairs(overrides)))
     problems += _stray_options(overrides)
     said: list[str] = []
     options, spec = [], None
@@ -92,7 +92,9 @@ def examine(
         options = resolve(config, said.append)
         spec = spec_of(config)
     except SpecError as error:
-        problems.append(error.problem)
+        # Bounds cross where one of them is a pair that was read as a number, which is told.
+        if _owner(error.problem) not in map(_owner, pairs):
+            problems.append(error.problem)
     except CheckError as error:
         problems += error.problems
     except _UNREADABLE as error:
@@ -103,6 +105,11 @@ def examine(
     if spec is not None:
         problems += _around(config, spec, options, checks)
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
+
+
+def _owner(problem: Problem) -> str:
+    """The section that holds a problem's key."""
+    return problem.key.rpartition(".")[0]
 
 
 def headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:

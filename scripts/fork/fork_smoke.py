@@ -108,8 +108,8 @@ def _run(step: _Step, checkout: Checkout, place: Place, python: str) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        failure = Failure(f"it took more than {LIMIT} s", "copy again when the machine is less busy")
-        return Outcome(step.name, time.monotonic() - started, failure, "")
+        late = Failure(f"it took more than {LIMIT} s", "copy again when the machine is less busy")
+        return Outcome(step.name, time.monotonic() - started, late, "")
     seconds = time.monotonic() - started
     failure = step.judge(Ended(done.returncode, done.stdout, done.stderr))
     return Outcome(step.name, seconds, failure, (done.stdout.strip().splitlines() or [""])[-1])

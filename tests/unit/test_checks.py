@@ -326,7 +326,7 @@ def test_what_verl_refuses_hides_no_problem_of_ours(base: DictConfig) -> None:
         ({"correction.weight.uper": 3.0}, "correction.weight.uper=3.0: unknown key"),
         ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 with correction.masks.gsm.upper=1.01"),
         ({"correction.masks.gsm.lower": float("nan")}, "correction.masks.gsm.lower=nan"),
-        ({"correction.masks.gsm.lower": "0.99_1.01"}, "correction.masks.gsm.lower='0.99_1.01'"),
+        ({"correction.masks.gsm.lower": "0.99_1.01"}, "correction.masks.gsm.lower=0.99_1.01"),
         ({"correction": None}, "Set correction=none"),
         ({"correction.weight": 2.0}, "correction.weight=2.0"),
     ],

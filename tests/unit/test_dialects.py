@@ -90,7 +90,11 @@ SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "
             },
             VE + "rollout_is_batch_normalize=true with rollout_correction.bypass_mode=true",
         ),
-        (from_verl, {"rollout_rs": "token_k1"}, VE + "rollout_rs_threshold=null: verl leaves out"),
+        (
+            from_verl,
+            {"rollout_rs": "token_k1"},
+            VE + "rollout_rs_threshold=null with " + VE + "rollout_rs=token_k1: nothing is rejected",
+        ),
         (from_verl, {"rollout_rs_threshold": 2.0}, VE + "rollout_rs_threshold=2.0 with rollout_correction.rollout_rs="),
         (from_verl, {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "'seq_max_k1' is unknown"),
         (from_verl, {"rollout_rs": " , ", "rollout_rs_threshold": 2}, VE + "rollout_rs=' , ': no names"),

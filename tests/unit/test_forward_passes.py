@@ -204,7 +204,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(
 
 @pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
 def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
-    with pytest.raises(SpecError, match="set one of auto, recompute, bypass, reuse, loglinear") as caught:
+    with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
         correction_of(configuration(proximal=given))
     assert caught.value.overrides == {"correction.proximal": mend}
 
@@ -219,7 +219,7 @@ def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration
 def test_a_correction_never_sees_auto(configuration: Configuration) -> None:
     assert spec_of(configuration()).proximal == "reuse"
     assert spec_of(configuration({f"{ACTOR}.ppo_epochs": 3})).proximal == "recompute"
-    with pytest.raises(SpecError, match="set one of recompute"):
+    with pytest.raises(SpecError, match="Set one of recompute"):
         CorrectionSpec.from_mapping({"proximal": "auto"})
 
 

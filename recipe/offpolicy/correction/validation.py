@@ -132,7 +132,7 @@ def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             f"expected {expected}, not {type(value).__name__}.",
             key=key,
             value=value,
-            mend={key: _unquoted(value, in_use)},
+            mend=_meant(key, value, in_use),
         )
     try:
         converted = float(value)
@@ -149,12 +149,17 @@ def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
     return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
 
 
-def _unquoted(value: Any, otherwise: Any) -> Any:
-    """The number that a string spells."""
+def _meant(key: str, value: Any, otherwise: Any) -> dict[str, Any]:
+    """The number that a string spells by its key, or the two bounds, written ``0.99_1.01`` as verl does."""
+    owner, _, name = key.rpartition(".")
+    parts = value.split("_") if isinstance(value, str) else ()
     try:
-        return float(value) if isinstance(value, str) and math.isfinite(float(value)) else otherwise
+        numbers = [float(part) for part in parts]
     except ValueError:
-        return otherwise
+        numbers = []
+    if len(numbers) == 2 and name in ("lower", "upper"):
+        return {f"{owner}.lower": numbers[0], f"{owner}.upper": numbers[1]}
+    return {key: numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else otherwise}
 
 
 def ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:

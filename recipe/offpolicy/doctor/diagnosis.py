@@ -21,6 +21,7 @@ from ..checks import (
     null_sections,
     parts_of,
     path,
+    refused_by_verl,
     unreadable_values,
     unresolved_interpolations,
 )
@@ -148,6 +149,8 @@ def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Seq
     read_otherwise = {problem.key for problem in problems}
     found = found_by((*OF_VERLS_OWN, *REMARKS) if known else (), config, CorrectionSpec())
     problems += [problem for problem in found if problem.key not in read_otherwise]
+    if known and not any(problem.verdict == "WRONG" for problem in problems):
+        problems += found_by((refused_by_verl,), config, CorrectionSpec())
     rows, notes = arranged(parts_of(config, CorrectionSpec()), problems)
     asked = bool(active(config))
     said = f"{verls_loss(config)}" if asked else f"UNCORRECTED: {launch.module} with {verls_loss(config)}"

@@ -77,11 +77,11 @@ def test_all_is_live(ask: Ask) -> None:
     assert "first update" in answer.printed
 
 
-def test_what_is_inert_comes_with_its_fix(ask: Ask) -> None:
+def test_what_is_wrong_comes_with_its_fix(ask: Ask) -> None:
     answer = ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
-    assert answer.status == 1
+    assert answer.status == 2
     lines = answer.printed.splitlines()
-    assert f"INERT {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
+    assert f"WRONG {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
     assert f"      {ROLLOUT}.calculate_log_probs=true" in lines
     assert ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN, lines[-2].strip()).status == 0
 
@@ -190,7 +190,7 @@ def test_a_value_that_a_check_cannot_read_is_wrong(ask: Ask) -> None:
 
 
 # What verl or our launch refuses before Ray starts, and the key that is named.
-SIZES = ("trainer.n_gpus_per_node=7", "data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=1000")
+SIZES = ("trainer.n_gpus_per_node=7", "data.train_batch_size=1000", f"{ACTOR}.ppo_mini_batch_size=994")
 REFUSED_BY_VERL = {
     "rows that cannot be dealt": (SIZES, "data.train_batch_size"),
     "a mini-batch above the batch": ((f"{ACTOR}.ppo_mini_batch_size=2048",), f"{ACTOR}.ppo_mini_batch_size"),
@@ -229,7 +229,7 @@ REFUSED = {
     "no correction named": (["correction=null"], "Set correction=none"),
     "two at once": (["correction=gsm", "correction=tis_token"], "given 2 times"),
     "a malformed bound": (["correction=gsm", "correction.masks.gsm.lower=2"], "nothing lies between. Swap the bounds."),
-    "a delta left open": (["correction=opsm"], "correction.masks.opsm.delta is required"),
+    "a delta left open": (["correction=opsm"], "correction.masks.opsm.delta=???: required"),
     "options that set one key": (["correction=[tis_token,tis_sequence]"], "both set correction.weight"),
     "several runs": (["-m", "trainer.nnodes=1,2"], "several runs"),
     "no such folder": (["--config-dir=/none/such"], "there is no such folder"),
@@ -277,7 +277,7 @@ def test_auto_says_what_it_chose(ask: Ask) -> None:
 
 def test_shadows_are_parts_too(ask: Ask) -> None:
     answer = ask("--json", "offpolicy.shadow=[gsm]", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
-    assert answer.verdicts() == {"shadow.gsm": "INERT"}
+    assert answer.verdicts() == {"shadow.gsm": "WRONG"}
 
 
 def test_verls_own_program_has_verls_own_defaults(ask: Ask) -> None:
@@ -313,7 +313,7 @@ def test_a_pair_that_crosses_the_bounds_is_shown_and_not_the_crossing(ask: Ask) 
 
 def test_a_pair_hides_no_other_malformed_key(ask: Ask) -> None:
     answer = ask("--json", "correction=[tis_token,gsm]", "correction.weight.upper=-2", f"{GSM_UPPER}=1_5", *GIVEN)
-    assert answer.verdicts() == {"masks.gsm": "WRONG", "correction": "WRONG"}
+    assert answer.verdicts() == {"masks.gsm": "WRONG", "correction.weight.upper": "WRONG"}
     assert "correction.weight.upper=2.0" in answer.overrides()
 
 

@@ -12,10 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[3] / "recipe" / "offpolicy"
 UNMENDED = {
     "alarms/fallback.py": (4, "which correction is safer is for the user to say"),
-    "alarms/settings.py": (
-        2,
-        "a section of null, and a program that was not prepared",
-    ),
+    "alarms/settings.py": (1, "a program that was not prepared"),
     "calibrate.py": (1, "arguments of a tool, no launch"),
     "calibration/online_settings.py": (2, "a section that is null; the arguments of a helper are its overrides"),
     "calibration/": (10, "arguments of a tool, no launch"),
