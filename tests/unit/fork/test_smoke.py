@@ -115,13 +115,9 @@ def test_another_verl_than_the_forks_is_no_success() -> None:
 def test_each_step_is_named_before_it_runs_and_the_first_failure_ends_it(
     project: Path, fork: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = (
-        put(
-            fork.parent,
-            {"python": "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'packaging'\" >&2\nexit 1\n"},
-        )
-        / "python"
-    )
+    error = "ModuleNotFoundError: No module named 'packaging'"
+    put(fork.parent, {"python": f'#!/bin/sh\necho "{error}" >&2\nexit 1\n'})
+    program = fork.parent / "python"
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert call(fork) == SMOKE_FAILED
