@@ -137,11 +137,12 @@ def failed(ended: Ended, fix: str) -> Failure | None:
     """
     if ended.status == 0:
         return None
-    if missing := re.search(r"No module named '([\w.]+)'", ended.err):
+    # The last line, for warnings name packages that nobody needs.
+    if missing := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'\s*\Z", ended.err, re.M):
         package = missing[1].partition(".")[0]
         if package not in _COPIED_OR_FORK:
             return Failure(f"{package} is not installed", f"VENV=path of an environment that has {package}")
-        return Failure(f"there is no {missing[1]}", "check out a release that the recipe was tested with")
+        return Failure(f"there is no {missing[1]}", "restore it in the checkout, which has it in this release")
     lines = (ended.out + ended.err).strip().splitlines()
     # Of a traceback the last line says it.
     said = lines[-1:] if "Traceback (most recent call last):" in ended.err else lines[-12:]

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import fork_checkout
 import pytest
 from fork_copy import COPIED, MANIFEST, ROOT, call, copy, git_free, new_files, put, snapshot
 from fork_main import DONE, REFUSED
+
+from verl_patches.contract import Contract
 
 
 def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
@@ -226,7 +229,10 @@ def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
 
 
 def test_the_releases_are_those_of_the_seams() -> None:
-    from verl_patches.engine_loss import SEAMS
+    from verl_patches import engine_loss, trainer_v1
 
-    shared = [release for release in fork_checkout.SUPPORTED if all(seam.covers(release) for seam in SEAMS)]
-    assert shared == list(fork_checkout.SUPPORTED)
+    def shared(seams: Iterable[Contract]) -> list[str]:
+        return [release for release in fork_checkout.SUPPORTED if all(seam.covers(release) for seam in seams)]
+
+    assert shared(engine_loss.SEAMS) == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"] == list(fork_checkout.SUPPORTED)
+    assert shared(trainer_v1.SEAMS) == ["0.9.0", "0.9.1"]

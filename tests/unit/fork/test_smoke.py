@@ -41,6 +41,8 @@ def test_of_a_traceback_the_last_line_is_said() -> None:
     assert failed(Ended(1, "", f"{TRACEBACK}ValueError: no\n"), "mend it") == Failure("ValueError: no", "mend it")
     assert failed(Ended(1, "one\n", "two\n"), "mend it") == Failure("one\ntwo", "mend it")
     assert failed(Ended(0, "", "a warning\n"), "mend it") is None
+    warned = f"UserWarning: No module named 'apex'\n{TRACEBACK}ModuleNotFoundError: No module named 'apex'\n{TRACEBACK}"
+    assert failed(Ended(1, "", f"{warned}KeyError: 'actor'\n"), "mend it") == Failure("KeyError: 'actor'", "mend it")
 
 
 def test_another_package_in_the_place_of_the_copy() -> None:
@@ -113,7 +115,9 @@ def test_another_verl_than_the_forks_is_no_success() -> None:
 def test_each_step_is_named_before_it_runs_and_the_first_failure_ends_it(
     project: Path, fork: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = put(fork.parent, {"python": "#!/bin/sh\necho \"No module named 'packaging'\" >&2\nexit 1\n"}) / "python"
+    error = "ModuleNotFoundError: No module named 'packaging'"
+    put(fork.parent, {"python": f'#!/bin/sh\necho "{error}" >&2\nexit 1\n'})
+    program = fork.parent / "python"
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert call(fork) == SMOKE_FAILED
