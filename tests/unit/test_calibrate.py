@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,20 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "17 to 64" in out
     assert "no dependence on length shown" in out
     assert "masks.icepop by length" not in out
+
+
+def test_eighty_columns_break_no_number(
+    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run(capsys, recording, "--spec", "correction=gsm", "--target-kept", 0.9)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", out).split("Overrides:")[0]
+    assert max(map(len, said.splitlines())) <= 80
+    assert "Proposed bounds, continued" in said
+    cells = {cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")}
+    assert {"masks.gsm", "[0.99, 1.01]", "0.9000", "320", "80", "17 to 64"} <= cells
 
 
 def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -311,6 +311,11 @@ def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) ->
     reward, _, kept, _ = figure.axes
     assert reward.get_ylabel() == "mean reward of a response"
     assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
+    shares, _ = picture(drawings.by_length(timeline), columns=2).axes
+    assert [(line.get_label(), line.get_linestyle()) for line in shares.get_lines()] == [
+        ("rows kept, tokens kept, had a product mask [0.5, 2] been on: rows kept", "-"),
+        ("had a geometric mask [0.99, 1.01] been on: rows kept", "--"),
+    ]
 
 
 def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,18 @@ def test_a_page_that_is_too_large_loses_no_table(
         assert "the page would have" in said.err
 
 
+def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path) -> None:
+    directory, page = record(tmp_path / "run", drawn_rows([5, 9])), tmp_path / "a.html"
+    command = [sys.executable, "-m", "recipe.offpolicy.whatif", str(directory), "--html", str(page)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, "")
+    assert page.stat().st_size > 10_000
+
+
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +245,13 @@ def test_lines_of_the_picture(directory: Path) -> None:
         ("[tis_token,gsm] weight.upper=2", ("1.02", "1.1", "1.5")),
         ("[tis_token,gsm] weight.upper=3", ("1.02", "1.1", "1.5")),
     ]
+    # Of many values only some are written below the axis, so that they do not run into one another.
+    many = f"correction.masks.gsm.upper={','.join(f'1.{value}' for value in range(10, 30))}"
+    result = study(read, read.steps, [chosen[0], *candidates([["correction=gsm"]], [many], {})])
+    by_group = draw.draw(result).axes[0]
+    written = [text.get_text() for text in by_group.get_xticklabels()]
+    assert written == ["1.1", "1.13", "1.16", "1.19", "1.22", "1.25", "1.28"]
+    assert np.asarray(by_group.get_lines()[0].get_xdata()).shape == (20,)
     # A spec has the keys that it has.
     chosen = (*chosen, *candidates([["correction=tis_token"]], grid[1:], {}))
     lines = draw.lines(study(read, read.steps, chosen))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DECADES = 30
+_HAD = "had"
+"""What the names of masks begin with that did not act; their lines are dashed."""
 _MARKED = 40
 """Steps up to which each has a marker."""
 
@@ -88,13 +90,13 @@ def _shares(axis: Axes, *, timeline: Timeline) -> None:
     names = [bucket_text(entry.bucket) for entry in timeline.lengths]
     places = np.arange(len(names))
     lines: dict[str, Series] = {
-        "rows, recorded correction": [entry.kept_rows for entry in timeline.lengths],
-        "tokens, recorded correction": [entry.kept_tokens for entry in timeline.lengths],
+        "rows kept": [entry.kept_rows for entry in timeline.lengths],
+        "tokens kept": [entry.kept_tokens for entry in timeline.lengths],
     }
     for key, meaning in REFERENCES.items():
-        lines[f"rows, had {meaning} been on"] = [entry.references[key] for entry in timeline.lengths]
+        lines[f"{_HAD} {meaning} been on: rows kept"] = [entry.references[key] for entry in timeline.lengths]
     for index, (label, values) in enumerate(distinct(lines).items()):
-        dashed = {"linestyle": "--"} if " had " in label and "recorded" not in label else {}
+        dashed = {"linestyle": "--"} if label.startswith(_HAD) else {}
         axis.plot(places, values, label=label, clip_on=False, **(look(index) | dashed))
     axis.set_title("Share kept by length")
     axis.set_ylabel("share")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,15 +88,13 @@ def _study(given: argparse.Namespace) -> Study:
 def _show(result: Study, given: argparse.Namespace) -> None:
     """Tables or JSON first, so that a picture or page which cannot be made loses nothing of the replay."""
     try:
-        if given.json:
-            json.dump(document(result), sys.stdout, indent=2, allow_nan=False)
-            sys.stdout.write("\n")
-        else:
-            _print(result)
+        found = json.dumps(document(result), indent=2, allow_nan=False) + "\n" if given.json else _tables(result)
+        sys.stdout.write(found)
         sys.stdout.flush()
-    finally:
-        # Also where the reader has closed the pipe.
-        _write(result, given)
+    except BrokenPipeError:
+        # The reader has enough, and files are wanted all the same. What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _write(result, given)
 
 
 def _write(result: Study, given: argparse.Namespace) -> None:
@@ -109,19 +108,22 @@ def _write(result: Study, given: argparse.Namespace) -> None:
         html.write(result, given.html)
 
 
-def _print(result: Study) -> None:
+def _tables(result: Study) -> str:
+    """As they are printed; Rich would end the program where a reader closes the pipe."""
     from rich.console import Console
 
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     shown = [show.overall_table(result), show.group_table(result), *itertools.islice(show.agreement_tables(result), 1)]
     if result.failures:
         shown.append(show.failure_table(result))
-    for table in shown:
-        console.print(*fitted(table, console.width), sep="\n")
     style = None if result.fidelity.agrees else "bold red"
-    console.print(show.fidelity_sentence(result.fidelity), style=style, markup=False, highlight=False)
-    for note in [*result.notes, *show.left_out(len(result.outcomes))]:
-        console.print(note, style="yellow", markup=False, highlight=False)
+    with console.capture() as captured:
+        for table in shown:
+            console.print(*fitted(table, console.width), sep="\n")
+        console.print(show.fidelity_sentence(result.fidelity), style=style, markup=False, highlight=False)
+        for note in [*result.notes, *show.left_out(len(result.outcomes))]:
+            console.print(note, style="yellow", markup=False, highlight=False)
+    return captured.get()
 
 
 @contextlib.contextmanager

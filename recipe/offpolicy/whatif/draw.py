@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_LINES = 4
 """Lines of panels; more corrections than these hold are in the tables alone."""
+_MOST_TICKS = 8
+"""Values of a grid whose texts find room below a panel."""
 _KEPT = {
     "kept_tokens": "tokens kept",
     "kept_rows": "rows kept",
@@ -173,7 +175,8 @@ def _series(axes: Axes, line: Line, series: Mapping[str, Sequence[float | None]]
         positions = range(len(values))
         if line.ordered:
             axes.plot(positions, values, label=label, clip_on=False, **look)
-            axes.set_xticks(positions, line.ticks)
+            every = -(-len(values) // _MOST_TICKS)
+            axes.set_xticks(positions[::every], line.ticks[::every])
             axes.set_xlim(-0.4, len(values) - 0.6)
             axes.set_xlabel(line.label)
         else:
