@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "live_path",
         "lost_workers",
         "model_card",
+        "module_source",
         "pages",
         "redaction",
         "row_hash",

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from ..correction import CorrectionSpec
 from ..correction.problem import Problem
 from ..verl_keys.reading import active
-from . import batch_sizes, bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
+from . import agent_loops, batch_sizes, bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
 from .own_keys import OWN_KEYS, own_keys
 from .reading import Part, parts_of, shadows_of, spec_of
 from .sections import null_sections
@@ -29,6 +29,7 @@ OF_VERLS_OWN: tuple[Check, ...] = (
     verls_own.thresholds,
     rollout.raw_log_probs,
     rollout.sampling,
+    agent_loops.agent_loops,
     loss.base_loss_of_verls_own,
 )
 """What holds of verl's own correction too, launched by verl's own program or by ours."""

@@ -1,5 +1,6 @@
 """See the package."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,10 +15,13 @@ from .command import failed, main  # noqa: E402
 
 try:
     status = main()
+except SystemExit as stop:  # --help, and arguments that do not go together
+    status = stop.code if isinstance(stop.code, int) else 2
 except Exception as error:  # not even its own modules could be imported
     sys.stderr.write(f"{failed(error)}\n")
     status = 2
-sys.stdout.flush()
-sys.stderr.flush()
+for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(BrokenPipeError):
+        stream.flush()
 # Taking it all down would take another second.
 os._exit(status)

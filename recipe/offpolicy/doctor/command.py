@@ -43,12 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             diagnosis = Diagnosis(launch, error=str(error))
         except Exception as error:  # of the doctor's own; a status of Python's would say INERT
             diagnosis = Diagnosis(launch, error=failed(error))
-    if known.json:
-        json.dump(as_json(diagnosis), out, indent=2)
-        out.write("\n")
-    else:
-        show(diagnosis, out)
-    out.flush()
+    # A reader such as `head` may have seen enough; of that rich makes an exit.
+    with contextlib.suppress(BrokenPipeError, SystemExit):
+        if known.json:
+            json.dump(as_json(diagnosis), out, indent=2)
+            out.write("\n")
+        else:
+            show(diagnosis, out)
+        out.flush()
     return diagnosis.status
 
 

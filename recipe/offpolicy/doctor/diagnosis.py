@@ -142,7 +142,8 @@ def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Seq
     else:
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
-        problems.append(Problem("module", launch.module, reason, fix))
+        # Where nothing is asked for, nothing can be other than it says.
+        problems.append(Problem("module", launch.module, reason, fix, "WRONG" if active(config) else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))

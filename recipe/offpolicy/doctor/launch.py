@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from hydra._internal.hydra import Hydra
@@ -23,8 +24,9 @@ from verl_patches.contract import PatchError, installed_release
 from ..composition import own_keys_for_us
 from ..correction import SpecError
 from ..correction.problem import CheckError
+from ..module_source import source_of
 from ..primary import CONFIG_DIR, check_primary, keep_search_path
-from .source import HydraMain, hydra_main, source_of
+from .source import HydraMain, hydra_main
 from .unknown_keys import unknown_keys
 
 OURS = "recipe.offpolicy.main_offpolicy"
@@ -97,10 +99,10 @@ def composed(launch: Launch) -> DictConfig:
     try:
         config = _with(hydra, name, arguments.overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        owner = f"the configuration of {launch.module}"
-        if launch.ours or launch.module in VERLS:
-            owner = f"verl {installed_release('verl')}"
-        if unknown := unknown_keys(lambda others: _with(hydra, name, others), arguments.overrides, owner):
+        verls = launch.ours or launch.module in VERLS
+        owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"
+        compose = partial(_with, hydra, name)
+        if unknown := unknown_keys(compose, arguments.overrides, owner, verls=verls):
             raise UnknownKeys("\n".join(map(str, unknown))) from error
         raise LaunchError(_whole(error)) from error
     HydraConfig.instance().set_config(config)

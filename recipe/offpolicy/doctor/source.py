@@ -1,32 +1,10 @@
-"""Modules looked at without importing them: verl's import alone takes seconds."""
+"""What a program says of its configuration, read without importing it."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-
-
-def source_of(module: str) -> Path | None:
-    """The file of a module by its dotted name, as ``python -m`` would find it; None if there is none."""
-    top, *below = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ValueError, ImportError):
-        return None
-    if spec is None:
-        return None
-    if not below and spec.submodule_search_locations is None:
-        return Path(spec.origin) if spec.origin else None
-    for folder in spec.submodule_search_locations or ():
-        path = Path(folder, *below)
-        for candidate in (path.with_suffix(".py") if below else path / "__main__.py", path / "__main__.py"):
-            if candidate.is_file():
-                return candidate
-        if (path / "__init__.py").is_file():
-            return path / "__init__.py"
-    return None
 
 
 @dataclass(frozen=True)

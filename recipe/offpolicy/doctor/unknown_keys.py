@@ -25,13 +25,14 @@ Compose = Callable[[list[str]], DictConfig]
 """Composes with these overrides."""
 
 
-def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str) -> list[Problem]:
+def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verls: bool = True) -> list[Problem]:
     """Find the overrides for which a configuration has no key.
 
     Args:
         compose: of the same program, with other overrides.
         overrides: with which it does not compose.
         owner: whose configuration it is, such as "verl 0.9.1".
+        verls: whether the program is of the installed verl, or made for it, as ours is.
     """
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) is not None]
     if not plain:
@@ -42,10 +43,10 @@ def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str) -> list
         config = compose([f"+{each}" if _ADDED.match(each) else each for each in others])
     except (HydraException, OmegaConfBaseException):
         return []
-    return [problem for found in plain for problem in _unknown(config, found["key"], found["value"], owner)]
+    return [problem for found in plain for problem in _unknown(config, found["key"], found["value"], owner, verls)]
 
 
-def _unknown(config: DictConfig, key: str, value: str, owner: str) -> Iterator[Problem]:
+def _unknown(config: DictConfig, key: str, value: str, owner: str, verls: bool) -> Iterator[Problem]:
     names = key.split(".")
     if names[0] == "hydra":
         return
@@ -54,12 +55,12 @@ def _unknown(config: DictConfig, key: str, value: str, owner: str) -> Iterator[P
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
         if name not in list(node):  # "in" leaves out what is still to be given
-            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(config, node, names, depth))
+            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(config, node, names, depth, verls))
             return
         node = node._get_node(name)
 
 
-def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int) -> str:
+def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, verls: bool) -> str:
     if _MEGATRON in names and _TARGET not in section and _ENGINE in config and config[_ENGINE] != _MEGATRON:
         return f"Set {_ENGINE}={_MEGATRON}, which brings it, or leave it out."
     if not len(section) or any(map(_FREE.search, names[:depth])):
@@ -68,6 +69,8 @@ def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: i
     near = [".".join([*names[:depth], name]) for name in difflib.get_close_matches(names[depth], known, 1, _CLOSE)]
     near += [names[-1]] if names[-1] in config else []
     instead = f", or set {near[0]}" if near else ""
+    if not verls:
+        return f"Leave it out{instead}, or install the verl that the program is made for."
     # verl makes dataclasses of its sections that name one, which take no further keys.
     refused = "verl refuses it with a + too" if _TARGET in section else "with a + nothing of verl would read it"
     return f"Leave it out{instead}; {refused}."

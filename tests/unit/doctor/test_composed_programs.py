@@ -72,22 +72,34 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     assert composed(launch()) == {"x": 1}
 
 
-def test_unknown_keys_are_told_at_once_and_none_is_to_be_added(program: Path) -> None:
-    overrides = ["trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="]
-    overrides += ["actor.model_engine=x", "megatron.tp=2", "+trainer.total_epochs=1"]
+OVERRIDES = [
+    *("trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="),
+    *("actor.model_engine=x", "megatron.tp=2", "+trainer.total_epochs=1", "actor.lr=2", "actor.extra_kwargs.b=2"),
+    "+trainer.mine=1",
+]
+
+
+def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that cannot be added, as it is there; of verl's own program also what becomes of a plus."""
     with pytest.raises(UnknownKeys) as caught:
-        composed(launch(*overrides, "actor.lr=2", "actor.extra_kwargs.b=2", "+trainer.mine=1"))
+        composed(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
-    unread = "with a + nothing of verl would read it."
+    install = "or install the verl that the program is made for."
     assert str(caught.value).split("\n") == [
-        f"trainer.total_epoch=3: {has_none} Leave it out, or set trainer.total_epochs; {unread}",
-        f"actor.grad_offload=True: {has_none} Leave it out; verl refuses it with a + too.",
+        f"trainer.total_epoch=3: {has_none} Leave it out, or set trainer.total_epochs, {install}",
+        f"actor.grad_offload=True: {has_none} Leave it out, {install}",
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
-        f"trainer.no.such=: {has_none} Leave it out; {unread}",
-        f"actor.model_engine=x: {has_none} Leave it out, or set model_engine; verl refuses it with a + too.",
+        f"trainer.no.such=: {has_none} Leave it out, {install}",
+        f"actor.model_engine=x: {has_none} Leave it out, or set model_engine, {install}",
         f"megatron.tp=2: {has_none} Set model_engine=megatron, which brings it, or leave it out.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
+    monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))
+    with pytest.raises(UnknownKeys) as caught:
+        composed(launch(*OVERRIDES[:3]))
+    first, second = str(caught.value).split("\n")
+    assert first.endswith(" Leave it out, or set trainer.total_epochs; with a + nothing of verl would read it.")
+    assert second.endswith(" has no such key. Leave it out; verl refuses it with a + too.")
 
 
 @pytest.mark.parametrize(

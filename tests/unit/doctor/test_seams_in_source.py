@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("verl")
 
 from recipe.offpolicy.doctor.seams import hold, holds_in_source
-from recipe.offpolicy.doctor.source import HydraMain, hydra_main, source_of
+from recipe.offpolicy.doctor.source import HydraMain, hydra_main
+from recipe.offpolicy.module_source import source_of
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError, installed_release
 
@@ -65,7 +66,7 @@ def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
 def test_programs_are_found_without_importing_them() -> None:
     path = source_of("verl.trainer.main_ppo")
     assert path is not None
-    assert hydra_main(path) == HydraMain("config", "ppo_trainer")
+    assert hydra_main(path) == HydraMain(path, "config", "ppo_trainer")
     assert source_of("verl.trainer.no_such") is None
     assert source_of("no_such_package.x") is None
     folder = source_of("recipe.offpolicy.doctor")

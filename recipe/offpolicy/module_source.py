@@ -1,0 +1,27 @@
+"""Where the source of a module lies, found without importing it: verl's import alone takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module by its dotted name, as ``python -m`` would find it; None if there is none."""
+    top, *below = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ValueError, ImportError):
+        return None
+    if spec is None:
+        return None
+    if not below and spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, *below)
+        for candidate in (path.with_suffix(".py") if below else path / "__main__.py", path / "__main__.py"):
+            if candidate.is_file():
+                return candidate
+        if (path / "__init__.py").is_file():
+            return path / "__init__.py"
+    return None
