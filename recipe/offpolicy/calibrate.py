@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     for remark in remarks(result, confidence):
         console.print(remark, markup=False, soft_wrap=True)
     if pasted := overrides(result):
-        console.print("\nOverrides:", "    " + " ".join(pasted), sep="\n", markup=False, soft_wrap=True)
+        console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
 
 
 def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
@@ -122,7 +123,11 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     page = Page("Calibration", str(options.directory))
     if faults:
         page.section("Mend first", paragraph(faults))
-    page.section("Proposed", table(overview(result, confidence)), code(" \\\n".join(overrides(result)) or "none"))
+    page.section(
+        "Proposed",
+        table(overview(result, confidence)),
+        code(" \\\n".join(map(shlex.quote, overrides(result))) or "none"),
+    )
     page.section("Curves", figure(curves(result.proposals, confidence), caption(result.proposals)))
     lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]
     if lengths:
