@@ -5,6 +5,8 @@ python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --t
 Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
 """
 
+# ruff: noqa: E402 - what may be missing is imported below what says so
+
 from __future__ import annotations
 
 import argparse
@@ -14,6 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from .command_line import need, needed_to_show, run
+
+need("calibrate", "torch", "pyarrow", "hydra")
 
 import torch
 
@@ -56,6 +62,7 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    need("calibrate", *needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html)))
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     request = Request(
@@ -78,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         now = None if unset else joint(recording, spec)
         then = joint(recording, result.spec)
         _show(options, result, now, then, faults)
+    except BrokenPipeError:
+        raise
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
@@ -162,4 +171,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("calibrate", main))

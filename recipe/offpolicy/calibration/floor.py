@@ -88,7 +88,7 @@ def noise_floor(
             f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "
             f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
             f"the backend noise is not identified. If that is rounding, give calibrate --rounding "
-            f"{_above(float(np.nanmin(state.apart[fresh]))):g}."
+            f"{_above(2 * float(np.nanmedian(state.apart[fresh]))):g}."
         )
     rows = scores.chosen(same[scores.row])
     noise = np.sort(-rows.low)
