@@ -18,15 +18,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .command_line import need, needed_to_show, run
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    from .attribution.attribution import attribute
+    shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
+    need("attribute", "torch", "pyarrow", "hydra", *shown)
+    from .attribution.attribution import attribute, size_warning
     from .pages import PageError
     from .recording import Recording, RecordingError
 
     try:
-        found = attribute(Recording(options.directory), steps=options.steps, worst=options.worst)
+        recording = Recording(options.directory)
+        if warning := size_warning(recording, options.steps):
+            print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
+        found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:
             from .attribution.figures import overview
             from .pages import figures
@@ -111,4 +118,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("attribute", main))

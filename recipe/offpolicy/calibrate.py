@@ -5,14 +5,21 @@ python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --t
 Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
 """
 
+# ruff: noqa: E402 - what may be missing is imported below what says so
+
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from .command_line import need, needed_to_show, run
+
+need("calibrate", "torch", "pyarrow", "hydra")
 
 import torch
 
@@ -56,6 +63,7 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    need("calibrate", *needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html)))
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     request = Request(
@@ -78,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         now = None if unset else joint(recording, spec)
         then = joint(recording, result.spec)
         _show(options, result, now, then, faults)
+    except BrokenPipeError:
+        raise
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
@@ -111,7 +121,7 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
         # A line each for other programs, and whole words for a reader.
         console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())
     if pasted := overrides(result):
-        console.print("\nOverrides:", "    " + " ".join(pasted), sep="\n", markup=False, soft_wrap=True)
+        console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
 
 
 def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
@@ -122,7 +132,11 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     page = Page("Calibration", str(options.directory))
     if faults:
         page.section("Mend first", paragraph(faults))
-    page.section("Proposed", table(overview(result, confidence)), code(" \\\n".join(overrides(result)) or "none"))
+    page.section(
+        "Proposed",
+        table(overview(result, confidence)),
+        code(" \\\n".join(map(shlex.quote, overrides(result))) or "none"),
+    )
     page.section("Curves", panels(drawn(result.proposals, confidence)))
     lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]
     if lengths:
@@ -157,4 +171,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("calibrate", main))

@@ -31,8 +31,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from recordings import drawn_rows, record  # noqa: E402
 
 from recipe.offpolicy.recording import Recording  # noqa: E402
-from recipe.offpolicy.whatif import Candidate, candidates, study  # noqa: E402
-from recipe.offpolicy.whatif.candidates import UNCORRECTED  # noqa: E402
+from recipe.offpolicy.whatif.candidates import (  # noqa: E402
+    UNCORRECTED,
+    Candidate,
+    candidates,
+)
+from recipe.offpolicy.whatif.study import study  # noqa: E402
 
 CORRECTIONS = (
     "correction=tis_token",

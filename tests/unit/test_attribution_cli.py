@@ -187,3 +187,27 @@ def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     whole = row_sums(rows)
     monkeypatch.setattr("recipe.offpolicy.attribution.decomposition.CHUNK", 60)
     assert np.array_equal(row_sums(rows), whole)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ((), "steps 1 to 4, 400 MB, are read together, which takes about 25 GB of memory. With --steps 1:1 it is about "
+         "6.2 GB."),
+        (("--steps", "2:"), "steps 2 to 4, 300 MB, are read together, which takes about 19 GB of memory. With --steps "
+         "2:2 it is about 6.2 GB."),
+        (("--steps", "3"), "steps 3 to 3, 100 MB, are read together, which takes about 6 GB of memory. Record fewer "
+         "rows a step: offpolicy.record.share=0.1."),
+    ],
+)  # fmt: skip
+def test_a_large_recording_is_said_to_be_one_before_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: tuple[str, ...], said: str
+) -> None:
+    """Four files of 100 MB, with nothing in them: 62 bytes of memory a byte. None can be read."""
+    for step in range(1, 5):
+        with (tmp_path / f"step_{step:08d}.rank_00000.parquet").open("wb") as sink:
+            sink.truncate(100_000_000)
+    assert attribute.main([str(tmp_path), *steps]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"attribute: {said}"
+    assert "not a readable Parquet file" in second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -51,16 +52,17 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
     """What it prints composes, and keeps at least the target when it is calibrated again."""
     status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.95, "--target-ess", 0.9985)
     assert status == 0
-    pasted = out.split("Overrides:")[1].split()
-    assert [override.split("=")[0] for override in pasted] == [
+    pasted = shlex.split(out.split("Overrides:")[1])
+    assert pasted[0] == "correction=[tis_token,gsm]"
+    assert sorted(override.split("=")[0] for override in pasted[1:]) == [
         "correction.masks.gsm.lower",
         "correction.masks.gsm.upper",
         "correction.weight.upper",
     ]
     with composer():
-        spec = CorrectionSpec.from_mapping(composed_mapping([GSM, *pasted]))
-    assert spec.masks[0][1].upper == float(pasted[1].split("=")[1])
-    _, out, _ = run(capsys, recording, "--spec", GSM, *pasted, "--target-kept", 0.95, "--json")
+        spec = CorrectionSpec.from_mapping(composed_mapping(pasted))
+    assert f"correction.masks.gsm.upper={spec.masks[0][1].upper}" in pasted
+    _, out, _ = run(capsys, recording, "--spec", *pasted, "--target-kept", 0.95, "--json")
     again = json.loads(out)["proposals"][0]
     assert 0.95 <= again["reached_now"] < 0.955
     assert again["proposed"]["values"] == {"lower": again["now"]["lower"], "upper": again["now"]["upper"]}
@@ -133,7 +135,8 @@ def test_delta_needs_no_value_to_begin_with(recording: Path, capsys: pytest.Capt
     assert result["proposals"][0]["reached_now"] is None
     assert result["together"]["now"] is None
     assert result["proposals"][0]["proposed"]["values"]["delta"] >= result["proposals"][0]["floor"]["delta"] > 0
-    assert result["overrides"][0].startswith("correction.masks.opsm.delta=0.0")
+    assert result["overrides"][0] == "correction=opsm"
+    assert result["overrides"][1].startswith("correction.masks.opsm.delta=0.0")
 
 
 def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

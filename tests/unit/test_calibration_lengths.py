@@ -212,6 +212,9 @@ def test_too_few_rows_for_the_quantile() -> None:
     note = opsm(rows).threshold.note
     assert "40 rows in 10 prompt groups" in note
     assert "takes 59" in note
+    assert note.endswith("Record more steps, or give calibrate --floor-quantile 0.9.")
+    assert opsm(rows, floor_quantile=0.9).floor is not None
+    assert opsm(drawn_rows([20] * 8, backend=0.03)).threshold.note.endswith("Record more steps.")
 
 
 def test_versions_that_are_not_known_are_said() -> None:
@@ -224,8 +227,9 @@ def test_versions_that_are_not_known_are_said() -> None:
 def test_rounding_is_a_matter_of_what_is_asked() -> None:
     rows = noisy()
     rows = replace(rows, log_prob=rows.old_log_prob + np.float32(0.005))
-    assert not opsm(rows).found
-    assert opsm(rows, rounding=0.01).found
+    advised = re.search(r"If that is rounding, give calibrate --rounding (0\.0[12])\.$", opsm(rows).threshold.note)
+    assert advised is not None
+    assert opsm(rows, rounding=float(advised[1])).found
 
 
 def test_other_bounds_have_no_floor() -> None:

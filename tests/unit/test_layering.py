@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "alignment",
         "arrival",
         "baseline",
+        "command_line",
         "layout",
         "live_path",
         "lost_workers",

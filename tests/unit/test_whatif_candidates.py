@@ -11,8 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.whatif import candidates
-from recipe.offpolicy.whatif.candidates import MOST
+from recipe.offpolicy.whatif.candidates import MOST, candidates
 
 RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"

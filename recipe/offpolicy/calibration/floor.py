@@ -9,12 +9,17 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .intervals import clustered, least_count, quantile_interval
+from .intervals import Clustered, clustered, least_count, quantile_interval
 from .parts import Part
 from .scores import RowState, Scores
 
+Floats = NDArray[np.float64]
+
 QUANTILE = 0.99
+_LOWER = (0.95, 0.9, 0.8)
+"""Quantiles that are advised where the recording is too short for the one that was asked for."""
 ROUNDING = 1e-3
 """Nats a token: mean |log pi - log pi_old| of a row up to which the two passes are taken for one policy."""
 
@@ -82,20 +87,37 @@ def noise_floor(
         raise NotIdentifiedError(
             f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "
             f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
-            f"the backend noise is not identified. If that is rounding, give --rounding."
+            f"the backend noise is not identified. If that is rounding, give calibrate --rounding "
+            f"{_above(2 * float(np.nanmedian(state.apart[fresh]))):g}."
         )
     rows = scores.chosen(same[scores.row])
-    noise = -rows.low
-    ordered = np.sort(noise)
-    quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
-    found = clustered(noise <= quantile, rows.group)
-    _, upper = quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
+    noise = np.sort(-rows.low)
+    quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
     if not math.isfinite(upper):
+        lower = (each for each in _LOWER if each < share)
+        enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
+        smaller = next(enough, None)
+        advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
         raise NotIdentifiedError(
             f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old say as much as "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
-            f"{share:g}-quantile of the noise takes {least_count(share, confidence)}. Record more steps, or give a "
-            f"lower --floor-quantile."
+            f"{share:g}-quantile of the noise takes {least_count(share, confidence)}. Record more steps{advice}."
         )
     unknown = int((state.staleness[same] < 0).sum())
     return Floor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)
+
+
+def _bounded(
+    noise: Floats, ordered: Floats, group: NDArray[np.int64], share: float, confidence: float
+) -> tuple[float, float, Clustered]:
+    """A quantile of the noise, its upper bound, infinite where rows are too few for one, and what it rests on."""
+    quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
+    found = clustered(noise <= quantile, group)
+    _, upper = quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
+    return quantile, upper, found
+
+
+def _above(value: float) -> float:
+    """The next number with one significant digit."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return math.floor(value / unit + 1) * unit

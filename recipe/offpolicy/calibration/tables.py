@@ -7,6 +7,8 @@ from typing import Any
 
 from ..correction.catalogue import BUCKETS
 from ..pages import Column, Table
+from ..whatif.composed import composer
+from ..whatif.pasted import overrides_of
 from .joint import Joint
 from .parts import Part
 from .propose import Calibrated, OfLength, Proposal
@@ -137,12 +139,14 @@ def length_sentence(proposal: Proposal, confidence: float) -> str:
 
 
 def overrides(result: Calibrated) -> list[str]:
-    """What to paste into a launch."""
-    return [
-        f"correction.{proposal.part.key}.{name}={value!r}"
-        for proposal in result.proposals
-        for name, value in proposal.threshold.values.items()
-    ]
+    """What to put behind the overrides of a launch: the correction with the bounds that were found.
+
+    Empty where none was.
+    """
+    if not any(proposal.found for proposal in result.proposals):
+        return []
+    with composer():
+        return overrides_of(result.spec)
 
 
 def part_name(part: Part) -> str:

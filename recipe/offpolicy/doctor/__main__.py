@@ -11,10 +11,11 @@ gc.disable()
 # verl and what it imports talk of GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
+from ..command_line import run  # noqa: E402
 from .command import failed, main  # noqa: E402
 
 try:
-    status = main()
+    status = run("doctor", main)
 except SystemExit as stop:  # --help, and arguments that do not go together
     status = stop.code if isinstance(stop.code, int) else 2
 except Exception as error:  # not even its own modules could be imported

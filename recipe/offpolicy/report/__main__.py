@@ -12,9 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..command_line import need, run
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    need("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
     import torch
 
     from ..calibration.scores import recorded_spec
@@ -61,4 +64,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("report", main))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,7 @@ def _calibration(studies: Studies) -> list[Markup]:
     if not isinstance(studies.attribution, str) and studies.attribution.mend_first:
         blocks.insert(0, paragraph(studies.attribution.mend_first))
     if pasted := calibration_tables.overrides(result):
-        blocks.append(code(" \\\n".join(pasted)))
+        blocks.append(code(" \\\n".join(map(shlex.quote, pasted))))
     blocks += [paragraph(remark) for remark in calibration_tables.remarks(result, CONFIDENCE)]
     blocks += [
         details(f"{proposal.part.key} by length", table(calibration_tables.by_length(proposal, CONFIDENCE)))

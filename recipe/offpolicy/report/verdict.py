@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,14 @@ from ..calibration.propose import Proposal
 from ..calibration.tables import bounds, bucket_text, part_name
 from ..correction import CorrectionSpec
 from ..pages import Column, Table
-from .studies import Studies
+from .studies import TARGET_KEPT, Studies
 from .timeline import Floats, Timeline
 
 _LEAST_STEPS = 3
 """Steps from which a beginning and an end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
+_OF_CALIBRATE = re.compile(r"--(?:floor-quantile|rounding) [\d.e-]*\d")
 COPIED = "mu is pi_old to the bit: one was copied from the other?"
 
 
@@ -183,6 +185,11 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     if threshold.note:
         note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
         said.append(f"{note[0].upper()}{note[1:]}")
+        if option := _OF_CALIBRATE.search(note):
+            spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
+            said.append(
+                f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {option[0]}"
+            )
     if proposal.lengths:
         said.append("It treats lengths unlike, see below")
     return Answer(question, answer, ". ".join(said) + ".")

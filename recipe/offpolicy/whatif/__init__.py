@@ -6,9 +6,3 @@
 A replay holds the run's data fixed. It says what a correction keeps, weighs and how far that is from what would be
 unbiased on these very steps; it cannot say what the policy would have become.
 """
-
-from .candidates import Candidate, candidates
-from .results import Study
-from .study import study
-
-__all__ = ["Candidate", "Study", "candidates", "study"]

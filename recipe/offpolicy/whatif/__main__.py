@@ -1,4 +1,5 @@
 """The command line: Hydra overrides in, tables, a picture, a page or JSON out."""
+# ruff: noqa: E402 - what may be missing is imported below what says so
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from ..command_line import need, needed_to_show, run
+
+need("whatif", "torch", "pyarrow", "hydra")
 
 import torch
 
@@ -32,6 +37,7 @@ _PIPE_WIDTH = 170
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status, 0 where everything is well."""
     given = _parser().parse_args(arguments)
+    need("whatif", *needed_to_show(json=given.json, png=bool(given.png), html=bool(given.html)))
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     try:
@@ -41,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--html", given.html, "whatif.html")
         result = _study(given)
         _show(result, given)
+    except BrokenPipeError:
+        raise
     except (RecordingError, SpecError, PageError) as error:
         return _refuse(str(error))
     except OSError as error:
@@ -170,4 +178,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("whatif", main))

@@ -1,0 +1,51 @@
+"""What every tool's command line has in common: packages that are missing, and readers that leave early."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+BAD_INPUT, CLOSED = 2, 141
+"""Exit status: a package is missing; nobody reads what is printed (128 + SIGPIPE, as a shell says it)."""
+_DISTRIBUTIONS = {"hydra": "hydra-core"}
+_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch")
+
+
+def need(tool: str, *modules: str) -> None:
+    """End the program with one line where one of ``modules`` is not installed."""
+    if missing := [module for module in modules if not _is_there(module)]:
+        names = " ".join(_DISTRIBUTIONS.get(module, module) for module in missing)
+        sys.stderr.write(f"{tool}: not installed: {', '.join(missing)}. Fix: pip install {names}\n")
+        raise SystemExit(BAD_INPUT)
+
+
+def needed_to_show(*, json: bool, png: bool, html: bool) -> list[str]:
+    """Modules that a tool's output takes."""
+    return [*([] if json else ["rich"]), *(["matplotlib"] if png or html else []), *(["jinja2"] if html else [])]
+
+
+def run(tool: str, main: Callable[[], int]) -> int:
+    """``main``'s exit status; without a traceback where its reader leaves (``| head``) or a package is missing."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still to be written goes nowhere, or Python would fail again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in _OURS:
+            raise
+        need(tool, name)
+        raise
+    return status
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
