@@ -220,7 +220,8 @@ def test_non_finite_mu_takes_the_token_out(worker: Any) -> None:
     weights[1][0] = weights[3][0] = 0.0
     rows.old_log_probs[3][0] = 0.0  # any finite value: its weight is 0
     loss, reference = reference_gradient(worker, rows, weights)
-    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5)
+    # Its terms nearly cancel, so that the rounding of float32 shows.
+    assert metrics["loss"][0] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert_same({n: g.double() for n, g in gradient.items()}, reference, 1e-5)
 
 

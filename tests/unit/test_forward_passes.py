@@ -206,7 +206,7 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(
 def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
     with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
         correction_of(configuration(proximal=given))
-    assert caught.value.overrides == {"correction.proximal": mend}
+    assert caught.value.problem.overrides == (f"correction.proximal={mend}",)
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
