@@ -71,18 +71,5 @@ def test_a_reader_that_leaves_is_no_error(command: tuple[str, ...], recording: P
         process.stdout.close()
         assert process.stderr.read() == ""
         process.wait()
-    assert process.returncode in (1, 141)  # 1 where rich has noticed it first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [(), ("--json",)])
-def test_nor_is_it_of_the_doctor(form: tuple[str, ...]) -> None:
-    pytest.importorskip("verl")
-    program = [sys.executable, "-m", "recipe.offpolicy.doctor", *form, "correction=gsm"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert "Broken" not in process.stderr.read()
-        process.wait()
-    assert process.returncode in (1, 141)
+    # What-if goes on to its files, and keeps its verdict; 1 where rich has noticed it first.
+    assert process.returncode in ((0,) if tool == "whatif" else (1, 141))
