@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from applications import NEEDED, application, changed
 from corrections import GSM, TIS
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.offpolicy import base_loss_probe
 from recipe.offpolicy.base_loss_probe import probe
-from recipe.offpolicy.checks import REMARKS, spec_of
+from recipe.offpolicy.checks import REMARKS, null_sections, spec_of, unresolved_interpolations
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight import found_by, run_checks
@@ -355,6 +355,19 @@ def test_a_configuration_without_the_group(base: DictConfig) -> None:
         del config["correction"]
     with pytest.raises(SpecError, match="Set correction=none"):
         spec_of(config)
+
+
+def test_a_section_of_nothing_is_named() -> None:
+    """Once, and not by each section below."""
+    config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
+    found = {problem.key: problem.value for problem in null_sections(config)}
+    assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
+
+
+@pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])
+def test_keys_made_of_an_interpolation_of_nothing_are_not_blamed(name: str) -> None:
+    config = OmegaConf.create({"a": {"folder": "runs/${name}", "other": "${oc.select:name,x}"}, "name": name})
+    assert [problem.key for problem in unresolved_interpolations(config)] == ["name"]
 
 
 def test_what_verl_ships_counts_as_not_set(base: DictConfig) -> None:
