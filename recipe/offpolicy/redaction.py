@@ -27,7 +27,7 @@ _NO_SECRET = {
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
         r"prompt|response|max|min|per|tis"
     ),
-    "key": re.compile(r"prompt|response|messages?|tools|image|video|audio|teacher|fn|model|source|thinking"),
+    "key": re.compile(r"prompt|response|messages?|tools|image|video|audio|teacher|fn|model|source|thinking|full"),
 }
 _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.*", re.DOTALL)
 _SHAPES = re.compile(

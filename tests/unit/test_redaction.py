@@ -56,6 +56,7 @@ NOT_BY_KEY: dict[str, Any] = {
     "tokenizer": "/models/small",
     "loss_agg_mode": "token-mean",
     "prompt_key": "prompt",
+    "full_key": "trainer.x",
     "reward_fn_key": "data_source",
     "key": "actor_rollout_ref.actor.strategy",
     "keyword": "x",

@@ -78,7 +78,8 @@ def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
                 f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, a ratio of {math.exp(EXP_CLAMP):.3g}: this bound can "
                 f"never act."
             )
-            fix = f"Set {key}.{bound}={shown(usual)}, which is in use, or null where the other side is bound."
+            open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
+            fix = f"Set {key}.{bound}={shown(usual)}, which is in use{open_side}."
             yield Problem(
                 f"{key}.{bound}", value, reason, fix, "WRONG", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
             )
