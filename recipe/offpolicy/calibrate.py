@@ -19,7 +19,7 @@ from typing import Any
 
 from .command_line import need, needed_to_show, run
 
-need("calibrate", "torch", "pyarrow", "hydra")
+need("calibrate", "numpy", "torch", "pyarrow", "hydra")
 
 import torch
 
@@ -30,14 +30,13 @@ from .calibration.parts import placeholders
 from .calibration.propose import Calibrated, Request, calibrated
 from .calibration.tables import by_length, overrides, overview, plain, remarks, together
 from .correction import CorrectionSpec, SpecError
-from .pages import PageError
+from .pages import PageError, check_target
 from .recording import Recording, RecordingError
 from .whatif.composed import composed_mapping, composer
 
 USAGE, UNREACHED = 2, 1
 """Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
-_PIPE_WIDTH = 160
-_PICTURES = (".png", ".svg", ".pdf")
+_PIPE_WIDTH = 200
 
 
 def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -77,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         request.check()
+        if options.png:
+            check_target("--png", options.png, "calibration.png")
+        if options.html:
+            check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
         card = recording.card  # a damaged one is said before the work
         spec, unset = asked(recording, options.spec)
@@ -145,13 +148,6 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     return page
 
 
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in _PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in {', '.join(_PICTURES)}")
-    return path
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -164,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
     add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
     add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
-    add("--png", type=_picture, metavar="FILE", help="calibration curves")
+    add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")
     return parser
