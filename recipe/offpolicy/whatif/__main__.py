@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..command_line import need, needed_to_show, run
 
-need("whatif", "torch", "pyarrow", "hydra")
+need("whatif", "numpy", "torch", "pyarrow", "hydra")
 
 import torch
 
