@@ -44,8 +44,11 @@ def test_what_mends_a_cause_is_whole_in_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert attribute.main(["tests/data/faults/held_out/colocate_async-14"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Fix of stale weights: ")]
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("Fix of stale weights: ")]
     assert line.endswith("correct for it: 'correction=[tis_token,opsm]' correction.masks.opsm.delta=0.1")
+    assert "0.0%" in shown
+    assert "-0.0%" not in shown
 
 
 def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

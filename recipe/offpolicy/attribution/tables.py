@@ -172,8 +172,8 @@ def verdict(attribution: Attribution) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share == share else "-"
+    return f"{round(share, 3) + 0.0:.1%}" if share == share else "-"  # + 0.0: no "-0.0%"
 
 
 def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+    return "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"
