@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 USAGE, UNREACHED = 2, 1
 """Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
-_PIPE_WIDTH = 160
-_PICTURES = (".png", ".svg", ".pdf")
+_PIPE_WIDTH = 200
 
 
 def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -58,14 +57,14 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
-    need("calibrate", "torch", "pyarrow", "hydra", *shown)
+    need("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
     from .attribution.first import Screen
     from .calibration.joint import joint
     from .calibration.propose import Request, calibrated
     from .correction import SpecError
-    from .pages import PageError
+    from .pages import PageError, check_target
     from .recording import Recording, RecordingError
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
@@ -81,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         request.check()
+        if options.png:
+            check_target("--png", options.png, "calibration.png")
+        if options.html:
+            check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
         card = recording.card  # a damaged one is said before the work
         spec, unset = asked(recording, options.spec)
@@ -152,13 +155,6 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     return page
 
 
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in _PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in {', '.join(_PICTURES)}")
-    return path
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -171,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
     add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
     add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
-    add("--png", type=_picture, metavar="FILE", help="calibration curves")
+    add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")
     return parser

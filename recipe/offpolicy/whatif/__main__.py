@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status, 0 where everything is well."""
     given = _parser().parse_args(arguments)
     shown = needed_to_show(json=given.json, png=bool(given.png), html=bool(given.html))
-    need("whatif", "torch", "pyarrow", "hydra", *shown)
+    need("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
     from ..correction import SpecError
