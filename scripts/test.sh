@@ -117,7 +117,7 @@ types() {
     for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence scripts/fork scripts/launch scripts/benchmark; do
         [[ -n $(find "$target" -name '*.py' -print -quit 2>/dev/null) ]] && targets+=("$target")
     done
-    timeout 300 mypy "${targets[@]}"
+    timeout 1200 mypy "${targets[@]}"
 }
 
 # What pytest is to run in the environment of a release, one word a line. What other releases need is deselected

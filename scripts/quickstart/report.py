@@ -80,7 +80,7 @@ def draw(history: History, path: Path, subtitle: str) -> None:
             for position, (step, score) in enumerate(heldout):
                 reward.annotate(
                     f"{score:.2f}", (step, score), textcoords="offset points", color=ORANGE, fontweight="bold",
-                    xytext=(-2, 9) if position == 0 else (2, 9), ha="left" if position == 0 else "right",
+                    xytext=(-2, -17) if position == 0 else (2, 9), ha="left" if position == 0 else "right",
                 )  # fmt: skip
         reward.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
         reward.legend(frameon=False, loc="lower right")
