@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from .correction import CorrectionSpec
 from .correction.proximal import OF_THE_TRAINER
-from .voice import logger
+
+logger = logging.getLogger("verl.offpolicy")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVING = "offpolicy_saving.json"

@@ -6,6 +6,7 @@ trainer decides for all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from .calibration.online_bounds import path_of
 from .calibration.online_histogram import Side
 from .checkpoints import changes
 from .correction import CorrectionSpec, Statistic
-from .voice import logger
+
+logger = logging.getLogger("verl.offpolicy")
 
 
 class Steering:

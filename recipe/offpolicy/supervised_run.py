@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,13 +12,16 @@ from omegaconf import DictConfig
 from .checkpoints import before_loading, saving
 from .checks import spec_of
 from .liveness import LivenessError
+from .logging_setup import set_up_logger
 from .recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .steering import differences
-from .voice import be_heard, logger
 from .watchdog import watch
 
 if TYPE_CHECKING:
     from .supervision import Supervision
+
+
+logger = logging.getLogger("verl.offpolicy")
 
 
 def demand_corrected(trainer: Any) -> None:
@@ -65,7 +69,7 @@ class SupervisedRun:
     """What a checkpoint that was loaded says of alarms and bounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        be_heard()
+        set_up_logger()
         super().__init__(*args, **kwargs)
         watch(self, self.config)
 

@@ -5,6 +5,7 @@ The same for every trainer; where batches and metrics come from is the trainer's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ from .packet import take_packets
 from .proof import each_alone
 from .sample_watch import SampleWatch
 from .steering import Steering
-from .voice import logger
+
+logger = logging.getLogger("verl.offpolicy")
 
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import sys
@@ -24,7 +25,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from .correction import Problem
 from .correction.problem import remove, set_to
 from .lost_workers import LostWorkers, end_workers
-from .voice import logger
+
+logger = logging.getLogger("verl.offpolicy")
 
 PHASES: Mapping[str, str] = {
     "_setup": "start",

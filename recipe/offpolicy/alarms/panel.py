@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,10 +11,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec
-from ..voice import logger
 from .alarm import State
 from .settings import GROWTH, SECTION, Settings, settings_of
 from .watched import growth, statistic_of, value_of
+
+logger = logging.getLogger("verl.offpolicy")
 
 CONFIGURED = "configured"
 _MEANINGS = {

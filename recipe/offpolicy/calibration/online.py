@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, Reduction, Statistic
 from ..correction.statistics import merge_all
-from ..voice import logger
 from .online_bounds import WEIGHT, Bounds, bounds_of, path_of, with_bounds
 from .online_cap import CapSchedule, cap_obstacles, next_cap
 from .online_cap_histogram import ESS, CapSums
 from .online_histogram import DISTANCE, KEPT, NOISE, reduction_of
 from .online_schedule import Evidence, Schedule, next_bounds, obstacles
 from .online_settings import Settings, settings_of
+
+logger = logging.getLogger("verl.offpolicy")
 
 UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
 

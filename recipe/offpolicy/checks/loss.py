@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,9 @@ from ..correction import CorrectionSpec
 from ..correction.denominator import HAS_DENOMINATOR
 from ..correction.problem import EVERYTHING, Problem, remove, set_to
 from ..verl_keys.reading import BYPASS, active, part
-from ..voice import logger
 from .reading import ACTOR
+
+logger = logging.getLogger("verl.offpolicy")
 
 _KL_CLIP = ("kl_clip",)
 _DEMANDED = "ppo_micro_batch_size_per_gpu"

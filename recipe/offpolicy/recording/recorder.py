@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch_plan import UpdateRows
-from ..voice import logger
 from .capture import Packed
 from .files import OverLimit
 from .settings import SECTION, RecordSettings
 from .time_budget import FIRST, MOST_TIME, TimeBudget
 from .writer import Item, Outcome, StepWriter
+
+logger = logging.getLogger("verl.offpolicy")
 
 _NICE = 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -14,11 +15,12 @@ from omegaconf import DictConfig
 from ..batch_plan import Dealing, SharedPlan, UpdateRows
 from ..checkpoints import write_json
 from ..correction import CorrectionSpec
-from ..voice import logger
 from .card import card_of, foreign
 from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
 from .recording import CARD, PROOF, step_of, update_of
 from .settings import FOREIGN, SECTION, RecordSettings
+
+logger = logging.getLogger("verl.offpolicy")
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""

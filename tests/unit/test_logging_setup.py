@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-SAY = "from recipe.offpolicy.voice import be_heard, logger\nbe_heard(); be_heard()\nlogger.info('it is live')\n"
+SAY = (
+    "from recipe.offpolicy.logging_setup import logger, set_up_logger\n"
+    "set_up_logger(); set_up_logger()\nlogger.info('it is live')\n"
+)
 
 
 def said(setup: str = "", **environment: str) -> str:

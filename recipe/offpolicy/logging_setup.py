@@ -1,6 +1,6 @@
-"""The logger of everything that speaks during a run, heard whichever of verl's trainers runs.
+"""Sets up the logger of this package where verl sets up none.
 
-verl's V1 trainer sets up the logger ``verl``; around its V0 trainer nobody sets up any, and whatever is said at INFO,
+verl's V1 trainer sets up the logger ``verl``; around its V0 trainer nobody sets up any, and whatever is logged at INFO,
 such as that a correction is live, would be lost.
 """
 
@@ -14,7 +14,7 @@ LEVEL = "VERL_LOGGING_LEVEL"
 """verl's own variable for the level of its loggers."""
 
 
-def be_heard() -> None:
+def set_up_logger() -> None:
     """Give the logger a handler of its own where verl's has none; idempotent."""
     if logging.getLogger("verl").handlers or logger.handlers:
         return
