@@ -26,6 +26,7 @@ from recipe.offpolicy.calibration.online_cap_histogram import CAPS, CapSums, wid
 from recipe.offpolicy.calibration.online_histogram import Side, measured
 from recipe.offpolicy.calibration.online_settings import plain, problems
 from recipe.offpolicy.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.checks import spec_of
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, WeightSpec
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.reading import fetch
@@ -356,7 +357,8 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
 
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
-    return [(problem.key, str(problem)) for problem in problems(config(correction, **values))]
+    made = config(correction, **values)
+    return [(problem.key, str(problem)) for problem in problems(made, spec_of(made))]
 
 
 @pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import remove, set_to
-from ..forward_passes import correction_of
 from .alarm import Action, Band, Rule
 from .watched import GROWTH, NAMES, RANGES, never_moves
 
@@ -79,8 +78,8 @@ def settings_of(config: DictConfig) -> dict[str, Settings]:
     return {name: _one(name, values) for name, values in _values(config).items() if values["action"] != "off"}
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.alarms``, in a configuration whose correction is well formed."""
+def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.alarms`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
@@ -97,7 +96,6 @@ def problems(config: DictConfig) -> Iterator[Problem]:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
                 given = values[unknown]
                 yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
-    spec = CorrectionSpec.from_mapping(correction_of(config))
     for name, alarm in _values(config).items():
         found = list(_malformed(name, alarm))
         yield from found or _pointless(name, alarm, spec, config)

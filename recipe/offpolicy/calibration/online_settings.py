@@ -11,7 +11,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import CorrectionSpec, MaskSpec, Problem
 from ..correction.problem import remove, set_to, shown
-from ..forward_passes import correction_of
 from . import online_cap_settings as cap_settings
 from .online_bounds import WEIGHT
 from .online_cap import CapSchedule
@@ -90,8 +89,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return noted if values["target_ess"] is not None else {key: noted[key] for key in noted if key != "target_ess"}
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.calibrate``, in a configuration whose correction is well formed."""
+def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.calibrate`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield Problem(SECTION, section, "its keys have no values.", "Remove this override.", parts=())
@@ -107,7 +106,6 @@ def problems(config: DictConfig) -> Iterator[Problem]:
     yield from _unread(values)
     if not _on(values):
         return
-    spec = CorrectionSpec.from_mapping(correction_of(config))
     if values["target_kept"] is not None:
         yield from _misplaced(values, spec)
     if values["target_ess"] is not None:

@@ -15,17 +15,17 @@ from ..recording.settings import problems as record_problems
 from ..recording.settings import too_many_parts
 from ..watchdog import problems as watchdog_problems
 
-Validator = Callable[[DictConfig], Iterator[Problem]]
+Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 """Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
 
 
-def _truth(name: str, config: DictConfig) -> Iterator[Problem]:
+def _truth(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     key = f"offpolicy.{name}"
     if not isinstance(value := OmegaConf.select(config, key), bool):
         yield Problem(key, value, "not a truth value.", "Set true or false.", parts=(), overrides=(set_to(key, False),))
 
 
-def _elsewhere(config: DictConfig) -> Iterator[Problem]:
+def _elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Validated where it is read."""
     return iter(())
 
@@ -36,10 +36,10 @@ OWN_KEYS: dict[str, Validator] = {
     "resume_changed_correction": partial(_truth, "resume_changed_correction"),
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
-    "record": record_problems,
+    "record": lambda config, spec: record_problems(config),
     "shadow": _elsewhere,
     "shadow_delta": _elsewhere,
-    "watchdog": watchdog_problems,
+    "watchdog": lambda config, spec: watchdog_problems(config),
 }
 """Every key under ``offpolicy`` -> what may be wrong with its value."""
 
@@ -55,5 +55,5 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             key, value = f"offpolicy.{name}", section[name]
             yield Problem(key, value, "unknown key.", parts=(), overrides=remove(key, value))
     for validate in OWN_KEYS.values():
-        yield from validate(config)
+        yield from validate(config, spec)
     yield from too_many_parts(config, spec)
