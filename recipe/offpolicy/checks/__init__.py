@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from ..correction import CorrectionSpec
 from ..correction.problem import Problem
 from ..verl_keys.reading import active
-from . import agent_loops, batch_sizes, bounds, loss, path, remarks, rollout, steps, verls_own, workers_env
+from . import agent_loops, batch_sizes, bounds, coverage, loss, path, remarks, rollout, steps, verls_own, workers_env
 from .own_keys import OWN_KEYS, own_keys
 from .reading import Part, parts_of, shadows_of, spec_of
 from .sections import null_sections
@@ -35,7 +35,7 @@ OF_VERLS_OWN: tuple[Check, ...] = (
 """What holds of verl's own correction too, launched by verl's own program or by ours."""
 CHECKS: tuple[Check, ...] = (
     path.seams,
-    path.path,
+    coverage.covered_path,
     workers_env.workers_env,
     own_keys,
     bounds.bounds_without_agreement,

@@ -1,10 +1,10 @@
-"""The path from the rollout to the gradient: its release, its seams, and what of it is not covered."""
+"""The seams of the path from the rollout to the gradient, and what its release does not note."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from packaging.version import Version
 
 import verl_patches
@@ -12,8 +12,8 @@ from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 
 from ..correction import CorrectionSpec
-from ..correction.problem import EVERYTHING, Problem, set_to
-from ..live_path import STRATEGY, LivePath, live_path, uncovered
+from ..correction.problem import Problem, set_to
+from ..live_path import LivePath, live_path
 from .reading import SHADOW, shadows_of
 
 Hold = Callable[[Iterable[Contract]], None]
@@ -36,24 +36,6 @@ def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
             legacy.check(path.strategy)
     except PatchError as error:
         yield Problem("verl", path.release, str(error), "")
-
-
-_SWITCHES = {
-    "trainer.v1.trainer_mode": "sync",
-    "trainer.use_legacy_worker_impl": "auto",
-    STRATEGY: "fsdp2",
-    "actor_rollout_ref.model.use_remove_padding": True,
-}
-"""Keys of the path -> a value that is covered; what is not here is switched off."""
-
-
-def path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What of the path the correction cannot go through."""
-    for key, value, reason, fix in uncovered(config, live_path(config)):
-        override = set_to(key, _SWITCHES.get(key, False))
-        if key == STRATEGY and OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config") is None:
-            override = set_to("model_engine", "dp")  # the whole actor is another engine's
-        yield Problem(key, value, reason, fix, "WRONG", EVERYTHING, (override,))
 
 
 def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
