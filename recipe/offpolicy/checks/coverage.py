@@ -87,8 +87,6 @@ def _of_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     padded = not OmegaConf.select(config, _REMOVE_PADDING)
     if path.release.startswith("0.7.") and path.worker == "engine" and padded:
         reason = "verl 0.7.1's engine masks attention by the loss mask, and gets other log-probs than the model's."
-            "verl 0.7.1's engine makes its attention mask of the loss mask and gets other log-probs than the model's."
-        )
         yield _problem(_REMOVE_PADDING, False, reason, f"Set it to true, or {LEGACY}=enable.", True)
 
 
