@@ -1,22 +1,25 @@
-"""What a worker without ``set_loss_fn`` is handed with each batch: verl's legacy actors read it from ``meta_info``."""
+"""The correction as verl's legacy actors are handed it with each batch, in ``meta_info``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from .batch_plan import SharedPlan
 from .calibration.online_histogram import Side
 from .correction import CorrectionSpec
 from .recording.settings import RecordSettings
 
-HANDOVER = "offpolicy_handover"
-"""Key of the ``Handover`` in a DataProto's ``meta_info``."""
+if TYPE_CHECKING:
+    from .legacy_loss import LegacyUpdate
 
 
 @dataclass(frozen=True)
 class Handover:
     """The correction, by value, and what is fixed for the batch that it travels with.
+
+    It is what ``verl_patches.legacy.handover`` calls a Handover.
 
     Attributes:
         spec: the correction.
@@ -33,3 +36,13 @@ class Handover:
     shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
     record: RecordSettings | None = None
     moving: Mapping[str, Side] = field(default_factory=dict)
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        return not self.spec.is_none
+
+    def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
+        # Imported where it is used, in the worker: it imports verl's losses.
+        from .legacy_loss import LegacyUpdate
+
+        return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -22,22 +22,19 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 
+from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
+
 from . import micro_batch as mb
 from .batch_plan import PLAN
 from .calibration.online_bounds import with_bounds
 from .correction import StepStage
-from .handover import Handover
 from .kl_term import BoundLoss, clipped_kl
 from .packet import METRIC_KEY
 from .proof import prove
 from .worker_loss import OffPolicyLoss
 
-MINI_TOKENS = "offpolicy_batch_num_tokens"
-"""Column, (B,) int64: response tokens of the row's mini-batch, over all data-parallel ranks."""
-MINI_ROWS = "offpolicy_global_batch_size"
-"""Column, (B,) int64: rows of the row's mini-batch, over all data-parallel ranks."""
-PREFIX = "offpolicy_"
-"""Of every column that travels for a correction."""
+if TYPE_CHECKING:
+    from .handover import Handover
 
 _ROWS = (
     "responses",
@@ -51,22 +48,6 @@ _ROWS = (
     mb.WEIGHTS,
 )
 _PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
-
-
-def mini_batch_columns(
-    response_mask: Tensor, mini_batch_rows: int, over_ranks: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """The denominators of each row's mini-batch, ``MINI_TOKENS`` and ``MINI_ROWS``, each (B,) int64.
-
-    Args:
-        response_mask: (B, T) of this rank's rows, cut in order into mini-batches.
-        mini_batch_rows: rows of a mini-batch on one rank; the last one may have fewer.
-        over_ranks: sums an int64 tensor over the data-parallel ranks.
-    """
-    pieces = response_mask.split(mini_batch_rows)
-    counts = over_ranks(torch.tensor([[int(piece.bool().sum()), len(piece)] for piece in pieces], dtype=torch.int64))
-    tokens, rows = counts.repeat_interleave(torch.tensor([len(piece) for piece in pieces]), dim=0).unbind(-1)
-    return {MINI_TOKENS: tokens.contiguous(), MINI_ROWS: rows.contiguous()}
 
 
 def padded_ppo_loss(
@@ -130,7 +111,6 @@ class _Running:
 
     rows: Mapping[str, Any]
     scale: float
-    upstream: Callable[[], float]
     tokens: int
     global_rows: int
 
@@ -144,24 +124,25 @@ class LegacyUpdate:
         handover: what the trainer sent with the batch.
         actor_config: verl's ActorConfig, as the actor holds it.
         dp_size: data-parallel ranks, over which the actor averages gradients.
+        upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
     """
 
-    def __init__(self, handover: Handover, actor_config: Any, *, dp_size: int) -> None:
+    def __init__(self, handover: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
         self.handover = handover
         self.spec = handover.spec
         self.loss = LegacyLoss(handover, actor_config)
         self.config = actor_config
         self.dp_size = dp_size
+        self.upstream = upstream
         self._micro: _Running | None = None
 
-    def begin(self, rows: Mapping[str, Any], *, scale: float, upstream: Callable[[], float] = lambda: 1.0) -> None:
+    def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
         """Take up a micro-batch, before its loss is computed.
 
         Args:
             rows: verl's micro-batch: padded (B, T) tensors, the columns of ``mini_batch_columns``, and whatever else
                 of the trainer's begins with ``PREFIX``.
             scale: what the actor multiplies the micro-batch's loss by.
-            upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
 
         Raises:
             ValueError: the rows belong to several mini-batches.
@@ -170,7 +151,7 @@ class LegacyUpdate:
         if len(numbers) != 1:
             raise ValueError(f"a micro-batch spans mini-batches: (tokens, rows) of them are {numbers.tolist()}.")
         tokens, global_rows = numbers[0].tolist()
-        self._micro = _Running(rows, scale, upstream, tokens, global_rows)
+        self._micro = _Running(rows, scale, tokens, global_rows)
 
     @property
     def micro(self) -> _Running:
@@ -226,7 +207,7 @@ class LegacyUpdate:
         loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
         if self.handover.prove and log_prob.requires_grad:
             packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
-            loss.register_hook(partial(_same_scale, self.micro.upstream))
+            loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
 

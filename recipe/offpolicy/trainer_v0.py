@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
 
+from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage, before_any, substitute
 
 from .batch_plan import COLUMNS, PLAN, REWARD, UID, Dealing, SharedPlan, groups_without_rejected, planned
@@ -25,7 +26,7 @@ from .checks import shadows_of, spec_of
 from .correction import CorrectionSpec
 from .correction.proximal import WITHOUT_FORWARD
 from .forward_passes import one_mini_batch
-from .handover import HANDOVER, Handover
+from .handover import Handover
 from .live_path import live_path
 from .liveness import LivenessError
 from .micro_batch import ROLLOUT_LOG_PROBS

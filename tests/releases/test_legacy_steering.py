@@ -32,7 +32,7 @@ def patched() -> Iterator[None]:
 
 def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
     """The batch as the trainer sends it, with these bounds in its plan."""
-    from recipe.offpolicy.handover import HANDOVER
+    from verl_patches.legacy.handover import HANDOVER
 
     data = la.handed(la.rollout(), mapping)
     sent = data.meta_info[HANDOVER]
@@ -86,8 +86,9 @@ def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
 
     from recipe.offpolicy.alarms.settings import DEFAULTS
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import HANDOVER, Handover
+    from recipe.offpolicy.handover import Handover
     from recipe.offpolicy.supervision import Supervision
+    from verl_patches.legacy.handover import HANDOVER
 
     safer = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
     ess = {"action": "fallback", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1}

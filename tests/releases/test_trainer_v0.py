@@ -13,12 +13,12 @@ from verl import DataProto
 
 from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.handover import HANDOVER
 from recipe.offpolicy.liveness import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.supervision import Supervision
 from recipe.offpolicy.trainer_v0 import with_correction
 from recipe.offpolicy.versions import VERSIONS
+from verl_patches.legacy.handover import HANDOVER
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
 ROWS, WIDTH = 4, 3

@@ -126,7 +126,7 @@ def proto(batch: Mapping[str, Tensor], handover: Any = None) -> Any:
     """The batch as verl's worker gets it."""
     from verl import DataProto
 
-    from recipe.offpolicy.handover import HANDOVER
+    from verl_patches.legacy.handover import HANDOVER
 
     meta = {"temperature": TEMPERATURE, "pad_token_id": 0}
     return DataProto.from_dict(dict(batch), meta_info=meta if handover is None else meta | {HANDOVER: handover})

@@ -89,7 +89,8 @@ class Legacy:
         """This rank's rows, with the handover for all of them."""
         from verl import DataProto
 
-        from recipe.offpolicy.handover import HANDOVER, Handover
+        from recipe.offpolicy.handover import Handover
+        from verl_patches.legacy.handover import HANDOVER
 
         spec, plan, columns = share(self.case, job, self.layout)
         meta: dict[str, Any] = {"temperature": parity.TEMPERATURE, "micro_batch_size": job.micro_rows}
