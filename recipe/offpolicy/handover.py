@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .batch_plan import SharedPlan
-from .calibration.online_histogram import Side
+from .calibration.online_bounds import Side
 from .correction import CorrectionSpec
 from .recording.settings import RecordSettings
 

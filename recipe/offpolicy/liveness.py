@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from .calibration.online_bounds import bounds_of, fingerprint
 from .correction import CorrectionSpec
-from .packet import Packet
 from .proof import Proof, each_alone
+
+if TYPE_CHECKING:
+    from .packet import Packet
 
 
 class LivenessError(RuntimeError):

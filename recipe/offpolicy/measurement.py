@@ -17,7 +17,8 @@ from torch import Tensor
 from . import micro_batch as mb
 from .alignment import agreements
 from .attribution.statistics import attributed
-from .calibration.online_histogram import Side, measured
+from .calibration.online_bounds import Side
+from .calibration.online_histogram import measured
 from .correction import CorrectionSpec
 from .correction.proximal import OF_THE_TRAINER
 from .reading import Reading, of_statistics

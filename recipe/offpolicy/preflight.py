@@ -30,7 +30,7 @@ from .correction import CorrectionSpec, Problem, SpecError
 from .correction.problem import CheckError, shown
 from .pairs import find_pairs
 from .preparation import Say, refuse_emptied, resolve
-from .shadow import check_beside
+from .shadow_options import check_beside
 from .similar_keys import find_stray_options
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)

@@ -13,7 +13,7 @@ from .correction import CorrectionSpec, SpecError
 from .recording.settings import resolve_dir
 from .run_setup import read_setup, refuse_setup
 from .selector import Requirement, check_requirements, lines, select
-from .shadow import SHIPPED_DELTA, parse_shadows
+from .shadow_options import SHIPPED_DELTA, parse_shadows
 
 Say = Callable[[str], None]
 """Takes a line of what was chosen and why."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import micro_batch as mb
 from .batch_plan import SharedPlan
-from .calibration.online_histogram import Side
+from .calibration.online_bounds import Side
 from .correction import BatchConstants, CorrectionSpec
 from .proof_trials import BEYOND, Trial, mask_trials, weight_trials
 

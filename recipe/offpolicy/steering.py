@@ -16,8 +16,7 @@ from .alarms import settings as alarm_settings
 from .alarms.panel import CONFIGURED, Panel
 from .calibration import online_settings
 from .calibration.online import Calibration
-from .calibration.online_bounds import path_of
-from .calibration.online_histogram import Side
+from .calibration.online_bounds import Side, path_of
 from .checkpoints import changes
 from .correction import CorrectionSpec, Statistic
 

@@ -22,8 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from . import micro_batch as mb
 from .arrival import zeros
-from .calibration.online_bounds import bounds_of, fingerprint, with_bounds
-from .calibration.online_histogram import Side
+from .calibration.online_bounds import Side, bounds_of, fingerprint, with_bounds
 from .correction import CorrectionSpec, Statistic, StepStage
 from .kl_term import BaseLoss, BoundLoss, with_clipped_kl
 from .measurement import Observation

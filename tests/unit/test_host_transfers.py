@@ -23,9 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from recipe.offpolicy import packet as packets
 from recipe.offpolicy import reading, worker_loss
 from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
-from recipe.offpolicy.calibration.online_bounds import WEIGHT, bounds_of
+from recipe.offpolicy.calibration.online_bounds import WEIGHT, Side, bounds_of
 from recipe.offpolicy.calibration.online_cap_histogram import TOKENS
-from recipe.offpolicy.calibration.online_histogram import Side
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.micro_batch import LAST
 from recipe.offpolicy.packet import METRIC_KEY, Packet, take_packets

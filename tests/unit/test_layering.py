@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "redaction",
         "row_hash",
         "shadow",
+        "shadow_options",
         "similar_keys",
         "step_cost",
         "training_noise",

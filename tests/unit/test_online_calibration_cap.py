@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.calibration.online import Calibration
-from recipe.offpolicy.calibration.online_bounds import WEIGHT, bounds_of, fingerprint, with_bounds
+from recipe.offpolicy.calibration.online_bounds import WEIGHT, Side, bounds_of, fingerprint, with_bounds
 from recipe.offpolicy.calibration.online_cap import CapSchedule, cap_obstacles, next_cap
 from recipe.offpolicy.calibration.online_cap_histogram import CAPS, CapSums, widest_cap
-from recipe.offpolicy.calibration.online_histogram import Side, measured
+from recipe.offpolicy.calibration.online_histogram import measured
 from recipe.offpolicy.calibration.online_settings import plain, problems
 from recipe.offpolicy.checkpoints import CheckpointError, before_loading, saving
 from recipe.offpolicy.checks import spec_of

@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..correction import CorrectionSpec, MaskSpec, WeightSpec
 
 Bounds = Mapping[str, float | None]
 """The keys of a part that bound it, with their values: lower and upper, or delta; of a weight upper alone."""
+Side = Literal["both", "upper", "lower"]
+"""Of a band, which of its bounds move."""
 WEIGHT: Final = "correction.weight"
 """Names the weight where masks go by their own names, none of which has a dot."""
 MOVES = "moves"

@@ -22,10 +22,8 @@ from ..correction.ratios import log_ratio, valid_tokens
 from ..correction.units import Units, units_of
 from ..reading import Reading, fetch
 from .extremes import extremes
-from .online_bounds import WEIGHT
+from .online_bounds import WEIGHT, Side
 from .online_cap_histogram import ESS, cap_sums
-
-Side = Literal["both", "upper", "lower"]
 
 _PER_DECADE: Final = 64
 _DECADES: Final = (-7, 3)

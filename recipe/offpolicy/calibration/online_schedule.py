@@ -14,7 +14,8 @@ from typing import Final
 
 from ..correction import MaskSpec
 from ..correction.mask_spec import ON_RATIO
-from .online_histogram import Side, moving_sides, quantile
+from .online_bounds import Side
+from .online_histogram import moving_sides, quantile
 
 _WIDEST: Final = {"binary_tv": 0.99, "geometric": 20.0, "any": 20.0, "product": 600.0}
 """Greatest distance that a bound can have and still act, or be written as a ratio."""

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from ..correction import CorrectionSpec, MaskSpec, Problem
 from ..correction.problem import remove, set_to, shown
 from . import online_cap_settings as cap_settings
-from .online_bounds import WEIGHT
+from .online_bounds import WEIGHT, Side
 from .online_cap import CapSchedule
-from .online_histogram import Side, moving_sides
+from .online_histogram import moving_sides
 from .online_schedule import Schedule, distances_of
 
 SECTION = "offpolicy.calibrate"
