@@ -20,11 +20,11 @@ from ..checks import (
     active,
     null_sections,
     parts_of,
-    path,
     refused_by_verl,
     unreadable_values,
     unresolved_interpolations,
 )
+from ..checks.path import seams, seams_held
 from ..composition import overrides_of_task
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
@@ -32,8 +32,8 @@ from ..live_path import LivePath, live_path
 from ..pairs import find_pairs
 from ..preflight import examine, found_by, verls_loss
 from ..verl_keys.router_replay import ROUTER_REPLAY
-from . import seams
 from .launch import VERLS, Launch, LaunchError, composed
+from .seams import hold
 
 State = Literal["LIVE", "INERT", "WRONG"]
 _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
@@ -119,7 +119,7 @@ def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) ->
         return Diagnosis(launch, rows=arranged((), null)[0])
     if not launch.ours:
         return _of_verl(config, launch, live_path(config), overrides)
-    found = examine(config, overrides, checks=tuple(_seams if check is path.seams else check for check in CHECKS))
+    found = examine(config, overrides, checks=tuple(_seams if check is seams else check for check in CHECKS))
     parts = parts_of(config, found.spec) if found.spec is not None else ()
     rows, notes = arranged(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
@@ -189,4 +189,4 @@ def _concerns(problem: Problem, part: Part) -> bool:
 
 
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    return path.seams_held(live_path(config), seams.hold)
+    return seams_held(live_path(config), hold)
