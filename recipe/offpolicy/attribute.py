@@ -26,10 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
     need("attribute", "torch", "pyarrow", "hydra", *shown)
     from .attribution.attribution import attribute, size_warning
-    from .pages import PageError
+    from .pages import PageError, check_target
     from .recording import Recording, RecordingError
 
     try:
+        if options.png:
+            check_target("--png", options.png, "attribution.png")
+        if options.html:
+            check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
         if warning := size_warning(recording, options.steps):
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
@@ -68,7 +72,8 @@ def _show(found: Any) -> None:
         console.print(to_rich(table))
     if found.without_text:
         console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
-    console.print(Text(tables.verdict(found)), soft_wrap=True)
+    for line in (tables.verdict(found), *(f"Fix of {fix}" for fix in tables.fixes(found))):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _plain(value: Any) -> Any:

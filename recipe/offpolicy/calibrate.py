@@ -5,8 +5,6 @@ python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --t
 Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
 """
 
-# ruff: noqa: E402 - what may be missing is imported below what says so
-
 from __future__ import annotations
 
 import argparse
@@ -15,29 +13,20 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .calibration.defaults import QUANTILE, ROUNDING
 from .command_line import need, needed_to_show, run
 
-need("calibrate", "torch", "pyarrow", "hydra")
-
-import torch
-
-from .attribution.first import Screen
-from .calibration.floor import QUANTILE, ROUNDING
-from .calibration.joint import Joint, joint
-from .calibration.parts import placeholders
-from .calibration.propose import Calibrated, Request, calibrated
-from .calibration.tables import by_length, overrides, overview, plain, remarks, together
-from .correction import CorrectionSpec, SpecError
-from .pages import PageError
-from .recording import Recording, RecordingError
-from .whatif.composed import composed_mapping, composer
+if TYPE_CHECKING:
+    from .calibration.joint import Joint
+    from .calibration.propose import Calibrated
+    from .correction import CorrectionSpec
+    from .recording import Recording
 
 USAGE, UNREACHED = 2, 1
 """Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
-_PIPE_WIDTH = 160
-_PICTURES = (".png", ".svg", ".pdf")
+_PIPE_WIDTH = 200
 
 
 def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -47,6 +36,10 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
         SpecError: it is malformed, or there is none.
         RecordingError: the recording cannot be read.
     """
+    from .calibration.parts import placeholders
+    from .correction import CorrectionSpec, SpecError
+    from .whatif.composed import composed_mapping, composer
+
     if spec:
         with composer():
             values, unset = placeholders(composed_mapping(spec))
@@ -63,7 +56,17 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    need("calibrate", *needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html)))
+    shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
+    need("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
+    import torch
+
+    from .attribution.first import Screen
+    from .calibration.joint import joint
+    from .calibration.propose import Request, calibrated
+    from .correction import SpecError
+    from .pages import PageError, check_target
+    from .recording import Recording, RecordingError
+
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
     request = Request(
@@ -77,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         request.check()
+        if options.png:
+            check_target("--png", options.png, "calibration.png")
+        if options.html:
+            check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
         card = recording.card  # a damaged one is said before the work
         spec, unset = asked(recording, options.spec)
@@ -91,11 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
-    missing = [p for p in result.proposals if not p.found and not p.threshold.note.startswith("not needed")]
+    missing = [p for p in result.proposals if not p.found and p.threshold.outcome != "not needed"]
     return UNREACHED if missing else 0
 
 
 def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> None:
+    from .calibration.tables import by_length, overrides, overview, plain, remarks, together
+
     confidence = options.confidence
     if options.png is not None:
         from .calibration.drawings import curves
@@ -126,6 +135,7 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
 
 def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
     from .calibration.drawings import panels as drawn
+    from .calibration.tables import by_length, overrides, overview, remarks, together
     from .pages import Page, code, panels, paragraph, table
 
     confidence = options.confidence
@@ -145,13 +155,6 @@ def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
     return page
 
 
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in _PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name that ends in {', '.join(_PICTURES)}")
-    return path
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -164,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
     add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
     add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
-    add("--png", type=_picture, metavar="FILE", help="calibration curves")
+    add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")
     return parser

@@ -29,8 +29,10 @@ def needed_to_show(*, json: bool, png: bool, html: bool) -> list[str]:
 def run(tool: str, main: Callable[[], int]) -> int:
     """``main``'s exit status; without a traceback where its reader leaves (``| head``) or a package is missing."""
     try:
-        status = main()
-        sys.stdout.flush()
+        try:
+            return main()
+        finally:  # also behind --help, which ends the program
+            sys.stdout.flush()
     except BrokenPipeError:
         # What is still to be written goes nowhere, or Python would fail again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -41,7 +43,6 @@ def run(tool: str, main: Callable[[], int]) -> int:
             raise
         need(tool, name)
         raise
-    return status
 
 
 def _is_there(module: str) -> bool:

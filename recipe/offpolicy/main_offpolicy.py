@@ -30,7 +30,7 @@ from omegaconf import DictConfig, open_dict
 from verl_patches.contract import PatchError
 from verl_patches.runtime_env import forward
 
-from .checks import groups_of, verl_correction_changes
+from .checks import active, groups_of
 from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError, set_to
@@ -55,7 +55,7 @@ def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
     found = examine(config, overrides_of_task(), say=_say)
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
-    if not found.spec.is_none and not verl_correction_changes(config):
+    if not found.spec.is_none and not active(config):
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None

@@ -43,7 +43,9 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
             mends = bounds if pair else (f"{key}={lower}",)
         else:  # more often a decimal comma than two bounds
             mends = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
-        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if pair and mends != bounds else ""
+        # Nobody writes a bound as 02, so that 1_02 is 1.02.
+        two = pair and mends != bounds and upper == (upper.lstrip("0") or "0")
+        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
         fix = f"Set {' and '.join(mends)}{other}."
         yield Problem(key, number, reason, fix, parts=_parts(key), overrides=mends)
 

@@ -103,7 +103,8 @@ def examine(
     for line in (first, *said):
         say(line)
     if spec is not None:
-        problems += _around(config, spec, options, checks)
+        told = {problem.key for problem in pairs}
+        problems += [each for each in _around(config, spec, options, checks) if each.key not in told]
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
 
 

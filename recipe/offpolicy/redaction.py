@@ -17,25 +17,30 @@ _SHORTEST = 8
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|credentials?|authorization|cookies?|webhooks?|web_hooks?|"
-    r"(?:api|access|private|auth|bearer)_?(?:keys?|tokens?))(?:_|$)"
+    r"(?:api|access|priv|private|auth|bearer)_?(?:keys?|tokens?))(?:_|$)"
 )
 """Whatever stands under it, at any place of a dotted name."""
-_LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|key|auth|pass)$")
+_LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|key|auth|pass|pat|jwt|bearer)$")
 """Secrets where they are text; the word before tells a vocabulary's tokens and a table's columns apart."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
-        r"prompt|response|max|min|per|tis"
+        r"prompt|response|max|min|per|[tm]is|opsm"
     ),
-    "key": re.compile(r"prompt|response|messages?|tools|image|video|audio|teacher|fn|model|source|thinking"),
+    "key": re.compile(
+        r"prompt|response|messages?|tools|image|video|audio|modal|teacher|fn|model|source|thinking|answer|label|text|"
+        r"data|info|index|group|sort|metric|full"
+    ),
 }
 _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.*", re.DOTALL)
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)"
-    r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/api/webhooks/)[\w/-]+"
-    r"|(?P<scheme>\b(?i:bearer)\s+)[\w.~+/=-]+"
-    r"|(?<![\w-])(?:sk-[\w-]{12,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|"
-    r"xox[a-z]-[\w-]{8,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
+    r"|(?<=[?&]key=)[^\s&'\"]+|(?<=[?&]sig=)[^\s&'\"]+"
+    r"|(?P<scheme>\b(?i:bearer|authorization['\"]?\s*[:=]\s*['\"]?(?:basic|token|digest))\s+)[\w.~+/=-]+"
+    r"|(?<=PRIVATE KEY-----)[\w\s+/=\\]+"
+    r"|(?<![\w-])(?:sk-[\w-]{12,}|[rs]k_live_\w{12,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
+    r"github_pat_\w{20,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|xox[a-z]-[\w-]{8,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
 """With spaces in its value; a message that says something of one goes on behind a colon."""
@@ -43,6 +48,8 @@ _PAIR = re.compile(
     r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|['\"]?\s*:(?!//)\s*)"
     r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&{}\[\]()'\"]+(?<!:))"
 )
+_FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)")
+"""``--token abc``, in a command or a list of its arguments."""
 
 
 def redacted(value: Any) -> Any:
@@ -110,7 +117,7 @@ def _text(text: str, known: tuple[str, ...]) -> str:
     override = _OVERRIDE.fullmatch(text)
     if override and is_secret(override["name"], override["value"]):
         return f"{override['name']}={HIDDEN}"
-    return _PAIR.sub(_pair, _SHAPES.sub(_shape, text))
+    return _FLAG.sub(_pair, _PAIR.sub(_pair, _SHAPES.sub(_shape, text)))
 
 
 def _shape(found: re.Match[str]) -> str:

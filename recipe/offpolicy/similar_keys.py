@@ -17,6 +17,11 @@ _EVERYWHERE = ("correction",)
 """Sections whose name nobody else gives to a key; ``offpolicy`` and ``setup`` are ours at the top alone."""
 _ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
 """Keys of verl's below which every name is another program's."""
+_BELOW = {
+    "correction": ("weight", "masks", "proximal", "denominator", "baseline", "kl_clip", "skyrl_compat"),
+    "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
+}
+"""Keys of our sections that mean nothing at the top."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
@@ -43,7 +48,7 @@ def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Itera
 def find_stray_options(
     arguments: Iterable[str], options: Iterable[str], exists: Callable[[str], bool]
 ) -> Iterator[Problem]:
-    """Find keys that an override adds to the configuration and gives the name of a correction.
+    """Find keys that an override adds, with the name of a correction, or at the top where they are below a section.
 
     Args:
         arguments, options: as of ``find_similar_keys``.
@@ -51,11 +56,19 @@ def find_stray_options(
     """
     names = set(options)
     for sign, key, value in _overrides(arguments):
-        ours = key.split(".")[0] in SECTIONS
-        if sign in ("+", "++") and not ours and _is_option(value, names - _COMMON) and not exists(key):
+        top = key.split(".")[0]
+        if sign not in ("+", "++") or top in SECTIONS or exists(key):
+            continue
+        owner = next((section for section, below in _BELOW.items() if top in below), None)
+        if owner is not None and not exists(top):
+            reason = f"an added key that nothing of ours reads; ours is below {owner}."
+            fix = f"Write {owner}.{key}={value} in its place, or give a key of your own another name."
+        elif _is_option(value, names - _COMMON):
             reason = "an added key that nothing of ours reads, with the name of a correction."
             fix = _spelling("correction", key, value, names)
-            yield Problem(f"{sign}{key}", _read(value), reason, fix, parts=())
+        else:
+            continue
+        yield Problem(f"{sign}{key}", _read(value), reason, fix, parts=())
 
 
 def _overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:

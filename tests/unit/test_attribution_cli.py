@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def test_tables(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in shown
     assert "does not name its model" in shown
     assert "No cause stands out" in shown
+
+
+def test_what_mends_a_cause_is_whole_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert attribute.main(["tests/data/faults/held_out/colocate_async-14"]) == 0
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("Fix of stale weights: ")]
+    assert line.endswith("correct for it: 'correction=[tis_token,opsm]' correction.masks.opsm.delta=0.1")
+    assert "0.0%" in shown
+    assert "-0.0%" not in shown
 
 
 def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +102,9 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
         (["{tmp}/nowhere"], "no such directory"),
         (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
         (["{dir}", "--steps", "7:"], "no step from 7 on"),
-        (["{dir}", "--png", "{tmp}/a.nonsense"], "nonsense"),
+        # Before the recording is read, which may take minutes.
+        (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is no kind of picture. Name it .png or .svg"),
+        (["{tmp}/nowhere", "--html", "{tmp}"], "it is a directory. Name a file"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -119,6 +119,26 @@ def test_worst_row() -> None:
     assert listed[0].text == "mno"
 
 
+def test_a_text_is_listed_once_with_its_rows() -> None:
+    """Four rows of one token 7: gaps of 0.4, 0.5 and 0.3 after prompt 1, and of 0.2 after prompt 2."""
+    mu = np.full(4, -1.0, dtype=np.float32)
+    pi = mu + np.array([0.4, 0.5, 0.3, 0.2], dtype=np.float32)
+    rows = drawn_rows(
+        [1, 1, 1, 1],
+        rollout_log_prob=mu,
+        old_log_prob=pi,
+        log_prob=pi,
+        response_ids=np.full(4, 7, dtype=np.int32),
+        prompt_offsets=np.arange(5),
+        prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
+    )
+    first, second = worst_rows(rows, tokens_of(rows), Reader(), 3)
+    assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
+    assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
+    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
+    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
+
+
 def test_equal_log_probs_have_no_worst() -> None:
     rows = two_rows()
     equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)

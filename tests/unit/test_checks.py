@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from applications import NEEDED, application, changed
 from corrections import GSM, TIS
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.offpolicy import base_loss_probe
 from recipe.offpolicy.base_loss_probe import probe
-from recipe.offpolicy.checks import REMARKS, spec_of, verl_correction_changes
+from recipe.offpolicy.checks import REMARKS, null_sections, spec_of, unresolved_interpolations
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight import found_by, run_checks
+from recipe.offpolicy.verl_keys.reading import changes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -131,7 +132,10 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {f"{VERL}.rollout_rs": "seq_mean_k1", f"{VERL}.rollout_rs_threshold": "0.99_1.01"},
         (f"{VERL}.rollout_rs=seq_mean_k1", f"{VERL}.rollout_rs_threshold=0.99_1.01", "correct twice"),
     ),
-    "verl's cap": ({f"{VERL}.rollout_is_threshold": 3.0}, (f"{VERL}.rollout_is_threshold=3.0", "default is 2.0")),
+    "verl's cap": (
+        {f"{VERL}.rollout_is_threshold": 3.0},
+        (f"{VERL}.rollout_is_threshold=3.0", "which is off", "default is 2.0"),
+    ),
     "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "default is False")),
     "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
     "a ratio that is 1 at the only gradient step": (
@@ -272,6 +276,7 @@ PASSED: dict[str, dict[str, Any]] = {
         f"{ENGINE}.override_generation_config.repetition_penalty": 1.1,
     },
     "verl's correction is off": {VERL: None},
+    "verl's correction is off key by key": {f"{VERL}.rollout_is": None, f"{VERL}.rollout_is_threshold": None},
     "another loss": {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
     "sums with a scale": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 64},
     "KL as a loss": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl"},
@@ -352,11 +357,24 @@ def test_a_configuration_without_the_group(base: DictConfig) -> None:
         spec_of(config)
 
 
+def test_a_section_of_nothing_is_named() -> None:
+    """Once, and not by each section below."""
+    config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
+    found = {problem.key: problem.value for problem in null_sections(config)}
+    assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
+
+
+@pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])
+def test_keys_made_of_an_interpolation_of_nothing_are_not_blamed(name: str) -> None:
+    config = OmegaConf.create({"a": {"folder": "runs/${name}", "other": "${oc.select:name,x}"}, "name": name})
+    assert [problem.key for problem in unresolved_interpolations(config)] == ["name"]
+
+
 def test_what_verl_ships_counts_as_not_set(base: DictConfig) -> None:
     """The defaults that the check compares with are those of the installed verl."""
-    assert verl_correction_changes(base) == {}
+    assert changes(base) == {}
     assert set(base.algorithm.rollout_correction) > {"rollout_is", "rollout_rs", "bypass_mode"}
-    assert verl_correction_changes(changed(base, {f"{VERL}.rollout_is": "token"})) == {"rollout_is": "token"}
+    assert changes(changed(base, {f"{VERL}.rollout_is": "token"})) == {"rollout_is": "token"}
 
 
 def test_verl_itself_must_be_where_it_was(base: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:

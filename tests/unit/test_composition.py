@@ -246,3 +246,11 @@ def test_only_our_keys_are_forced() -> None:
     ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
     assert own_keys_for_us([]) == []
     assert own_keys_for_us([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
+
+
+def test_what_is_changed_in_a_configuration_is_not_in_the_next(folder: Path) -> None:
+    """Tests share the YAML that they compose of."""
+    with application("correction=gsm", folder=folder) as config:
+        config.correction.masks.gsm.upper = 9.0
+    with application("correction=gsm", folder=folder) as config:
+        assert config.correction.masks.gsm.upper == 1.01

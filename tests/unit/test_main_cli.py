@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,6 +207,15 @@ def test_hydra_names_the_options_that_it_has(launch: Launcher, folder: Path) -> 
     assert result.status == 1
     assert "gmask" in result.printed
     assert result.trained == []
+
+
+def test_a_check_that_hydra_refuses_leaves_no_folder_behind(
+    launch: Launcher, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launch("--check", "correction=gmask", f"hydra.run.dir={tmp_path}/outputs", folder=folder).status == 1
+    left = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor")] == []  # torch's, where it is imported here
 
 
 @pytest.mark.parametrize(
@@ -417,20 +427,13 @@ def test_the_composed_configuration_is_shown_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_check_that_passes(tmp_path: Path) -> None:
-    done = command(tmp_path, "--check", "correction=[tis_token,gsm]", *NEEDED)
-    assert done.returncode == 0, done.stderr
-    assert "all checks passed" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", ["gsm", "gsn"])
-def test_a_check_leaves_no_folder_behind(tmp_path: Path, correction: str) -> None:
+def test_a_check_that_passes_leaves_no_folder_behind(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    words = [sys.executable, "-B", "-m", "recipe.offpolicy.main_offpolicy", "--check", f"correction={correction}"]
+    words = [sys.executable, "-B", "-m", "recipe.offpolicy.main_offpolicy", "--check", "correction=[tis_token,gsm]"]
     done = program(tmp_path, [*words, *NEEDED, f"hydra.run.dir={tmp_path}/outputs"], TMPDIR=str(temporary))
-    assert done.returncode == (0 if correction == "gsm" else 1), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "all checks passed" in done.stdout
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 

@@ -201,6 +201,12 @@ def test_print_opens_what_is_folded_and_cuts_nothing() -> None:
     assert ".prose td { display: block" in narrow.replace(".prose, .prose tbody, .prose tr, ", "")
 
 
+def test_text_beside_numbers_has_room_where_a_table_scrolls() -> None:
+    """A column a word wide makes rows as tall as a screen."""
+    narrow = STYLE.split("@media (max-width: 48rem)")[1]
+    assert ".scroll td.left:last-child { min-width: 14rem; }" in narrow.split("@media")[0]
+
+
 def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
     text = Table([Column("question"), Column("because")], [["q", "b"]])
     assert 'class="prose"' in pages.to_html(text)

@@ -12,9 +12,11 @@ import pytest
 from applications import NEEDED, application
 from recordings import drawn_rows, record
 
+from recipe.offpolicy.attribution.attribution import attribute
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight import examine
+from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.report.__main__ import main as report
 from recipe.offpolicy.whatif.composed import composed_mapping, composer
 from recipe.offpolicy.whatif.pasted import overrides_of
@@ -79,6 +81,16 @@ def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(as
         pasted = overrides_of(spec)
     found = launched("correction=icepop", *pasted)
     assert found.to_mapping() | {"proximal": "recompute"} == spec.to_mapping()
+
+
+@pytest.mark.parametrize(("directory", "masks"), [("colocate_async-14", {"opsm"}), ("round-2-8", {"icepop"})])
+def test_what_attribution_advises(directory: str, masks: set[str]) -> None:
+    recording = Recording(Path("tests/data/faults/held_out") / directory)
+    fixes = [cause.fix for cause in attribute(recording).causes if cause.verdict == "present"]
+    (pasted,) = [fix.partition("correct for it: ")[2] for fix in fixes if "correct for it: " in fix]
+    spec = composed(shlex.split(pasted))
+    assert spec.weight is not None
+    assert {name for name, _ in spec.masks} == masks
 
 
 @pytest.fixture

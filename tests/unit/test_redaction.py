@@ -39,6 +39,10 @@ BY_KEY = {
     "basic_auth": "u:p",
     "cookie": "session=1",
     "slack_webhook": "x",
+    "privkey": "x",
+    "bearer": "x",
+    "jwt": "x",
+    "github_pat": "x",
 }
 NOT_BY_KEY: dict[str, Any] = {
     "eos_token_id": 2,
@@ -56,7 +60,11 @@ NOT_BY_KEY: dict[str, Any] = {
     "tokenizer": "/models/small",
     "loss_agg_mode": "token-mean",
     "prompt_key": "prompt",
+    "full_key": "trainer.x",
     "reward_fn_key": "data_source",
+    "answer_key": "answer",
+    "multi_modal_key": "images",
+    "opsm_token": "0.1",
     "key": "actor_rollout_ref.actor.strategy",
     "keyword": "x",
     "monkey": "x",
@@ -75,6 +83,11 @@ IN_TEXT = [
     ("http://ghtoken@host", f"http://{HIDDEN}@host"),
     ("https://hooks.slack.com/services/T0/B0/xyz", f"https://hooks.slack.com/{HIDDEN}"),
     ("https://discord.com/api/webhooks/1/xyz", f"https://discord.com/api/webhooks/{HIDDEN}"),
+    ("https://open.feishu.cn/open-apis/bot/v2/hook/a-b", f"https://open.feishu.cn/open-apis/bot/v2/hook/{HIDDEN}"),
+    ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=a-b",
+     f"https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key={HIDDEN}"),
+    ("https://outlook.office.com/webhook/a@b/c", f"https://outlook.office.com/webhook/{HIDDEN}"),
+    ("https://x.blob.net/p?sv=1&sig=ab%3D&se=2", f"https://x.blob.net/p?sv=1&sig={HIDDEN}&se=2"),
     ("https://host/a?token=abc&page=2", f"https://host/a?token={HIDDEN}&page=2"),
     ("sk-proj-abcdefghijkl", HIDDEN),
     ("use ghp_abcdefghijklmnopqrst1234.", f"use {HIDDEN}."),
@@ -89,6 +102,13 @@ IN_TEXT = [
     ("+ray_kwargs.ray_init.runtime_env.env_vars={WANDB_API_KEY: abc, HOME: /root}",
      f"+ray_kwargs.ray_init.runtime_env.env_vars={{WANDB_API_KEY: {HIDDEN}, HOME: /root}}"),
     ("curl -H X-Api-Key:abc", f"curl -H X-Api-Key:{HIDDEN}"),
+    ("curl -H 'Authorization: Basic dTpw' x", f"curl -H 'Authorization: {HIDDEN} {HIDDEN}' x"),
+    ("serve --api-key abc --port 80", f"serve --api-key {HIDDEN} --port 80"),
+    ("+rollout.args=[--token,abc,--port,80]", f"+rollout.args=[--token,{HIDDEN},--port,80]"),
+    ("ASIA" + "A" * 16, HIDDEN),
+    ("AIza" + "a" * 35, HIDDEN),
+    ("-----BEGIN PRIVATE KEY-----\nab/c\n-----END PRIVATE KEY-----",
+     f"-----BEGIN PRIVATE KEY-----{HIDDEN}-----END PRIVATE KEY-----"),
 ]  # fmt: skip
 NOT_IN_TEXT = [
     "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
@@ -103,6 +123,8 @@ NOT_IN_TEXT = [
     "user@host",
     "hf_transformer_config_override",
     "task-aware-reward-model",
+    "serve --tokenizer-path /a --prompt-key prompt",
+    "masks.opsm_token: it rejects nothing",
 ]
 
 

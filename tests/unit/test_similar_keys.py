@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -107,12 +108,29 @@ def test_an_added_key_with_the_name_of_a_correction() -> None:
         "+trainer.kind=bypass",
         "+trainer.kind=reuse",
         "+trainer.kind=gsm8k",
+        "+trainer.record.dir=recording",
         "+correction.masks.x=gsm",  # ours: answered by our own checks
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.kind=gsm",
     ],
 )
 def test_other_values_and_other_keys_pass(argument: str) -> None:
     assert stray(argument) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "written"),
+    [
+        ("+kl_clip=0.2", "correction.kl_clip=0.2"),
+        ("++masks.gsm.upper=1.02", "correction.masks.gsm.upper=1.02"),
+        ("+record.dir=recording", "offpolicy.record.dir=recording"),
+    ],
+)
+def test_a_key_of_ours_without_its_section(argument: str, written: str) -> None:
+    """Hydra advises the plus, and nothing would read it."""
+    (problem,) = find_stray_options([argument], OPTIONS, ().__contains__)
+    assert problem.fix.startswith(f"Write {written} in its place")
+    top = re.split("[.=]", argument.lstrip("+"))[0]
+    assert stray(argument, top) == [], "a section of the user's own"
 
 
 def test_a_key_that_is_there_is_not_added() -> None:

@@ -240,6 +240,7 @@ def test_a_dead_key_is_named_where_it_is_dead(base: DictConfig, name: str) -> No
 ALIVE: dict[str, tuple[dict[str, Any], tuple[LivePath, ...]]] = {
     "verl's defaults": ({}, PATHS),
     "no correction of verl's at all": ({VERL: None}, PATHS),
+    "no bound of no weight": ({f"{VERL}.rollout_is_threshold": None}, PATHS),
     "decoupled weights": (DECOUPLED, PATHS),
     "decoupled rejection": ({f"{VERL}.rollout_rs": "token_k1", f"{VERL}.rollout_rs_threshold": "0.5_2.0"}, PATHS),
     "pair of bounds": (

@@ -22,9 +22,10 @@ from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.whatif import draw
-from recipe.offpolicy.whatif.__main__ import chosen_steps, main
+from recipe.offpolicy.whatif.__main__ import main
 from recipe.offpolicy.whatif.agreement import Agreement
 from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate, candidates
+from recipe.offpolicy.whatif.command import chosen_steps
 from recipe.offpolicy.whatif.measures import Measures
 from recipe.offpolicy.whatif.show import heading, short
 from recipe.offpolicy.whatif.study import study

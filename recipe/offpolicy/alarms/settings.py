@@ -180,9 +180,11 @@ def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
     if lower is None and upper is None:
         fix = f"Set a bound, or {key}.action=off."
         yield _problem(f"{key}.lower", None, "with both sides open it never fires.", fix, *shipped)
-    elif lower is not None and upper is not None and lower > upper:
+        return
+    if lower is not None and upper is not None and lower > upper:
         reason = f"above {key}.upper={upper}, so that every value is beyond."
         yield _problem(f"{key}.lower", lower, reason, "", *shipped)
+        return
     least, greatest = RANGES[name]
     within = f"it lies between {least:g} and {greatest:g}" if math.isfinite(greatest) else f"it is {least:g} or more"
     for side, bound in (("lower", lower), ("upper", upper)):
@@ -196,6 +198,7 @@ def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
             )
             yield _problem(f"{key}.{side}", bound, f"{within}: {happens}.", "", *shipped)
             return
+    fit = True
     for side, sign in (("lower", 1.0), ("upper", -1.0)):
         bound, recovery = values[side], values[f"recovery_{side}"]
         if (bound is None) != (recovery is None):
@@ -208,6 +211,11 @@ def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
             reason = f"looser than {key}.{side}={bound}: it would re-arm while it fires."
             stricter = f"{key}.recovery_{side}"
             yield _problem(stricter, recovery, reason, f"Set {bound}, or a stricter one.", set_to(stricter, bound))
+            fit = False
+    low, high = values["recovery_lower"], values["recovery_upper"]
+    if fit and low is not None and high is not None and low > high:
+        reason = f"above {key}.recovery_upper={high}, so that it would never re-arm."
+        yield _problem(f"{key}.recovery_lower", low, reason, "", *shipped)
 
 
 def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig) -> Iterator[Problem]:

@@ -21,7 +21,8 @@ HOW = (
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Causes, shares, pictures and the worst examples."""
-    page.section("Causes", paragraph(tables.verdict(attribution)), table(tables.causes_table(attribution)))
+    fixes = (paragraph(f"Fix of {fix}") for fix in tables.fixes(attribution))
+    page.section("Causes", paragraph(tables.verdict(attribution)), *fixes, table(tables.causes_table(attribution)))
     page.section(
         "Where the mismatch comes from",
         paragraph(HOW),

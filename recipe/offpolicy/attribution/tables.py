@@ -130,9 +130,10 @@ def tokens_table(attribution: Attribution) -> Table:
 
 
 def rows_table(attribution: Attribution) -> Table:
-    """The worst rows."""
+    """The worst rows, each text once with how many rows have it."""
     columns = [
         Column("step"),
+        Column("rows"),
         Column("tokens"),
         Column("age"),
         Column("KL", "nats", digits=4),
@@ -141,7 +142,10 @@ def rows_table(attribution: Attribution) -> Table:
         Column("text", align="left"),
     ]
     rows = [
-        [r.step, r.length, r.staleness if r.staleness >= 0 else None, r.k3, r.log_ratio, _percent(r.share), r.text]
+        [
+            *(r.step, r.count, r.length, r.staleness if r.staleness >= 0 else None, r.k3, r.log_ratio),
+            *(_percent(r.share), r.text),
+        ]
         for r in attribution.worst
     ]
     return Table(columns, rows, title="worst rows")
@@ -149,8 +153,13 @@ def rows_table(attribution: Attribution) -> Table:
 
 def causes_table(attribution: Attribution) -> Table:
     """The verdicts."""
-    rows = [[cause.name, cause.verdict, cause.sentence, cause.fix or None] for cause in attribution.causes]
-    return Table([Column("cause"), Column("verdict"), Column("evidence"), Column("fix")], rows, title="causes")
+    rows = [[cause.name, cause.verdict, cause.sentence] for cause in attribution.causes]
+    return Table([Column("cause"), Column("verdict"), Column("evidence")], rows, title="causes")
+
+
+def fixes(attribution: Attribution) -> list[str]:
+    """What mends each cause that is present, a line each: overrides that a table's cells or a full stop would break."""
+    return [f"{cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
 def verdict(attribution: Attribution) -> str:
@@ -163,8 +172,8 @@ def verdict(attribution: Attribution) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share == share else "-"
+    return f"{round(share, 3) + 0.0:.1%}" if share == share else "-"  # + 0.0: no "-0.0%"
 
 
 def _interval(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
+    return "" if low is None or high is None else f"{_percent(low)} to {_percent(high)}"

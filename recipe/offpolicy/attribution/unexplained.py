@@ -47,7 +47,8 @@ def _only_stale(attribution: Attribution) -> str:
     ages = [version.staleness for version in attribution.versions]
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
-    return f" Weights up to {max(ages)} steps old sampled it and no row is fresh, so that age alone may be why."
+    age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
+    return f" Weights up to {age} old sampled it and no row is fresh, so that age alone may be why."
 
 
 def _correlation(attribution: Attribution) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,9 +54,10 @@ class WorstRow:
 
     Attributes:
         length: valid tokens.
+        count: rows of the same step with these ids, prompt and response; the one with the largest k3 is shown.
         k3: mean a token.
         log_ratio: sum of log pi/mu, nats.
-        share: of the sum of k3 over all rows.
+        share: of all of them together, of the sum of k3 over all rows.
         text: its beginning, escaped; or ids.
     """
 
@@ -64,6 +66,7 @@ class WorstRow:
     row: int
     length: int
     staleness: int
+    count: int
     k3: float
     log_ratio: float
     share: float
@@ -120,25 +123,34 @@ def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
 
 
 def worst_rows(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[WorstRow]:
-    """The ``most`` rows with the largest mean k3, largest first; none where all log-probs agree."""
+    """The ``most`` rows with the largest mean k3, largest first and each text once; none where all log-probs agree."""
     loss = k3(tokens.total)
     count = np.bincount(tokens.row, minlength=len(rows))
     total = np.bincount(tokens.row, weights=loss, minlength=len(rows))
     log_ratio = np.bincount(tokens.row, weights=tokens.total, minlength=len(rows))
     mean = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
-    chosen = np.argsort(-mean, kind="stable")[:most]
+    alike: dict[tuple[int, str, bytes], list[int]] = {}
+    for row in np.argsort(-mean, kind="stable"):
+        if mean[row] > 0:
+            alike.setdefault(_identity(rows, int(row)), []).append(int(row))
     return [
         WorstRow(
             step=int(rows.step[row]),
             uid=str(rows.uid[row]),
-            row=int(row),
+            row=row,
             length=int(count[row]),
             staleness=int(rows.staleness[row]),
+            count=len(same),
             k3=float(mean[row]),
             log_ratio=float(log_ratio[row]),
-            share=float(total[row] / total.sum()),
+            share=float(total[same].sum() / total.sum()),
             text=reader.text(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
         )
-        for row in chosen
-        if mean[row] > 0
+        for row, same in ((found[0], found) for found in itertools.islice(alike.values(), most))
     ]
+
+
+def _identity(rows: Rows, row: int) -> tuple[int, str, bytes]:
+    """Step, prompt and ids of a row; where prompts were not recorded, their names tell them apart."""
+    name = "" if len(rows.prompt_ids) else str(rows.uid[row])
+    return int(rows.step[row]), name, _before(rows, row, int(rows.offsets[row + 1])).tobytes()

@@ -69,7 +69,7 @@ def for_ess(part: Part, scores: Scores, target: float, confidence: float, *, see
         return not_found(scores, "no unit: no token has a finite mu and pi_old")
     widest = float(np.abs(scores.low).max())
     if (most := ess_within(part, scores, part.limits_at(widest))) >= target:
-        return not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most)
+        return not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = ess_curve(part, scores, seed=seed)
     if part.rejects:
         fit = np.nonzero(curve.ess >= target)[0]
@@ -78,7 +78,7 @@ def for_ess(part: Part, scores: Scores, target: float, confidence: float, *, see
         start = 0.0 if ess_within(part, scores, part.limits_at(0.0)) >= target else math.nan
     if math.isnan(start):
         best = float(curve.ess.max())
-        return not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best)
+        return not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
     inside, beyond = start, widest
     for _ in range(_EXACT):
         middle = (inside + beyond) / 2

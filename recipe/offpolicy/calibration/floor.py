@@ -11,17 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .defaults import ROUNDING
 from .intervals import Clustered, clustered, least_count, quantile_interval
 from .parts import Part
 from .scores import RowState, Scores
 
 Floats = NDArray[np.float64]
 
-QUANTILE = 0.99
 _LOWER = (0.95, 0.9, 0.8)
 """Quantiles that are advised where the recording is too short for the one that was asked for."""
-ROUNDING = 1e-3
-"""Nats a token: mean |log pi - log pi_old| of a row up to which the two passes are taken for one policy."""
 
 
 class NotIdentifiedError(ValueError):

@@ -14,7 +14,8 @@ from ..correction.catalogue import BUCKETS
 from ..recording import Step
 from .caps import EssCurve, ess_curve, ess_within, for_ess
 from .curves import KeptCurve, kept_curve, places
-from .floor import QUANTILE, ROUNDING, Floor, NotIdentifiedError, noise_floor
+from .defaults import QUANTILE, ROUNDING
+from .floor import Floor, NotIdentifiedError, noise_floor
 from .lengths import LEAST_ROWS, LengthTest, bucket_of, length_dependence
 from .parts import Part, parts_of, with_values
 from .scores import RowState, Scores, scores_of

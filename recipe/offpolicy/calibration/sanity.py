@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import math
 
-from ..correction import MaskSpec
+from ..correction import MaskSpec, reach
 from ..correction.ratios import EXP_CLAMP
 from .parts import Part
 
-FURTHEST = math.log(1e3)
+_FURTHEST_WEIGHT = math.log(1e3)
 """Nats of a token, or of their mean: at a ratio of 1000 nothing is left of one policy in the other."""
 
 
 def furthest(part: Part) -> float:
-    """The greatest radius worth proposing, in what the part compares.
-
-    For a sum over tokens it is where weights are clamped, ``EXP_CLAMP``: a cap beyond it never acts.
-    """
+    """The greatest radius worth proposing, in what the part compares: of a mask what the launch does not call inert."""
     spec = part.spec
-    summed = spec.level != "token" and (spec.aggregate == "product" or spec.aggregate.endswith("_sum"))
-    nats = EXP_CLAMP if summed else FURTHEST
-    if part.on_ratio or not isinstance(spec, MaskSpec):
-        return nats
-    if part.by_batch:
-        return nats**2
-    if spec.aggregate == "binary_tv":
-        return 1.0  # a difference of probabilities
-    measure = spec.aggregate.split("_")[0]
-    # What the divergence is at a ratio so far off: log r, (log r)^2 / 2, and r for those that grow with it.
-    return {"k1": nats, "k2": nats**2 / 2}.get(measure, math.exp(nats))
+    if not isinstance(spec, MaskSpec):
+        return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
+    return 1.0 if spec.aggregate == "binary_tv" else reach.furthest(spec)  # a difference of probabilities
 
 
 def absurd(part: Part, radius: float) -> str:

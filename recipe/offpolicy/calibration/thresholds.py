@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ _SLACK = 1e-4
 _DIGITS = 17  # of a float64
 
 
+Outcome = Literal["found", "not needed", "not reachable", "not identified"]
+
+
 @dataclass(frozen=True)
 class Threshold:
     """A proposed place of a moving bound.
@@ -31,6 +35,7 @@ class Threshold:
         reached: what the values reach on the recording, in the target's own measure.
         count, groups: units and prompt groups that it rests on; of a kept share those that the part looks at.
         note: what has to be said of it; empty for nothing.
+        outcome: found, or why there are no values.
     """
 
     values: dict[str, float]
@@ -40,11 +45,12 @@ class Threshold:
     count: int
     groups: int
     note: str = ""
+    outcome: Outcome = "found"
 
 
-def not_found(scores: Scores, note: str, reached: float = math.nan) -> Threshold:
+def not_found(scores: Scores, note: str, reached: float = math.nan, outcome: Outcome = "not identified") -> Threshold:
     """No bound, and why."""
-    return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), _groups(scores), note)
+    return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), _groups(scores), note, outcome)
 
 
 def kept_share(part: Part, scores: Scores, limits: tuple[float, float]) -> float:
@@ -81,7 +87,7 @@ def for_kept_share(
     radius = float(ordered[place - 1])
     if radius == math.inf:
         other = float(np.isfinite(radii).mean())
-        return not_found(scores, f"not reachable: the other bound alone keeps {other:.4f}", other)
+        return not_found(scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable")
     if radius == 0 and floor <= 0:
         return not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""

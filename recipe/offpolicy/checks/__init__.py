@@ -18,7 +18,6 @@ from .own_keys import OWN_KEYS, own_keys
 from .reading import Part, parts_of, shadows_of, spec_of
 from .sections import null_sections
 from .values import unreadable_values, unresolved_interpolations, with_usual_values
-from .verls_own import verl_correction_changes
 from .verls_validation import refused_by_verl
 from .workers_env import groups_of
 
@@ -85,6 +84,5 @@ __all__ = [
     "spec_of",
     "unreadable_values",
     "unresolved_interpolations",
-    "verl_correction_changes",
     "with_usual_values",
 ]

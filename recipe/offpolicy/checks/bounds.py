@@ -11,6 +11,7 @@ from ..correction import CorrectionSpec, MaskSpec
 from ..correction.mask_spec import ON_RATIO
 from ..correction.problem import Problem, set_to, shown
 from ..correction.ratios import EXP_CLAMP
+from ..correction.reach import clamped, furthest
 from ..correction.validation import band
 from .reading import ACTOR
 
@@ -37,12 +38,6 @@ def bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterat
             )
 
 
-_FURTHEST_TOKEN = math.log(1e5)
-"""Nats between two policies on one token beyond which no bound in use lies: outlier masks reach to 1e-4."""
-_FURTHEST_MEAN = math.log(10.0)
-"""Nats a token, as a mean over a unit: nothing of one policy is left in the other long before."""
-
-
 def bounds_out_of_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Bounds that no value can pass, because log-ratios are clamped, and bands that hold agreement to the bit alone."""
     for name, mask in spec.masks:
@@ -59,8 +54,7 @@ def bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     """Bounds so far out that no run was seen to reach them."""
     for name, mask in spec.masks:
         for bound, value, distance in _distances(mask):
-            furthest = _furthest(mask)
-            if furthest < distance <= _clamped(mask):
+            if furthest(mask) < distance <= clamped(mask):
                 key = f"correction.masks.{name}.{bound}"
                 usual = _usual(mask, bound)
                 reason = (
@@ -72,13 +66,14 @@ def bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
 def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     for bound, value, distance in _distances(mask):
-        if distance > _clamped(mask):
+        if distance > clamped(mask):
             usual = _usual(mask, bound)
             reason = (
                 f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, a ratio of {math.exp(EXP_CLAMP):.3g}: this bound can "
                 f"never act."
             )
-            fix = f"Set {key}.{bound}={shown(usual)}, which is in use, or null where the other side is bound."
+            open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
+            fix = f"Set {key}.{bound}={shown(usual)}, which is in use{open_side}."
             yield Problem(
                 f"{key}.{bound}", value, reason, fix, "WRONG", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
             )
@@ -107,37 +102,6 @@ def _distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
             value = getattr(mask, bound)
             if value is not None:
                 yield bound, value, abs(math.log(value)) if mask.aggregate in ON_RATIO else abs(value)
-
-
-def _clamped(mask: MaskSpec) -> float:
-    """The greatest distance from agreement that arithmetic allows; infinite for a sum over the tokens of a unit."""
-    return math.inf if _summed(mask) else _at(mask, EXP_CLAMP)
-
-
-def _furthest(mask: MaskSpec) -> float:
-    """The greatest distance from agreement that is in use or was seen."""
-    if _summed(mask):
-        return _at(mask, EXP_CLAMP)
-    averaged = mask.level != "token" and (mask.aggregate == "geometric" or mask.aggregate.endswith("_mean"))
-    return _at(mask, _FURTHEST_MEAN if averaged or mask.aggregate == "second_moment" else _FURTHEST_TOKEN)
-
-
-def _summed(mask: MaskSpec) -> bool:
-    return mask.level != "token" and (mask.aggregate == "product" or mask.aggregate.endswith("_sum"))
-
-
-def _at(mask: MaskSpec, nats: float) -> float:
-    """What a mask compares where the log-ratio is ``nats``."""
-    if mask.aggregate == "binary_tv":
-        return math.inf  # a difference of probabilities, whose range the mask itself is held to
-    if mask.aggregate == "second_moment":
-        return nats**2
-    measure = mask.aggregate.split("_")[0]
-    return {
-        "k2": nats**2 / 2,
-        "k3": math.expm1(nats) - nats,
-        "tv": math.expm1(nats) / 2,
-    }.get(measure, nats)
 
 
 def _usual(mask: MaskSpec, bound: str) -> float | None:

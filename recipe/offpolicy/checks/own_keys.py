@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +25,15 @@ def _truth(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     key = f"offpolicy.{name}"
     if not isinstance(value := OmegaConf.select(config, key), bool):
         yield Problem(key, value, "not a truth value.", "Set true or false.", parts=(), overrides=(set_to(key, False),))
+
+
+def _unknown(name: str, section: DictConfig) -> Problem:
+    """A key that is not there, and the nearest that is and holds one value."""
+    values: Any = OmegaConf.to_container(section)
+    key, value = f"offpolicy.{name}", values[name]
+    single = [] if isinstance(value, dict | None) else [k for k in OWN_KEYS if not isinstance(values.get(k), dict)]
+    instead = [set_to(f"offpolicy.{near}", value) for near in difflib.get_close_matches(name, single, 1)]
+    return Problem(key, value, "unknown key.", parts=(), overrides=(*remove(key, value), *instead))
 
 
 def _elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -52,8 +63,7 @@ def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         return
     for name in map(str, section):
         if name not in OWN_KEYS:
-            key, value = f"offpolicy.{name}", section[name]
-            yield Problem(key, value, "unknown key.", parts=(), overrides=remove(key, value))
+            yield _unknown(name, section)
     for validate in OWN_KEYS.values():
         yield from validate(config, spec)
     yield from too_many_parts(config, spec)

@@ -160,13 +160,13 @@ def collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             ("dense_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
         )
-    for key in ("algorithm.gamma", "algorithm.lam"):
+    for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         if (value := OmegaConf.select(config, key)) not in (None, 1, 1.0):
             yield Problem(
                 key,
                 value,
                 f"algorithm.adv_estimator={estimator} sums a row to one outcome, and discounts nothing.",
-                f"Set {key}=1.0, or algorithm.adv_estimator=reinforce_plus_plus.",
+                f"Set {key}=1.0, or algorithm.adv_estimator={reader}.",
                 "INERT",
                 ("dense_reward",),
                 (set_to(key, 1.0),),

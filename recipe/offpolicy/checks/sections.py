@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..correction.problem import Problem
 from .reading import ACTOR, ROLLOUT
@@ -28,7 +29,15 @@ def null_sections(config: DictConfig) -> Iterator[Problem]:
     of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
     for key in (*_SECTIONS, *of_v1):
         owner, _, name = key.rpartition(".")
-        node = OmegaConf.select(config, owner) if owner else config
-        if isinstance(node, DictConfig) and name in node and not isinstance(node[name], DictConfig):
+        node = _resolved(config, owner) if owner else config
+        if isinstance(node, DictConfig) and name in node and not isinstance(_resolved(node, name), DictConfig):
             reason = "this section of verl's configuration holds keys that every launch reads."
-            yield Problem(key, node[name], reason, "Remove this override.")
+            yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
+
+
+def _resolved(config: DictConfig, key: str) -> object:
+    """The value at a key, None where it is an interpolation of nothing."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None

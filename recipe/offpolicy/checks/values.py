@@ -18,6 +18,7 @@ from ..correction.problem import set_to
 from .reading import ACTOR, ROLLOUT
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_MISSING = re.compile(r"'([^']+)' not found")
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
 
 
@@ -91,6 +92,18 @@ def with_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
 
 def unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
     """Interpolations that name a key or a variable which is not there; verl resolves all of them at its start."""
+    found = list(_unresolved(config))
+    told = {problem.reason for problem in found if _names_what_is_missing(problem)}
+    # Keys that are made of such a key mend themselves with it.
+    yield from (each for each in found if each.reason not in told or _names_what_is_missing(each))
+
+
+def _names_what_is_missing(problem: Problem) -> bool:
+    missing = _MISSING.search(problem.reason)
+    return missing is not None and missing[1] in str(problem.value)
+
+
+def _unresolved(config: DictConfig) -> Iterator[Problem]:
     for key, written in _interpolations(config):
         try:
             OmegaConf.select(config, key)

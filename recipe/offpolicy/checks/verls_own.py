@@ -15,30 +15,29 @@ from ..correction.dialects.verl import VERL_DEFAULTS, verl_rejections, verl_weig
 from ..correction.problem import Problem, set_to
 from ..live_path import live_path
 from ..verl_keys import dead_keys as dead_keys_of
-from ..verl_keys.reading import VERL, changes, own, part
+from ..verl_keys.reading import VERL, active, changes, own, part
 
 _LOPSIDED = 0.1
 """Share of the width of a band, in nats, by which its middle may be off 1."""
 _RS, _IS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold"
 
 
-def verl_correction_changes(config: DictConfig) -> dict[str, Any]:
-    """Keys of verl's own ``algorithm.rollout_correction`` that differ from what verl ships."""
-    return changes(config)
-
-
 def both_at_once(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """verl's own correction beside ours."""
     if spec.is_none:
         return
+    twice = "verl's own correction beside ours would correct twice."
+    reason = twice if active(config) else "verl's own correction, which is off, would read it, and ours does not."
     for key, value in changes(config).items():
         known = key in VERL_DEFAULTS
+        if known and value is None:
+            continue  # asks for nothing
         name = f"{VERL}.{key}"
         override = set_to(name, VERL_DEFAULTS[key]) if known else f"~{name}"
         yield Problem(
             name,
             value,
-            "verl's own correction beside ours would correct twice.",
+            reason,
             f"Remove this override, or set correction=none. verl's default is {VERL_DEFAULTS.get(key)}.",
             overrides=(override,),
         )

@@ -14,7 +14,7 @@ from hydra._internal.utils import create_automatic_config_search_path, detect_ta
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -98,6 +98,8 @@ def composed(launch: Launch) -> DictConfig:
         raise LaunchError(_whole(error)) from error
     try:
         config = _with(hydra, name, arguments.overrides)
+    except OverrideParseException as error:
+        raise LaunchError(f"{error.override}: Hydra cannot read this override. {_whole(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         verls = launch.ours or launch.module in VERLS
         owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"

@@ -136,4 +136,8 @@ def _conclusion(diagnosis: Diagnosis) -> str:
         return "LIVE: verl reads what is asked for. Only recipe.offpolicy.main_offpolicy proves it at the first update."
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
-    return f"{said} All of it in one line: {shlex.join(mends)}" if len(diagnosis.problems) > 1 and mends else said
+    if len(diagnosis.problems) < 2 or not mends:
+        return said
+    # A sentence alone mends the others.
+    what = "All of it" if all(problem.overrides for problem in diagnosis.problems) else "What can be pasted"
+    return f"{said} {what} in one line: {shlex.join(mends)}"

@@ -61,7 +61,8 @@ def _unknown(config: DictConfig, key: str, value: str, owner: str, verls: bool) 
 
 
 def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, verls: bool) -> str:
-    if _MEGATRON in names and _TARGET not in section and _ENGINE in config and config[_ENGINE] != _MEGATRON:
+    of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and _TARGET not in section)
+    if of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON:
         return f"Set {_ENGINE}={_MEGATRON}, which brings it, or leave it out."
     if not len(section) or any(map(_FREE.search, names[:depth])):
         return f"Write +{'.'.join(names)}: any key can be added there."

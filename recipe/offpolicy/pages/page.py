@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from .figures import Panel
 
+PICTURES = (".png", ".svg", ".pdf")
 LARGEST = 5_000_000
 """Bytes that a page may have, so that it can be sent to a colleague."""
+_KINDS = " or ".join(PICTURES)
 
 
 class PageError(ValueError):
@@ -30,8 +32,10 @@ def check_target(option: str, path: Path, example: str) -> None:
     """Raise PageError where no file can be written at the path that an option names, before the work of making it.
 
     Args:
-        example: a name of such a file.
+        example: a name of such a file; where it is a picture's, the path has to be one's too.
     """
+    if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES and not path.is_dir():
+        raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is no kind of picture. Name it {_KINDS}.")
     if path.is_dir():
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
     above = next(parent for parent in path.absolute().parents if parent.exists())

@@ -100,12 +100,15 @@ figure img { display: block; max-width: 100%; height: auto; }
 figure img:not(:only-child) { flex: 1 1 26rem; min-width: 0; max-width: min(100%, 36rem); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
+@media (max-width: 48rem) {
+  .scroll td.left { min-width: 5.5rem; }
+  .scroll td.left:last-child { min-width: 14rem; } }
 @media (max-width: 40rem) {
   dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
   .prose thead { display: none; }
   .prose, .prose tbody, .prose tr, .prose td { display: block; }
   .prose tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
-  .prose td { padding: .1rem 0; border: 0; overflow-wrap: anywhere; }
+  .scroll .prose td { padding: .1rem 0; border: 0; overflow-wrap: anywhere; min-width: 0; }
   .prose td:first-child { font-weight: 600; } }
 @media print {
   @page { margin: 12mm; }
@@ -119,10 +122,11 @@ summary { cursor: pointer; color: var(--link); }
   .wide table { font-size: 4.5pt; }
   .wide th, .wide td { padding: .1rem; }
   pre { overflow: visible; }
-  tr, figure img { break-inside: avoid; }
+  .scroll, tr, figure img { break-inside: avoid; }
   h2, caption { break-after: avoid; }
   figure img:not(:only-child) { flex: 0 1 48%; }
   details > * { display: block; }
+  details > dl { display: grid; }
   details::details-content { content-visibility: visible; block-size: auto; } }
 """
 

@@ -180,8 +180,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         answer = bounds(threshold.values)
         said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
     else:
-        known = {"not needed": "no cap needed", "not reachable": "not reachable"}
-        answer = next((text for start, text in known.items() if threshold.note.startswith(start)), "not identified")
+        answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
     if threshold.note:
         note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
         said.append(f"{note[0].upper()}{note[1:]}")

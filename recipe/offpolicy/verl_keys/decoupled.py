@@ -23,10 +23,12 @@ UNREAD = {
 
 def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
     """Keys that nothing reads without another, and the log-probs that everything reads."""
-    if not spec.is_none or not (own := changes(config)):
+    given = changes(config)
+    own = {key: value for key, value in given.items() if value is not None}  # null asks for nothing
+    if not spec.is_none or not own:
         return
     for key, (needed, because) in UNREAD.items():
-        if key in own and own.get(needed) is None:
+        if key in own and needed not in own:
             yield Problem(
                 f"{VERL}.{key}",
                 own[key],
@@ -37,7 +39,7 @@ def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath)
                 (set_to(f"{VERL}.{key}", DEFAULTS[key]),),
             )
     weight = (part("rollout_is"),)
-    if "rollout_is" in own and own.get("rollout_is_threshold", 2.0) is None:
+    if "rollout_is" in own and given.get("rollout_is_threshold", 2.0) is None:
         key = f"{VERL}.rollout_is_threshold"
         reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
         yield Problem(key, None, reason, "Set it to 2.0.", "INERT", weight, (set_to(key, 2.0),))

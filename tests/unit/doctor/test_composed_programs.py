@@ -74,7 +74,14 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
 
 OVERRIDES = [
     *("trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="),
-    *("actor.model_engine=x", "megatron.tp=2", "+trainer.total_epochs=1", "actor.lr=2", "actor.extra_kwargs.b=2"),
+    *(
+        "actor.model_engine=x",
+        "megatron.tp=2",
+        "actor.megatron.tp=2",
+        "+trainer.total_epochs=1",
+        "actor.lr=2",
+        "actor.extra_kwargs.b=2",
+    ),
     "+trainer.mine=1",
 ]
 
@@ -92,6 +99,7 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
         f"trainer.no.such=: {has_none} Leave it out, {install}",
         f"actor.model_engine=x: {has_none} Leave it out, or set model_engine, {install}",
         f"megatron.tp=2: {has_none} Set model_engine=megatron, which brings it, or leave it out.",
+        f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which brings it, or leave it out.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
     monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))

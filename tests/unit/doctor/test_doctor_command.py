@@ -231,6 +231,10 @@ REFUSED = {
     "a malformed bound": (["correction=gsm", "correction.masks.gsm.lower=2"], "nothing lies between. Swap the bounds."),
     "a delta left open": (["correction=opsm"], "correction.masks.opsm.delta=???: required"),
     "options that set one key": (["correction=[tis_token,tis_sequence]"], "both set correction.weight"),
+    "an override that Hydra cannot read": (
+        ["correction=gsm", "trainer.name=a=b"],
+        "trainer.name=a=b: Hydra cannot read",
+    ),
     "several runs": (["-m", "trainer.nnodes=1,2"], "several runs"),
     "no such folder": (["--config-dir=/none/such"], "there is no such folder"),
     "no such program": (["--module", "no.such.program", "a.b=1"], "no such program is found"),
@@ -309,6 +313,22 @@ def test_a_pair_that_crosses_the_bounds_is_shown_and_not_the_crossing(ask: Ask) 
     assert answer.verdicts() == {"masks.gsm": "WRONG"}
     assert answer.overrides() == ["correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2"]
     assert ask("correction=gsm", pair, *GIVEN, *answer.overrides()).status == 0
+
+
+def test_a_pair_is_not_also_a_bound_that_is_never_reached(ask: Ask) -> None:
+    """101 lies beyond anything seen, and nobody has asked for it; 02 is no bound."""
+    answer = ask("--json", "correction=gsm", f"{GSM_UPPER}=1_02", *GIVEN)
+    assert answer.overrides() == [f"{GSM_UPPER}=1.02"]
+    (problem,) = answer.json["corrections"][0]["problems"]
+    assert problem["fix"] == f"Set {GSM_UPPER}=1.02."
+
+
+def test_one_line_mends_all_or_does_not_say_so(ask: Ask) -> None:
+    wrong = ("correction=gsm", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
+    assert "All of it in one line: " in ask(*wrong).printed
+    unmended = ask(*wrong, "+trainer.mask=gsm").printed
+    assert "What can be pasted in one line: " in unmended
+    assert "All of it" not in unmended
 
 
 def test_a_pair_hides_no_other_malformed_key(ask: Ask) -> None:

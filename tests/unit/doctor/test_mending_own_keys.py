@@ -18,6 +18,7 @@ pytestmark = pytest.mark.verl(">=0.9")
 
 ALARM = "offpolicy.alarms.ess"
 CALIBRATE = "offpolicy.calibrate"
+MEAN = "offpolicy.alarms.mean_weight"
 RECORD = "offpolicy.record"
 WATCHDOG = "offpolicy.watchdog"
 ON = {f"{CALIBRATE}.target_kept": 0.98}
@@ -33,6 +34,7 @@ def base() -> Any:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "truth": ({"offpolicy.allow_identical_log_probs": "yes"}, {"offpolicy.allow_identical_log_probs": False}),
     "unknown": ({"offpolicy.recrod": None}, {"offpolicy.recrod": None}),
+    "misspelt": ({"offpolicy.shadows": ["gsm"]}, {"offpolicy.shadows": None, "offpolicy.shadow": ["gsm"]}),
     "unknown section": ({"offpolicy.recrod": {"dir": "x"}}, {"offpolicy.recrod": None}),
     "action": ({f"{ALARM}.action": "shout"}, {}),
     "bound": ({f"{ALARM}.lower": "low"}, {f"{ALARM}.lower": 0.3}),
@@ -41,6 +43,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "least": ({"offpolicy.alarms.mismatch_growth.least": -1.0}, {}),
     "no bound": ({f"{ALARM}.lower": None, f"{ALARM}.recovery_lower": None}, {}),
     "crossed": ({f"{ALARM}.upper": 0.1, f"{ALARM}.recovery_upper": 0.05}, {}),
+    "crossed beyond the stricter one": ({f"{MEAN}.lower": 3}, {f"{MEAN}.lower": 0.5, f"{MEAN}.recovery_lower": 0.6}),
+    "stricter ones crossed": ({f"{MEAN}.recovery_lower": 1.8}, {f"{MEAN}.recovery_lower": 0.6}),
     "one of a pair": ({f"{ALARM}.recovery_lower": None}, {}),
     "looser": ({f"{ALARM}.recovery_lower": 0.1}, {f"{ALARM}.recovery_lower": 0.3}),
     "early return": (

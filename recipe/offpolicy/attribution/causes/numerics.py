@@ -58,7 +58,7 @@ def find(sampled: Sampled, *, offset: bool) -> Cause:
         f"the gap has no sign, {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] at a probability of 0.1 to "
         f"0.9 and {tail.value:.1f} times as much below 0.1 as above 0.5: the engines compute with different precision",
         "give the engine the trainer's precision: actor_rollout_ref.rollout.dtype, no quantised weights or cache; or "
-        "correct for it: correction=[tis_token,icepop]",
+        "correct for it: 'correction=[tis_token,icepop]'",
     )
 
 

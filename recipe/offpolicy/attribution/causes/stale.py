@@ -23,7 +23,8 @@ from .thresholds import LEAST_TOKENS, THRESHOLDS
 NAME = "stale weights"
 _FIX = (
     "synchronise at every step and clear the engine's cache; where staleness is meant, bound it with "
-    "trainer.v1.sampler.max_off_policy_threshold and correct for it: correction=[tis_token,opsm]"
+    "trainer.v1.sampler.max_off_policy_threshold and correct for it: 'correction=[tis_token,opsm]' "
+    "correction.masks.opsm.delta=0.1"
 )
 _FIX_CACHE = (
     "clear the engine's prefix cache when new weights arrive, as verl does, or have none: "
@@ -194,8 +195,8 @@ def _by_version(sampled: Sampled) -> tuple[Cause, Mask]:
             NAME,
             "present",
             evidence,
-            f"rows that older weights sampled, by up to {oldest} steps, have {factor.value:.0f} times the KL of fresh "
-            f"ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats a token",
+            f"rows that older weights sampled, by up to {oldest} step{'s' * (oldest > 1)}, have {factor.value:.0f} "
+            f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats a token",
             _FIX,
         ),
         fresh,

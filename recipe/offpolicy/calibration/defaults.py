@@ -1,0 +1,8 @@
+"""Defaults that the command line shows; in a file of their own, which imports nothing."""
+
+from __future__ import annotations
+
+QUANTILE = 0.99
+"""Quantile of the backend noise that delta has to exceed."""
+ROUNDING = 1e-3
+"""Nats a token: mean |log pi - log pi_old| of a row up to which the two passes are taken for one policy."""
