@@ -142,7 +142,7 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
 
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import Handover
+    from recipe.offpolicy.worker.legacy_handover import Handover
     from verl_patches.legacy.handover import HANDOVER
 
     verl_patches.install("legacy")

@@ -146,9 +146,9 @@ def handed(
     """The batch as the trainer sends it with the correction ``mapping``, to be recorded in the directory ``record``."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch_plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
+    from recipe.offpolicy.batch.plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import Handover
+    from recipe.offpolicy.worker.legacy_handover import Handover
 
     spec = CorrectionSpec.from_mapping(mapping)
     if spec.proximal != "recompute":

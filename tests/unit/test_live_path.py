@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checks.coverage import uncovered
-from recipe.offpolicy.live_path import LivePath, live_path
+from recipe.offpolicy.preflight.checks.coverage import uncovered
+from verl_patches.execution_path import LivePath, live_path
 
 ACTOR = "actor_rollout_ref.actor"
 LEGACY = "trainer.use_legacy_worker_impl"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SAY = (
-    "from recipe.offpolicy.logging_setup import logger, set_up_logger\n"
+    "from recipe.offpolicy.trainer.logging_setup import logger, set_up_logger\n"
     "set_up_logger(); set_up_logger()\nlogger.info('it is live')\n"
 )
 

@@ -13,12 +13,12 @@ from applications import CONFIGS
 from corrections import GSM, M2PO, TIS, band, opsm, spec
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.calibration.online import Calibration
-from recipe.offpolicy.calibration.online_bounds import bounds_of, fingerprint, with_bounds
-from recipe.offpolicy.calibration.online_histogram import EDGES, histogram
-from recipe.offpolicy.calibration.online_settings import DEFAULTS, plain, problems
-from recipe.offpolicy.checks import spec_of
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
+from recipe.offpolicy.correction.moving_bounds import bounds_of, fingerprint, with_bounds
+from recipe.offpolicy.monitor.bounds.controller import Calibration
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
+from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
+from recipe.offpolicy.preflight.checks import spec_of
 
 KEY = "offpolicy.calibrate"
 

@@ -10,9 +10,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
+from verl_patches.execution_path import LivePath, live_path
 from verl_patches.releases import TESTED
 
-from ..checks import (
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import EVERYTHING, MU, CheckError
+from ..preflight.bound_pairs import find_pairs
+from ..preflight.checks import (
     CHECKS,
     OF_VERLS_OWN,
     REMARKS,
@@ -24,14 +28,10 @@ from ..checks import (
     unreadable_values,
     unresolved_interpolations,
 )
-from ..checks.path import seams, seams_held
-from ..composition import overrides_of_task
-from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.problem import EVERYTHING, MU, CheckError
-from ..live_path import LivePath, live_path
-from ..pairs import find_pairs
-from ..preflight import examine, found_by, verls_loss
-from ..verl_keys.router_replay import ROUTER_REPLAY
+from ..preflight.checks.seams import seams, seams_held
+from ..preflight.examination import examine, found_by, verls_loss
+from ..preflight.hydra_groups import overrides_of_task
+from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
 from .launch import VERLS, Launch, LaunchError, composed
 from .seams import hold
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..batch_plan import UpdateRows
-from .capture import Packed
+from ..batch.plan import UpdateRows
 from .files import OverLimit
+from .pack import Packed
 from .settings import SECTION, RecordSettings
 from .time_budget import FIRST, MOST_TIME, TimeBudget
 from .writer import Item, Outcome, StepWriter

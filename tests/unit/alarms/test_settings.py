@@ -9,10 +9,10 @@ from applications import CONFIGS
 from corrections import GSM, TIS
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.alarms.alarm import Band
-from recipe.offpolicy.alarms.settings import DEFAULTS, problems, settings_of
-from recipe.offpolicy.checks import spec_of
 from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.monitor.alarms.alarm import Band
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, problems, settings_of
+from recipe.offpolicy.preflight.checks import spec_of
 
 KEY = "offpolicy.alarms"
 CORRECTION = {"weight": TIS, "masks": {"gsm": GSM}}
