@@ -303,7 +303,10 @@ def test_packed_rows_are_read_as_they_come(
         patch.setattr(torch.Tensor, "to_padded_tensor", None)
         patch.setattr(torch.nested, "to_padded_tensor", None)
         proto, mask, metrics = verl_rollout_correction(*packed, **config)
-    assert metrics == pytest.approx(expected[2], rel=1e-12, abs=1e-15)
+    assert metrics.keys() == expected[2].keys()
+    for key, value in expected[2].items():
+        # The root of a difference of two sums keeps half of their digits.
+        assert metrics[key] == pytest.approx(value, rel=1e-12, abs=1e-8 if key.endswith("_std") else 1e-15), key
     assert mask.is_nested
     assert mask.dtype == mask_dtype
     assert torch.equal(torch.nested.to_padded_tensor(mask, 0), expected[1])

@@ -106,7 +106,8 @@ def diagnose(launch: Launch) -> Diagnosis:
     except (LaunchError, PatchError, SpecError, CheckError) as error:
         return Diagnosis(launch, error=str(error))
     except OmegaConfBaseException as error:
-        return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({error}).")
+        said = str(error).split("\n")[0]
+        return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({said}).")
 
 
 def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:

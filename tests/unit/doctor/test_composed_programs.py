@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeys, composed
 
 PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
@@ -43,6 +44,13 @@ def launch(*arguments: str) -> Launch:
 def test_a_plain_folder_beside_the_program(program: Path) -> None:
     config = composed(launch("trainer.nnodes=2"))
     assert OmegaConf.to_container(config.trainer) == {"total_epochs": 1, "nnodes": 2}
+
+
+def test_a_configuration_of_something_else_is_told_in_a_line(program: Path) -> None:
+    (program / "config" / "run.yaml").write_text("model: tiny\n")
+    error = diagnose(launch()).error
+    assert error.startswith("a_recipe_of_mine.main: not a configuration of verl's PPO (")
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize("path", ["config", "./config", "../a_recipe_of_mine/config"])
