@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
     need("attribute", "torch", "pyarrow", "hydra", *shown)
-    from .attribution.attribution import attribute, size_warning
-    from .pages import PageError, check_target
+    from .analysis.attribution.attribution import attribute, size_warning
+    from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
     try:
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
         found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:
-            from .attribution.figures import overview
-            from .pages import figures
+            from .analysis.attribution.figures import overview
+            from .analysis.pages import figures
 
             figures.save(overview(found), options.png)
         if options.html:
-            from .attribution.page import page_of
+            from .analysis.attribution.page import page_of
 
             page_of(found, str(options.directory)).write(options.html)
     except (RecordingError, PageError, OSError) as error:
@@ -61,8 +61,8 @@ def _show(found: Any) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .attribution import tables
-    from .pages import to_rich
+    from .analysis.attribution import tables
+    from .analysis.pages import to_rich
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     shown = [tables.causes_table(found), tables.shares_table(found.whole), tables.steps_table(dict(found.by_step))]

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .calibration.defaults import QUANTILE, ROUNDING
+from .analysis.calibration.defaults import QUANTILE, ROUNDING
 from .command_line import need, needed_to_show, run
 
 if TYPE_CHECKING:
-    from .calibration.joint import Joint
-    from .calibration.propose import Calibrated
+    from .analysis.calibration.joint import Joint
+    from .analysis.calibration.propose import Calibrated
     from .correction import CorrectionSpec
     from .recording import Recording
 
@@ -36,9 +36,9 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
         SpecError: it is malformed, or there is none.
         RecordingError: the recording cannot be read.
     """
-    from .calibration.parts import placeholders
+    from .analysis.calibration.parts import placeholders
+    from .analysis.whatif.composed import composed_mapping, composer
     from .correction import CorrectionSpec, SpecError
-    from .whatif.composed import composed_mapping, composer
 
     if spec:
         with composer():
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     need("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
-    from .attribution.first import Screen
-    from .calibration.joint import joint
-    from .calibration.propose import Request, calibrated
+    from .analysis.attribution.first import Screen
+    from .analysis.calibration.joint import joint
+    from .analysis.calibration.propose import Request, calibrated
+    from .analysis.pages import PageError, check_target
     from .correction import SpecError
-    from .pages import PageError, check_target
     from .recording import Recording, RecordingError
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
@@ -98,17 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
-    missing = [p for p in result.proposals if not p.found and not p.threshold.note.startswith("not needed")]
+    missing = [p for p in result.proposals if not p.found and p.threshold.outcome != "not needed"]
     return UNREACHED if missing else 0
 
 
 def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> None:
-    from .calibration.tables import by_length, overrides, overview, plain, remarks, together
+    from .analysis.calibration.tables import by_length, overrides, overview, plain, remarks, together
 
     confidence = options.confidence
     if options.png is not None:
-        from .calibration.drawings import curves
-        from .pages.figures import save
+        from .analysis.calibration.drawings import curves
+        from .analysis.pages.figures import save
 
         save(curves(result.proposals, confidence), options.png)
     if options.html is not None:
@@ -118,7 +118,7 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
         return
     from rich.console import Console
 
-    from .pages import fitted
+    from .analysis.pages import fitted
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     if faults:
@@ -134,9 +134,9 @@ def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, th
 
 
 def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
-    from .calibration.drawings import panels as drawn
-    from .calibration.tables import by_length, overrides, overview, remarks, together
-    from .pages import Page, code, panels, paragraph, table
+    from .analysis.calibration.drawings import panels as drawn
+    from .analysis.calibration.tables import by_length, overrides, overview, remarks, together
+    from .analysis.pages import Page, code, panels, paragraph, table
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))

@@ -28,16 +28,16 @@ import hydra
 from omegaconf import DictConfig, open_dict
 
 from verl_patches.contract import PatchError
+from verl_patches.execution_path import live_path
 from verl_patches.runtime_env import forward
 
-from .checks import active, groups_of
-from .composition import overrides_of_task, own_keys_for_us
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError, set_to
 from .doctor.launch import unknown_to_verl
-from .live_path import live_path
-from .preflight import examine
-from .primary import check_primary, keep_search_path
+from .preflight.checks import active, groups_of
+from .preflight.examination import examine
+from .preflight.hydra_groups import overrides_of_task, own_keys_for_us
+from .preflight.primary_config import check_primary, keep_search_path
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
@@ -74,9 +74,9 @@ def train(config: DictConfig) -> None:
     from verl.utils.device import auto_set_device
 
     if live_path(config).trainer == "v1":
-        from .task_runner_v1 import RemoteTaskRunner
+        from .trainer.task_runner_v1 import RemoteTaskRunner
     else:
-        from .task_runner_v0 import RemoteTaskRunner
+        from .trainer.task_runner_v0 import RemoteTaskRunner
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))

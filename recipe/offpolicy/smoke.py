@@ -27,12 +27,12 @@ from verl.workers.config import FSDPActorConfig
 
 from verl_patches.contract import installed_release
 
-from . import micro_batch as mb
-from .batch_plan import PLAN, SharedPlan
+from .batch import micro_batch as mb
+from .batch.plan import PLAN, SharedPlan
 from .correction import CorrectionSpec
-from .liveness import LivenessError, verify
-from .packet import take_packets
-from .worker_loss import OffPolicyLoss
+from .proof.verify import LivenessError, verify
+from .worker.loss import OffPolicyLoss
+from .worker.metrics import take_packets
 
 CAP, LOWER, UPPER = 2.0, 0.8, 1.25
 SPEC = CorrectionSpec.from_mapping(

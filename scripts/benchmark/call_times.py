@@ -19,12 +19,12 @@ from typing import Any
 from verl_patches.deferred import after_import
 
 CALLS = {
-    "worker.enter": "recipe.offpolicy.packet:Ledger.enter",
-    "worker.leave": "recipe.offpolicy.packet:Ledger.leave",
-    "driver.sampled": "recipe.offpolicy.supervision:Supervision.sampled",
-    "driver.aligned": "recipe.offpolicy.supervision:Supervision.aligned",
-    "driver.collect": "recipe.offpolicy.supervision:Supervision.collect",
-    "driver.step_metrics": "recipe.offpolicy.supervision:Supervision.step_metrics",
+    "worker.enter": "recipe.offpolicy.worker.metrics:Ledger.enter",
+    "worker.leave": "recipe.offpolicy.worker.metrics:Ledger.leave",
+    "driver.sampled": "recipe.offpolicy.trainer.supervision:Supervision.sampled",
+    "driver.aligned": "recipe.offpolicy.trainer.supervision:Supervision.aligned",
+    "driver.collect": "recipe.offpolicy.trainer.supervision:Supervision.collect",
+    "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
 }
 _within = threading.local()
 

@@ -67,7 +67,7 @@ def helper(name: str) -> Helper:
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
         return compute_rollout_correction_and_rejection_mask
-    from recipe.offpolicy.translate import verl_rollout_correction
+    from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
 
     return verl_rollout_correction
 
@@ -193,7 +193,7 @@ def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Time and memory over tokens, ours beside a line of slope 1 through its last point."""
-    from recipe.offpolicy.pages import figures
+    from recipe.offpolicy.analysis.pages import figures
 
     with figures.style():
         drawing, panels = figures.panels(1, 2)
@@ -251,7 +251,7 @@ def markdown(result: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> None:
     from rich.console import Console
 
-    from recipe.offpolicy.pages.table import Column, Table, to_rich
+    from recipe.offpolicy.analysis.pages.table import Column, Table, to_rich
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)

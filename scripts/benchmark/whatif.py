@@ -30,13 +30,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from recordings import drawn_rows, record  # noqa: E402
 
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, candidates  # noqa: E402
+from recipe.offpolicy.analysis.whatif.study import study  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
-from recipe.offpolicy.whatif.candidates import (  # noqa: E402
-    UNCORRECTED,
-    Candidate,
-    candidates,
-)
-from recipe.offpolicy.whatif.study import study  # noqa: E402
 
 CORRECTIONS = (
     "correction=tis_token",
@@ -78,7 +74,7 @@ def replay(directory: Path, chosen: list[Candidate]) -> int:
 
 
 def seconds_to_start() -> float:
-    command = [sys.executable, "-m", "recipe.offpolicy.whatif", "--help"]
+    command = [sys.executable, "-m", "recipe.offpolicy.analysis.whatif", "--help"]
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start

@@ -132,8 +132,8 @@ def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> Te
     """
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
-    from recipe.offpolicy.micro_batch import LAST
+    from recipe.offpolicy.batch.micro_batch import LAST
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -210,7 +210,7 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
     from verl.workers.utils.losses import ppo_loss
 
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     torch.set_num_threads(1)
     rows = sizes.rows * sizes.micro_batches

@@ -173,7 +173,7 @@ def test_importing_the_package_changes_nothing() -> None:
 @pytest.mark.parametrize("others", ["", "verl_patches.cpu,"])
 def test_verl_loads_it_into_a_process_and_the_actor_is_patched_when_it_is_imported(others: str) -> None:
     environment = {**CPU, "VERL_USE_EXTERNAL_MODULES": f"{others}verl_patches.legacy"} if others else LEGACY
-    code = f"import verl, sys\n{STATUS}print('recipe.offpolicy.legacy_loss' in sys.modules)\n"
+    code = f"import verl, sys\n{STATUS}print('recipe.offpolicy.worker.legacy_loss' in sys.modules)\n"
     code += f"from verl.workers.actor import DataParallelPPOActor\n{STATUS}"
     code += "print(hasattr(DataParallelPPOActor.update_policy, '__wrapped__'))\n"
     lines = [line for line in ok(code, **environment).splitlines() if line in ("waiting", "in force", "True", "False")]

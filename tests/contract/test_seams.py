@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.liveness import LivenessError
+from recipe.offpolicy.proof.verify import LivenessError
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
@@ -63,8 +63,8 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
     from verl.trainer.ppo.v1 import PPOTrainer
 
-    from recipe.offpolicy.supervised_run import SupervisedRun
-    from recipe.offpolicy.trainer_v1 import OffPolicyTrainer
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
 
     names = overridden(OffPolicyTrainer, PPOTrainer)
     assert names == {"on_init_end", "step", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
@@ -75,8 +75,8 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    from recipe.offpolicy.supervised_run import SupervisedRun
-    from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer
 
     names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
     assert names == {"init_workers", "_load_checkpoint", "_compute_old_log_prob", "_update_actor"}
@@ -90,8 +90,8 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
 def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
-    from recipe.offpolicy.live_path import V1_MODES
-    from recipe.offpolicy.trainer_v1 import OffPolicyTrainer, install_trainers
+    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer, install_trainers
+    from verl_patches.execution_path import V1_MODES
 
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", trainer_base.PPOTrainer.__init__)
@@ -110,7 +110,7 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
 
 
 def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer_v0 import OffPolicyRayTrainer, install_trainer
+    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer, install_trainer
 
     module = importlib.import_module(trainer_v0.home())
     trainer = module.RayPPOTrainer
@@ -132,7 +132,7 @@ def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("version", ["v0", pytest.param("v1", marks=ONLY_V1)])
 def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 
     module = importlib.import_module(f"recipe.offpolicy.task_runner_{version}")
     (runner,) = [value for name, value in vars(module).items() if name.startswith("OffPolicyTaskRunner")]

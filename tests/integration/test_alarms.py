@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from specs import GSM, OPSM, TIS_TOKEN
 from tensordict import TensorDict
 
-from recipe.offpolicy.alarms.panel import AlarmError
-from recipe.offpolicy.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.panel import AlarmError
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}
@@ -43,14 +43,14 @@ class Run:
     """A trainer's part in a run: it hands over the loss, sends plans, and judges what comes back."""
 
     def __init__(self, engine: Any, spec: CorrectionSpec, **offpolicy: Any) -> None:
-        from recipe.offpolicy.supervision import Supervision
+        from recipe.offpolicy.trainer.supervision import Supervision
 
         self.engine = engine
         self.supervision = Supervision(spec, config(**offpolicy))
         self.loss = self.handed_over()
 
     def handed_over(self) -> Any:
-        from recipe.offpolicy.worker_loss import OffPolicyLoss
+        from recipe.offpolicy.worker.loss import OffPolicyLoss
 
         steering = self.supervision.steering
         return OffPolicyLoss(steering.spec, tw.actor_config(), prove=self.supervision.proving, moving=steering.moving)
@@ -75,7 +75,7 @@ def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = Non
     """The batch with a plan that brings these bounds, and the constants of ``spec`` under them where it is given."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, SharedPlan, constants_of
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, constants_of
 
     plan = SharedPlan(step=1, bounds=bounds) if spec is None else SharedPlan(1, constants_of(spec, data), bounds=bounds)
     tu.assign_non_tensor(data, **{PLAN: plan})
@@ -87,7 +87,7 @@ def rollout(engine: Any, mismatch: float = 0.05) -> tw.Rollout:
 
 
 def moving_loss(**changes: Any) -> Any:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(BANDED, tw.actor_config(), moving=MOVING, **changes)
 
@@ -100,12 +100,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
-    fixed = OffPolicyLoss(online_bounds.with_bounds(BANDED, MOVED), tw.actor_config())
+    fixed = OffPolicyLoss(moving_bounds.with_bounds(BANDED, MOVED), tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(BANDED, tw.actor_config()), rows.to_tensordict())
     loss = moving_loss()
@@ -114,36 +114,36 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
     assert not same(gradient, configured)
     assert [packet.bounds for packet in take_packets(metrics)] == [MOVED] * 4
     # And back: nothing of an update is left for the next.
-    back = online_bounds.bounds_of(BANDED, MOVED)
+    back = moving_bounds.bounds_of(BANDED, MOVED)
     _, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
 
 def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = online_bounds.with_bounds(BANDED, MOVED)
+    spec = moving_bounds.with_bounds(BANDED, MOVED)
     data = with_bounds(rows.to_tensordict(), MOVED)
     metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
     live = verify(take_packets(metrics), spec, sampled_rows=sampled, moving=MOVING)
     assert live["proved"] == 1.0
     assert live["parts"] == 2.0
-    assert live["fingerprint"] == online_bounds.fingerprint(BANDED, MOVING) != BANDED.fingerprint()
+    assert live["fingerprint"] == moving_bounds.fingerprint(BANDED, MOVING) != BANDED.fingerprint()
 
 
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
-    from recipe.offpolicy import micro_batch as mb
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import LivenessError, verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import LivenessError, verify
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     class Past(OffPolicyLoss):
         def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
@@ -156,18 +156,18 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
     loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), online_bounds.with_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
+        verify(take_packets(metrics), moving_bounds.with_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
 
 
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import LivenessError, verify_update
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import Packet, take_packets
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import LivenessError, verify_update
+    from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = online_bounds.with_bounds(BANDED, MOVED)
+    spec = moving_bounds.with_bounds(BANDED, MOVED)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []
@@ -192,7 +192,7 @@ def test_a_plan_that_did_not_arrive_stops_before_the_gradient(engine: Any) -> No
 
 def test_histograms_are_the_same_however_a_batch_is_split(engine: Any) -> None:
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     def merged(*parts: TensorDict, size: int) -> Any:
         packets = []
@@ -246,21 +246,21 @@ OF_CAP: Any = {"correction.weight": "upper"}
 
 
 def capped_loss(**changes: Any) -> Any:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(WEIGHED, tw.actor_config(), moving=OF_CAP, **changes)
 
 
 def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine, 0.2)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = online_bounds.with_bounds(WEIGHED, CAP)
+    spec = moving_bounds.with_bounds(WEIGHED, CAP)
     fixed = OffPolicyLoss(spec, tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(WEIGHED, tw.actor_config()), rows.to_tensordict())
@@ -272,9 +272,9 @@ def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> 
     assert [packet.bounds for packet in packets] == [CAP] * 4
     live = verify(packets, spec, sampled_rows=sampled, moving=OF_CAP)
     assert (live["proved"], live["parts"]) == (1.0, 2.0)
-    assert live["fingerprint"] == online_bounds.fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
+    assert live["fingerprint"] == moving_bounds.fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
     # And back: nothing of an update is left for the next.
-    back = online_bounds.bounds_of(WEIGHED, OF_CAP)
+    back = moving_bounds.bounds_of(WEIGHED, OF_CAP)
     _, gradient = tw.gradients(engine, capped_loss(), with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
@@ -282,12 +282,12 @@ def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> 
 def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any) -> None:
     from dataclasses import replace
 
-    from recipe.offpolicy import micro_batch as mb
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import LivenessError, verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import LivenessError, verify
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     class Past(OffPolicyLoss):
         def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
@@ -299,18 +299,18 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), online_bounds.with_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
+        verify(take_packets(metrics), moving_bounds.with_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
 
 
 def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.calibration import online_bounds
-    from recipe.offpolicy.liveness import LivenessError, verify_update
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import Packet, take_packets
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.correction import moving_bounds
+    from recipe.offpolicy.proof.verify import LivenessError, verify_update
+    from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = online_bounds.with_bounds(WEIGHED, CAP)
+    spec = moving_bounds.with_bounds(WEIGHED, CAP)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []
@@ -358,7 +358,7 @@ FALLBACK = {"action": "fallback", "fallback": {"options": ["tis_token"], "correc
 
 
 def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     run = Run(engine, BANDED, **alarms(**FALLBACK, return_after=1))
     with caplog.at_level(logging.INFO):
@@ -385,7 +385,7 @@ def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog
 
 
 def test_a_worker_that_goes_on_with_the_configured_correction_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     run = Run(engine, BANDED, **alarms(**FALLBACK))
     before = run.loss
@@ -397,7 +397,7 @@ def test_a_worker_that_goes_on_with_the_configured_correction_stops_the_run(engi
 
 def test_a_fallback_that_does_not_act_stops_the_run(engine: Any) -> None:
     """The worker holds the right spec, and its loss drops the weight."""
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     run = Run(engine, BANDED, **alarms(**FALLBACK))
     run.update()

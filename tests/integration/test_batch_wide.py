@@ -28,7 +28,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def gradients(engine: Any, mapping: dict[str, Any], mode: str, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     spec = CorrectionSpec.from_mapping(mapping)
     data = planned(spec, tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2), loss_agg_mode=mode)
@@ -52,7 +52,7 @@ def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, 
     """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
     from verl.workers.utils.losses import ppo_loss
 
-    from recipe.offpolicy.batch_plan import kept
+    from recipe.offpolicy.batch.plan import kept
 
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
@@ -93,8 +93,8 @@ def test_a_batch_that_is_rejected_altogether_is_exactly_zero(engine: Any, mode: 
 def test_shadows_see_the_pi_old_of_the_run(engine: Any, proximal: dict[str, Any]) -> None:
     """Where mu stands in for pi_old on its way, every ratio that is read from what was shipped would be 1."""
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     mask = GSM | {"lower": 0.99, "upper": 1.01}
     on = CorrectionSpec.from_mapping(proximal | {"masks": {"gsm": mask}})
@@ -107,8 +107,8 @@ def test_shadows_see_the_pi_old_of_the_run(engine: Any, proximal: dict[str, Any]
 
 def test_shadows_touch_no_gradient(engine: Any) -> None:
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     spec = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
     shadows = {
@@ -128,9 +128,9 @@ def test_shadows_touch_no_gradient(engine: Any) -> None:
 
 def test_the_age_of_rows_is_where_the_batch_is() -> None:
     """verl notes versions on the host; statistics on a device must not meet them there."""
-    from recipe.offpolicy.batch_plan import SharedPlan
-    from recipe.offpolicy.micro_batch import MicroBatch, staleness
-    from recipe.offpolicy.versions import RowVersions
+    from recipe.offpolicy.batch.micro_batch import MicroBatch, staleness
+    from recipe.offpolicy.batch.plan import SharedPlan
+    from recipe.offpolicy.batch.weight_versions import RowVersions
 
     column = torch.zeros(3, 2, device="meta")
     versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))

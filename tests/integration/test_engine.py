@@ -33,13 +33,13 @@ def rollout(worker: Any, mismatch: float = 0.2) -> tw.Rollout:
 
 
 def our_loss(mapping: dict[str, Any], config: Any, **kwargs: Any) -> Any:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(spec_of(mapping), config, **kwargs)
 
 
 def statistics(metrics: dict[str, Any]) -> dict[str, float]:
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     return {n: s.value() for n, s in merge_all(p.statistics for p in take_packets(metrics)).items()}
 

@@ -16,7 +16,7 @@ from recipe.offpolicy.correction.statistics import merge_all
 
 
 def our_loss(**changes: Any) -> Any:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(CorrectionSpec.from_mapping(STACK), tw.actor_config(**changes))
 
@@ -25,8 +25,8 @@ def our_loss(**changes: Any) -> Any:
 def test_all_mini_batches_come_by_one_transfer(
     engine_factory: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, micro_batch_size: int
 ) -> None:
-    from recipe.offpolicy import micro_batch as mb
-    from recipe.offpolicy import packet as packets
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.worker import metrics as packets
 
     fetched: list[int] = []
 

@@ -66,7 +66,7 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", INERT_UNDER_GSPO)
 def test_what_cannot_act_under_gspo_says_so(engine: Any, name: str) -> None:
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     with pytest.raises(LivenessError, match="its own clip is narrower, and the correction changes nothing"):
         under(engine, name, "gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
@@ -91,8 +91,8 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "kl_clip"])
 def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
-    from recipe.offpolicy.packet import METRIC_KEY
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import METRIC_KEY
 
     spec = CorrectionSpec.from_mapping(OPTIONS[name])
     model_output, data = micro_batch(spec, lengths, dtype=dtype)

@@ -17,16 +17,16 @@ from recorder_clock import Clock
 from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
-from recipe.offpolicy import micro_batch as mb
-from recipe.offpolicy.batch_plan import PLAN, SharedPlan, UpdateRows
+from recipe.offpolicy.batch import micro_batch as mb
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.packet import take_packets
-from recipe.offpolicy.recording import Recording, Rows, Step, source
+from recipe.offpolicy.recording import Recording, Rows, Step, worker_hook
 from recipe.offpolicy.recording.recorder import flush_all
 from recipe.offpolicy.recording.settings import RecordSettings
-from recipe.offpolicy.recording.source import chosen
-from recipe.offpolicy.worker_loss import OffPolicyLoss
+from recipe.offpolicy.recording.worker_hook import chosen
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import take_packets
 
 pytestmark = pytest.mark.usefixtures("recorder_clock")
 
@@ -264,13 +264,13 @@ def test_only_some_steps(worker: Any, tmp_path: Path) -> None:
 @pytest.fixture
 def packing_takes_time(recorder_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of a second for each micro-batch."""
-    pack = source.pack
+    pack = worker_hook.pack
 
     def slow(*args: Any) -> Any:
         recorder_clock.now += 0.125
         return pack(*args)
 
-    monkeypatch.setattr(source, "pack", slow)
+    monkeypatch.setattr(worker_hook, "pack", slow)
 
 
 @pytest.mark.usefixtures("packing_takes_time")

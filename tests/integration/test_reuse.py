@@ -22,7 +22,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 def our_loss(mapping: dict[str, Any], config: Any) -> Any:
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), config)
 

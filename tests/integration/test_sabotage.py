@@ -26,7 +26,7 @@ def first_update(worker: Any, *, mapping: dict[str, Any] = SPEC, loss: Any = Non
 
 def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
     """The loss as installed, or with its hand-over replaced."""
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     class Sabotaged(OffPolicyLoss):
         def hand_over(self, batch: Any, step: StepStage, data: Any) -> Any:
@@ -89,9 +89,9 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any) -> None:
 
 def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=MISMATCH)
     data = rows.to_tensordict()
@@ -111,7 +111,7 @@ def test_no_gradient_is_not_a_proof(engine: Any) -> None:
 
 
 def stops(match: str, engine: Any, **kwargs: Any) -> None:
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     with pytest.raises(LivenessError, match=match):
         first_update(engine, **kwargs)
@@ -189,7 +189,7 @@ def test_mu_of_rows_permuted(engine: Any) -> None:
 def test_the_micro_batch_is_misread(
     engine: Any, monkeypatch: pytest.MonkeyPatch, field: str, tamper: Any, match: str
 ) -> None:
-    from recipe.offpolicy import micro_batch
+    from recipe.offpolicy.batch import micro_batch
 
     read = micro_batch.read
 
@@ -232,7 +232,7 @@ def test_weights_handed_over_wrongly(engine: Any, hand_over: Any, mismatch: floa
 
 def wrong_decision(change: Callable[[CorrectionSpec], CorrectionSpec]) -> Any:
     """Both stages of another correction than the one asked for: a bug in the stages, seen by no fingerprint."""
-    from recipe.offpolicy import micro_batch
+    from recipe.offpolicy.batch import micro_batch
 
     decide = micro_batch.decide
     return lambda spec, batch, **kwargs: decide(change(spec), batch, **kwargs)
@@ -265,7 +265,7 @@ def each_mask(**changes: Any) -> Callable[[CorrectionSpec], CorrectionSpec]:
     ],
 )
 def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    from recipe.offpolicy import micro_batch
+    from recipe.offpolicy.batch import micro_batch
 
     monkeypatch.setattr(micro_batch, "decide", wrong_decision(change))
     stops("does not act|cannot be seen", engine)
@@ -273,8 +273,8 @@ def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.Monke
 
 def corrupted_installation(kind: str) -> Any:
     """The loss with its entry changed: what the engine calls is no longer what was handed over."""
-    from recipe.offpolicy.packet import METRIC_KEY
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import METRIC_KEY
 
     class Corrupted(OffPolicyLoss):
         def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -324,7 +324,7 @@ def test_the_installed_call_is_corrupted(engine: Any, kind: str, match: str, mis
     ],
 )
 def test_the_decision_reads_something_else(engine: Any, monkeypatch: pytest.MonkeyPatch, tamper: Any) -> None:
-    from recipe.offpolicy import micro_batch
+    from recipe.offpolicy.batch import micro_batch
 
     decide = micro_batch.decide
     monkeypatch.setattr(micro_batch, "decide", lambda spec, batch, **kwargs: decide(spec, tamper(batch), **kwargs))
@@ -343,7 +343,7 @@ def test_verl_drops_the_weights(engine: Any) -> None:
     """What verl's whitelist would do to a key it does not know."""
     from verl.workers.utils.losses import ppo_loss
 
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     def dropping(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)

@@ -109,7 +109,7 @@ def test_clipped_kl(engine: Any, kind: str) -> None:
 def stops(
     match: str, engine: Any, mapping: dict[str, Any], error: type[Exception] | None = None, **kwargs: Any
 ) -> None:
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     with pytest.raises(error or LivenessError, match=match):
         first_update(engine, mapping, rollout=with_versions(tw.make_rollout()), **kwargs)
@@ -117,9 +117,9 @@ def stops(
 
 def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
     """An adapter that says ``mapping`` and runs ``runs`` in its place."""
-    from recipe.offpolicy import micro_batch as mb
+    from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     said, run = CorrectionSpec.from_mapping(mapping), CorrectionSpec.from_mapping(runs)
     parts = {("masks", name): mask for name, mask in run.masks}

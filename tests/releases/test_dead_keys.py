@@ -1,4 +1,4 @@
-"""What is called dead by ``recipe.offpolicy.verl_keys`` is dead in verl itself, in whichever release is installed."""
+"""Keys that ``preflight.verl_keys`` calls dead are dead in verl itself, in whichever release is installed."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ pytest.importorskip("verl")
 import torch
 
 from recipe.offpolicy import smoke
-from recipe.offpolicy.liveness import LivenessError
-from recipe.offpolicy.worker_loss import OffPolicyLoss
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.worker.loss import OffPolicyLoss
 
 
 def test_it_is_live_through_the_installed_verl() -> None:

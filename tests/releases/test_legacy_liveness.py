@@ -88,7 +88,7 @@ def test_live_with_what_is_fixed_for_the_whole_batch() -> None:
 
 
 def proofs(metrics: Settings) -> list[Any]:
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     return [packet.proof for packet in take_packets(metrics)]
 
@@ -116,7 +116,7 @@ def test_handover_and_packets_travel_as_ray_ships_them() -> None:
     """Pickled, dealt to two workers by ``chunk``, and collected by ``DataProto.concat``."""
     from verl import DataProto
 
-    from recipe.offpolicy.packet import Packet, take_packets
+    from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     results = []
     for part in la.handed(la.rollout(), STACK).chunk(2):
@@ -128,9 +128,9 @@ def test_handover_and_packets_travel_as_ray_ships_them() -> None:
 
 
 def test_versions_and_shadows_arrive() -> None:
+    from recipe.offpolicy.batch.weight_versions import VERSIONS
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.versions import VERSIONS
+    from recipe.offpolicy.worker.metrics import take_packets
 
     batch = la.rollout()
     batch[VERSIONS] = torch.tensor([[-2, -2]] * 4 + [[0, 0]] * 4)
@@ -145,7 +145,7 @@ def test_versions_and_shadows_arrive() -> None:
 
 def test_statistics_do_not_depend_on_the_split() -> None:
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     merged = []
     for size in (8, 1):
@@ -160,8 +160,8 @@ def test_statistics_do_not_depend_on_the_split() -> None:
 
 def test_without_the_patch_the_trainer_hears_nothing() -> None:
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.liveness import LivenessError, verify
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.proof.verify import LivenessError, verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     _, metrics = la.moved(la.actor(), la.handed(la.rollout(), STACK), patched=False)
     with pytest.raises(LivenessError, match="without a word from the correction"):
@@ -172,7 +172,7 @@ def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.Monk
     from verl.trainer.ppo import core_algos
     from verl.workers.actor import dp_actor
 
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(dp_actor, "get_policy_loss_fn", core_algos.get_policy_loss_fn)
     with pytest.raises(LivenessError, match="without a word from the correction"):
@@ -180,8 +180,8 @@ def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_weights_that_are_ignored_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.legacy_loss import LegacyLoss
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
+    from recipe.offpolicy.worker.legacy_loss import LegacyLoss
 
     genuine = LegacyLoss.hand_over
 
@@ -200,7 +200,7 @@ def test_a_kl_term_of_the_actors_own_is_noticed(function: str, monkeypatch: pyte
     from verl.trainer.ppo import core_algos
     from verl.workers.actor import dp_actor
 
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(dp_actor, function, getattr(core_algos, function))
     with pytest.raises(LivenessError, match="is not weight x keep x verl's own"):
@@ -217,8 +217,8 @@ def test_another_scale_than_the_actors_stops_the_update(monkeypatch: pytest.Monk
 
 def test_pi_of_the_actors_own_in_pi_olds_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the actor does with one mini-batch and one epoch."""
-    from recipe.offpolicy import micro_batch as mb
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(mb, "proximal", lambda spec, batch: batch.log_prob.detach())
     with pytest.raises(LivenessError):

@@ -32,7 +32,7 @@ def patched() -> Iterator[None]:
 
 def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
     """The batch as the trainer sends it, with these bounds in its plan."""
-    from recipe.offpolicy.handover import HANDOVER
+    from verl_patches.legacy.handover import HANDOVER
 
     data = la.handed(la.rollout(), mapping)
     sent = data.meta_info[HANDOVER]
@@ -43,10 +43,10 @@ def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
 def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]:
     from tensordict import TensorDict
 
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     batch = la.rollout()
     sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
@@ -56,7 +56,7 @@ def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]
 
 def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     start = la.parameters(la.model())
     got, metrics = la.moved(la.actor(), handed(STACK, MOVED))
@@ -73,7 +73,7 @@ def test_the_bounds_of_the_plan_make_the_update_and_are_proved() -> None:
 
 
 def test_other_bounds_than_the_trainers_stop_the_run() -> None:
-    from recipe.offpolicy.liveness import LivenessError
+    from recipe.offpolicy.proof.verify import LivenessError
 
     _, metrics = la.moved(la.actor(), handed(STACK, MOVED | {"opsm": {"delta": 0.011}}))
     with pytest.raises(LivenessError, match=r"other bounds than the trainer sent.*0\.011"):
@@ -84,10 +84,11 @@ def test_a_fallback_comes_with_the_next_batch_and_is_proved() -> None:
     """The trainer's own part: what it hands over once an alarm has fired."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.alarms.settings import DEFAULTS
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import HANDOVER, Handover
-    from recipe.offpolicy.supervision import Supervision
+    from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
+    from recipe.offpolicy.trainer.supervision import Supervision
+    from recipe.offpolicy.worker.legacy_handover import Handover
+    from verl_patches.legacy.handover import HANDOVER
 
     safer = CorrectionSpec.from_mapping({"weight": TIS_TOKEN})
     ess = {"action": "fallback", "lower": 0.9999, "recovery_lower": 0.9999, "patience": 1}

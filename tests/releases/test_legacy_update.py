@@ -157,9 +157,9 @@ def test_the_engines_loss_gives_the_same_update(start: la.Parameters) -> None:
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     batch, module = la.rollout(), la.model()
     config: Settings = dict(entropy_coeff=0.1, **KL)
@@ -183,7 +183,7 @@ def test_the_engines_loss_gives_the_same_update(start: la.Parameters) -> None:
 @pytest.mark.parametrize("config", [TWO_STEPS, SPLITS["dynamic"]], ids=["mini-batches", "dynamic"])
 @pytest.mark.parametrize("handover", [False, True])
 def test_without_a_correction_the_update_is_verls_to_the_bit(handover: bool, config: Settings) -> None:
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     config = config | KL | {"entropy_coeff": 0.1}
     batch = la.rollout(torch.float32)

@@ -142,7 +142,8 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
 
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import HANDOVER, Handover
+    from recipe.offpolicy.worker.legacy_handover import Handover
+    from verl_patches.legacy.handover import HANDOVER
 
     verl_patches.install("legacy")
     if not torch.distributed.is_initialized():

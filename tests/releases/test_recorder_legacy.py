@@ -12,7 +12,7 @@ import pytest
 import torch
 from specs import STACK
 
-from recipe.offpolicy import micro_batch as mb
+from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
 from recipe.offpolicy.recording.recorder import flush_all

@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 from verl import DataProto
 
-from recipe.offpolicy.batch_plan import PLAN, REWARD, UID, UpdateRows
+from recipe.offpolicy.batch.plan import PLAN, REWARD, UID, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.handover import HANDOVER
 from recipe.offpolicy.recording.run import RunRecord
-from recipe.offpolicy.supervision import Supervision
-from recipe.offpolicy.trainer_v0 import row_identity, with_correction
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.trainer.trainer_v0 import row_identity, with_correction
+from verl_patches.legacy.handover import HANDOVER
 
 UIDS = ["prompt-1", "prompt-1", "ü", "4f2c"]
 

@@ -11,14 +11,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
-from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE
+from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.handover import HANDOVER
-from recipe.offpolicy.liveness import LivenessError
+from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
-from recipe.offpolicy.supervision import Supervision
-from recipe.offpolicy.trainer_v0 import with_correction
-from recipe.offpolicy.versions import VERSIONS
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.trainer.trainer_v0 import with_correction
+from verl_patches.legacy.handover import HANDOVER
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
 ROWS, WIDTH = 4, 3
@@ -163,9 +163,9 @@ ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "
 @pytest.mark.parametrize("fell_back", [False, True])
 def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tmp_path: Path) -> None:
     """The fallback of an alarm that had fired, or the bounds that had moved."""
-    from recipe.offpolicy.alarms.settings import DEFAULTS
-    from recipe.offpolicy.calibration.online_histogram import histogram
     from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
+    from recipe.offpolicy.monitor.bounds.histogram import histogram
 
     def made() -> Any:
         trainer_ = trainer(legacy, masks={"gsm": GSM})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.lost_workers import HOLDERS
-from recipe.offpolicy.watchdog import PHASES
+from recipe.offpolicy.fault_tolerance.lost_workers import HOLDERS
+from recipe.offpolicy.fault_tolerance.watchdog import PHASES
 
 _V1 = "verl.trainer.ppo.v1"
 TRAINERS = {

@@ -18,7 +18,7 @@ def micro_batch(
     """(model_output, data) as the engine hands them to its loss, with the trainer's plan; rows have two turns."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, SharedPlan, constants_of
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, constants_of
 
     generator = torch.Generator().manual_seed(0)
     rows, width = len(lengths), max(lengths)

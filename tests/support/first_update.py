@@ -20,7 +20,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
     """
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN, Dealing, SharedPlan, constants_of, row_columns
+    from recipe.offpolicy.batch.plan import PLAN, Dealing, SharedPlan, constants_of, row_columns
 
     if spec.proximal != "recompute":
         rows.old_log_probs = rows.rollout_log_probs
@@ -35,7 +35,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
 
 def adapter(mapping: dict[str, Any], **config: Any) -> Any:
     """The loss as the trainer hands it over for the first update."""
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), tw.actor_config(**config), prove=True)
 
@@ -55,9 +55,9 @@ def first_update(
     **config: Any,
 ) -> dict[str, float]:
     """One update and its verdict; the tampers act in the rollout, between rollout and worker, on what was sent."""
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     spec = CorrectionSpec.from_mapping(mapping)
     rows = tw.add_log_probs(worker, rollout or tw.make_rollout(), mismatch=mismatch)

@@ -126,7 +126,7 @@ def proto(batch: Mapping[str, Tensor], handover: Any = None) -> Any:
     """The batch as verl's worker gets it."""
     from verl import DataProto
 
-    from recipe.offpolicy.handover import HANDOVER
+    from verl_patches.legacy.handover import HANDOVER
 
     meta = {"temperature": TEMPERATURE, "pad_token_id": 0}
     return DataProto.from_dict(dict(batch), meta_info=meta if handover is None else meta | {HANDOVER: handover})
@@ -146,9 +146,9 @@ def handed(
     """The batch as the trainer sends it with the correction ``mapping``, to be recorded in the directory ``record``."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch_plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
+    from recipe.offpolicy.batch.plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.handover import Handover
+    from recipe.offpolicy.worker.legacy_handover import Handover
 
     spec = CorrectionSpec.from_mapping(mapping)
     if spec.proximal != "recompute":

@@ -90,7 +90,7 @@ def update(module: Any, data: Any, config: dict[str, Any]) -> tuple[Any, Any]:
     """Whole parameters afterwards, and the packets of both ranks."""
     import legacy_actor as la
 
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.worker.metrics import take_packets
 
     actor = la.actor(module, learning_rate=la.FLOAT32_LEARNING_RATE, **config, **TERMS)
     _, metrics = la.moved(actor, data)

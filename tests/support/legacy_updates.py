@@ -50,10 +50,10 @@ def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
     """What the trainer makes of the first update."""
     from tensordict import TensorDict
 
+    from recipe.offpolicy.batch.micro_batch import sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.liveness import verify
-    from recipe.offpolicy.micro_batch import sampled_checksums
-    from recipe.offpolicy.packet import take_packets
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
 
     batch = la.rollout() if batch is None else batch
     sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))

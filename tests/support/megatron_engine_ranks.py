@@ -50,8 +50,8 @@ class Engine:
         """``set_loss_fn`` and ``train_mini_batch`` as the trainer calls them."""
         from verl.workers.config import McoreActorConfig
 
-        from recipe.offpolicy.packet import take_packets
-        from recipe.offpolicy.worker_loss import OffPolicyLoss
+        from recipe.offpolicy.worker.loss import OffPolicyLoss
+        from recipe.offpolicy.worker.metrics import take_packets
 
         witness = parity.Witness(self.case)
         witness.register()
@@ -80,7 +80,7 @@ class Engine:
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import left_right_2_no_padding
 
-        from recipe.offpolicy.batch_plan import PLAN
+        from recipe.offpolicy.batch.plan import PLAN
 
         spec, plan, columns = share(self.case, job, self.layout)
         data = left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())

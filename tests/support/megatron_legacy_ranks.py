@@ -40,7 +40,7 @@ class Legacy:
         from verl.workers.actor import megatron_actor  # noqa: F401
 
         import verl_patches
-        from recipe.offpolicy.packet import take_packets
+        from recipe.offpolicy.worker.metrics import take_packets
 
         if job.patched:
             verl_patches.install("legacy")
@@ -89,7 +89,8 @@ class Legacy:
         """This rank's rows, with the handover for all of them."""
         from verl import DataProto
 
-        from recipe.offpolicy.handover import HANDOVER, Handover
+        from recipe.offpolicy.worker.legacy_handover import Handover
+        from verl_patches.legacy.handover import HANDOVER
 
         spec, plan, columns = share(self.case, job, self.layout)
         meta: dict[str, Any] = {"temperature": parity.TEMPERATURE, "micro_batch_size": job.micro_rows}

@@ -63,7 +63,7 @@ def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[s
     from megatron.core import parallel_state as mpu
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch_plan import Dealing, planned
+    from recipe.offpolicy.batch.plan import Dealing, planned
     from recipe.offpolicy.correction import CorrectionSpec
 
     columns = dict(case.columns)

@@ -225,7 +225,7 @@ def planned(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[Any, dict
     """Columns and plan as the V0 trainer sends them."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch_plan import Dealing, planned
+    from recipe.offpolicy.batch.plan import Dealing, planned
 
     columns = dict(case.columns)
     if spec.proximal == "bypass":
@@ -246,7 +246,7 @@ def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
     from verl import DataProto
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    from recipe.offpolicy.batch_plan import PLAN
+    from recipe.offpolicy.batch.plan import PLAN
 
     plan, columns = planned(case, spec, mode, mini_rows)
     return left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())
@@ -256,7 +256,7 @@ def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
     """The TensorDict that the V1 trainer sends: everything nested by row."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch_plan import PLAN
+    from recipe.offpolicy.batch.plan import PLAN
 
     plan, columns = planned(case, spec, mode, mini_rows)
 
@@ -324,7 +324,7 @@ class Witness:
 def update_by_engine(worker: Any, witness: Witness, layout: Any, name: str, mode: str, split: Any) -> Update:
     """What an engine's worker does with the batch in ``layout``; ``split``: rows of a micro-batch, or dynamic."""
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
     dynamic = split == "dynamic"

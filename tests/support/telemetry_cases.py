@@ -18,7 +18,7 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from recipe.offpolicy.shadow import shadow_statistics
+from recipe.offpolicy.correction.shadow import shadow_statistics
 
 NAN = math.nan
 REJECT = TIS | {"kind": "reject", "lower": 0.7, "upper": 1.4}

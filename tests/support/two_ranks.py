@@ -19,8 +19,8 @@ def main(rank: int, model: str, out: str, port: int) -> None:
 
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.correction.statistics import merge_all
-    from recipe.offpolicy.packet import take_packets
-    from recipe.offpolicy.worker_loss import OffPolicyLoss
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     worker = tw.start_worker(Path(model))
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2)

@@ -31,7 +31,7 @@ class TaskRunner:
 
         from omegaconf import OmegaConf
 
-        from recipe.offpolicy.watchdog import watch
+        from recipe.offpolicy.fault_tolerance.watchdog import watch
 
         worker: Any = Worker
         server, actor = worker.remote(), worker.remote()

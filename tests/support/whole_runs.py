@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.offpolicy.watchdog import GRACE, PATIENCE
+from recipe.offpolicy.fault_tolerance.watchdog import GRACE, PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SOON = 10.0 + PATIENCE + GRACE + 300.0

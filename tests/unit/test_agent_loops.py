@@ -8,9 +8,9 @@ import pytest
 from corrections import GSM, spec
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checks.agent_loops import agent_loops
-from recipe.offpolicy.checks.loop_source import log_probs_of
 from recipe.offpolicy.correction import CorrectionSpec, Problem
+from recipe.offpolicy.preflight.checks.agent_loop_source import log_probs_of
+from recipe.offpolicy.preflight.checks.agent_loops import agent_loops
 
 HEAD = "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput\n"
 TOOLS = "from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop\n"

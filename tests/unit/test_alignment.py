@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.alignment import AlignmentError, AlignmentWatch, Count, Tally, by_chance, tally
+from recipe.offpolicy.proof.token_alignment import AlignmentError, AlignmentWatch, Count, Tally, by_chance, tally
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.arrival import ArrivalError, check_arrived, check_zeros, missing
+from recipe.offpolicy.proof.rollout_log_probs import ArrivalError, check_arrived, check_zeros, missing
 
 MASK = torch.ones(4, 10)
 MU = -torch.rand(4, 10, generator=torch.Generator().manual_seed(0)) - 0.01

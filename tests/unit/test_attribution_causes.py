@@ -10,8 +10,8 @@ import pytest
 from recordings import drawn_rows
 from simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
-from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes, find_in, temperature
-from recipe.offpolicy.attribution.causes.sampled import sampled_of
+from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_in, temperature
+from recipe.offpolicy.analysis.attribution.causes.sampled import sampled_of
 from recipe.offpolicy.recording import Rows, concatenated
 
 

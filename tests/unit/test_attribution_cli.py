@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from recordings import drawn_rows, record
 
 from recipe.offpolicy import attribute
-from recipe.offpolicy.attribution.decomposition import by_step, by_version, decompose, row_sums
+from recipe.offpolicy.analysis.attribution.decomposition import by_step, by_version, decompose, row_sums
 from recipe.offpolicy.recording import concatenated
 
 
@@ -91,7 +91,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
     def broken(_: object) -> None:
         raise ValueError("defect")
 
-    monkeypatch.setattr("recipe.offpolicy.attribution.figures.overview", broken)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.figures.overview", broken)
     with pytest.raises(ValueError, match="defect"):
         attribute.main([str(recorded), "--png", "a.png"])
 
@@ -201,7 +201,7 @@ def test_versions_that_verl_does_not_tell() -> None:
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
     whole = row_sums(rows)
-    monkeypatch.setattr("recipe.offpolicy.attribution.decomposition.CHUNK", 60)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.decomposition.CHUNK", 60)
     assert np.array_equal(row_sums(rows), whole)
 
 

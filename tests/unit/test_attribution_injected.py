@@ -22,7 +22,7 @@ from injected_faults import make  # noqa: E402
 from injected_faults.cases import CASES, Case  # noqa: E402
 from injected_faults.evaluate import DATA  # noqa: E402
 
-from recipe.offpolicy.attribution.profiles import k3  # noqa: E402
+from recipe.offpolicy.analysis.attribution.profiles import k3  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from recordings import drawn_rows
 
-from recipe.offpolicy.attribution.profiles import profiles, tokens_of
-from recipe.offpolicy.attribution.text import Reader, escaped, reader_of
-from recipe.offpolicy.attribution.worst import worst_rows, worst_tokens
+from recipe.offpolicy.analysis.attribution.profiles import profiles, tokens_of
+from recipe.offpolicy.analysis.attribution.text import Reader, escaped, reader_of
+from recipe.offpolicy.analysis.attribution.worst import worst_rows, worst_tokens
 from recipe.offpolicy.recording import Rows
 
 

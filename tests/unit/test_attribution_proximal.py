@@ -12,9 +12,9 @@ from simulated_policies import Size, at_temperature, simulated
 from unscored import MADE_OF_MU, recorded_under
 
 from recipe.offpolicy import attribute as command
-from recipe.offpolicy.attribution.attribution import attribute
-from recipe.offpolicy.attribution.causes import find_causes
-from recipe.offpolicy.attribution.tables import shares_table, steps_table, verdict
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.attribution.causes import find_causes
+from recipe.offpolicy.analysis.attribution.tables import shares_table, steps_table, verdict
 from recipe.offpolicy.recording import Rows, concatenated
 
 LENGTHS = [20] * 64

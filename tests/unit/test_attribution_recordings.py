@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 from injected_faults.cases import CASES, Case, Part  # noqa: E402
 from injected_faults.evaluate import DATA, Judged, judged, scores  # noqa: E402
 
-from recipe.offpolicy.attribution.causes import NAMES  # noqa: E402
+from recipe.offpolicy.analysis.attribution.causes import NAMES  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
 
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.attribution.decomposition import decompose
-from recipe.offpolicy.attribution.recent import RecentFloor
-from recipe.offpolicy.attribution.shares import LEAST_TOKENS, RECENT, choose_floor, floor_of, shares
-from recipe.offpolicy.attribution.statistics import share_statistics
-from recipe.offpolicy.attribution.sums import AGES, BINS, COLUMNS, SHAPE, sums_by_row
+from recipe.offpolicy.analysis.attribution.decomposition import decompose
 from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
+from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, floor_of, shares
+from recipe.offpolicy.monitor.mismatch.statistics import share_statistics
+from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, sums_by_row
 
 MU = math.log(0.3)  # all in the bin 0.1-0.5
 

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from simulated_policies import Size, noisy, simulated
 
-from recipe.offpolicy.attribution.causes import Cause, find_causes, stale
-from recipe.offpolicy.attribution.causes.sampled import Sampled, sampled_of
-from recipe.offpolicy.attribution.profiles import Tokens, k3
+from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale
+from recipe.offpolicy.analysis.attribution.causes.sampled import Sampled, sampled_of
+from recipe.offpolicy.analysis.attribution.profiles import Tokens, k3
 from recipe.offpolicy.recording import Rows, concatenated
 
 STEPS, PROMPTS, GROUP, TOKENS = 4, 16, 8, 6

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from recordings import drawn_rows
 
-from recipe.offpolicy.attribution.attribution import explain
-from recipe.offpolicy.attribution.causes import normaliser
-from recipe.offpolicy.attribution.causes.sampled import sampled_of
-from recipe.offpolicy.attribution.tables import verdict
-from recipe.offpolicy.attribution.unexplained import is_healthy, kl_of, unexplained
+from recipe.offpolicy.analysis.attribution.attribution import explain
+from recipe.offpolicy.analysis.attribution.causes import normaliser
+from recipe.offpolicy.analysis.attribution.causes.sampled import sampled_of
+from recipe.offpolicy.analysis.attribution.tables import verdict
+from recipe.offpolicy.analysis.attribution.unexplained import is_healthy, kl_of, unexplained
 from recipe.offpolicy.recording import Rows
 
 LENGTHS = [20] * 64

@@ -10,7 +10,7 @@ from training_worker import actor_config
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
-from recipe.offpolicy.base_loss_probe import probe
+from recipe.offpolicy.preflight.base_loss_probe import probe
 
 WEIGHTED = "not w times its gradient without them"
 SPLIT = "changes with the split into micro-batches"

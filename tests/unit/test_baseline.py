@@ -7,7 +7,7 @@ import pytest
 import torch
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from recipe.offpolicy.baseline import GROUP_ESTIMATORS, regroup
+from recipe.offpolicy.correction.baseline import GROUP_ESTIMATORS, regroup
 
 GROUPS = ["a", "a", "a", "b", "b", "c"]
 REJECTED = torch.tensor([False, True, False, True, False, False])

@@ -10,7 +10,7 @@ from applications import NEEDED, application, changed
 from corrections import TIS, spec
 from omegaconf import DictConfig
 
-from recipe.offpolicy.checks.batch_sizes import data_parallel_ranks, uneven_micro_batches
+from recipe.offpolicy.preflight.checks.batch_sizes import data_parallel_ranks, uneven_micro_batches
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from recordings import drawn_rows, record
 
+from recipe.offpolicy.analysis.calibration.drawings import caption, curves
+from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
 from recipe.offpolicy.calibrate import main
-from recipe.offpolicy.calibration.drawings import caption, curves
-from recipe.offpolicy.calibration.propose import Request, calibrated
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.whatif.composed import composed_mapping, composer
 
 GSM = "correction=[tis_token,gsm]"
 LATER = np.ones(240, dtype=np.int32)

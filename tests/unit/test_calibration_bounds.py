@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import NONE, drawn_rows
 
-from recipe.offpolicy.calibration.curves import kept_curve, places
-from recipe.offpolicy.calibration.joint import joint
-from recipe.offpolicy.calibration.parts import Part, parts_of, placeholders, with_values
-from recipe.offpolicy.calibration.propose import Request, calibrated
-from recipe.offpolicy.calibration.scores import Scores, scores_of
-from recipe.offpolicy.calibration.tables import remarks
-from recipe.offpolicy.calibration.thresholds import for_kept_share, kept_share, needed
+from recipe.offpolicy.analysis.calibration.curves import kept_curve, places
+from recipe.offpolicy.analysis.calibration.joint import joint
+from recipe.offpolicy.analysis.calibration.parts import Part, parts_of, placeholders, with_values
+from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
+from recipe.offpolicy.analysis.calibration.scores import Scores, scores_of
+from recipe.offpolicy.analysis.calibration.tables import remarks
+from recipe.offpolicy.analysis.calibration.thresholds import for_kept_share, kept_share, needed
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step

@@ -10,9 +10,9 @@ import pytest
 from corrections import on_host
 from recordings import NONE, drawn_rows
 
-from recipe.offpolicy.calibration.caps import ess_curve, ess_within, for_ess
-from recipe.offpolicy.calibration.parts import Part, parts_of, with_values
-from recipe.offpolicy.calibration.scores import Scores, scores_of
+from recipe.offpolicy.analysis.calibration.caps import ess_curve, ess_within, for_ess
+from recipe.offpolicy.analysis.calibration.parts import Part, parts_of, with_values
+from recipe.offpolicy.analysis.calibration.scores import Scores, scores_of
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Rows, Step

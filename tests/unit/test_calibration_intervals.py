@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.calibration.intervals import (
+from recipe.offpolicy.analysis.calibration.intervals import (
     clustered,
     least_count,
     quantile_interval,

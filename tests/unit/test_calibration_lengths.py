@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from recordings import NONE, drawn_rows
 
-from recipe.offpolicy.calibration.lengths import bucket_of, length_dependence
-from recipe.offpolicy.calibration.parts import parts_of
-from recipe.offpolicy.calibration.propose import Proposal, Request, calibrated
-from recipe.offpolicy.calibration.scores import Scores
+from recipe.offpolicy.analysis.calibration.lengths import bucket_of, length_dependence
+from recipe.offpolicy.analysis.calibration.parts import parts_of
+from recipe.offpolicy.analysis.calibration.propose import Proposal, Request, calibrated
+from recipe.offpolicy.analysis.calibration.scores import Scores
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.catalogue import BUCKETS
 from recipe.offpolicy.recording import Rows, Step

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checkpoints import RECORD, SAVING, TRACKER, CheckpointError, before_loading, changes, saving
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.fault_tolerance.checkpoints import (
+    RECORD,
+    SAVING,
+    TRACKER,
+    CheckpointError,
+    before_loading,
+    changes,
+    saving,
+)
 
 TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
 SPEC = CorrectionSpec.from_mapping(TIS)

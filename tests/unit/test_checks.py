@@ -10,13 +10,13 @@ from applications import NEEDED, application, changed
 from corrections import GSM, TIS
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.offpolicy import base_loss_probe
-from recipe.offpolicy.base_loss_probe import probe
-from recipe.offpolicy.checks import REMARKS, null_sections, spec_of, unresolved_interpolations
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight import found_by, run_checks
-from recipe.offpolicy.verl_keys.reading import changes
+from recipe.offpolicy.preflight import base_loss_probe
+from recipe.offpolicy.preflight.base_loss_probe import probe
+from recipe.offpolicy.preflight.checks import REMARKS, null_sections, spec_of, unresolved_interpolations
+from recipe.offpolicy.preflight.examination import found_by, run_checks
+from recipe.offpolicy.preflight.verl_keys.keys import changes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"

@@ -11,8 +11,9 @@ import pytest
 from applications import DELTAS, OPTIONS, application, without_verl
 from corrections import GSM, TIS, opsm
 
-from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.composition import (
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.hydra_groups import (
     AUTO,
     EMPTY,
     check_stack,
@@ -21,7 +22,6 @@ from recipe.offpolicy.composition import (
     own_keys_for_us,
     recomposed,
 )
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
 
 # The key that two options share; all other pairs may be stacked.
 CONFLICTS = {

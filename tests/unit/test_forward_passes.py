@@ -13,13 +13,13 @@ import pytest
 from corrections import GSM, TIS, opsm
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checkpoints import before_loading, saving
-from recipe.offpolicy.checks import spec_of
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.replay import check_replayable
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.forward_passes import choose, correction_of, one_mini_batch
-from recipe.offpolicy.training_noise import noise_of, noisy
-from recipe.offpolicy.whatif.composed import composed_mapping, composer
-from recipe.offpolicy.whatif.replay import check_replayable
+from recipe.offpolicy.fault_tolerance.checkpoints import before_loading, saving
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.dropout import noise_of, noisy
+from recipe.offpolicy.preflight.old_log_prob import choose, correction_of, one_mini_batch
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}

@@ -20,16 +20,15 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from torch.profiler import ProfilerActivity, profile
 
-from recipe.offpolicy import packet as packets
-from recipe.offpolicy import reading, worker_loss
-from recipe.offpolicy.batch_plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
-from recipe.offpolicy.calibration.online_bounds import WEIGHT, bounds_of
-from recipe.offpolicy.calibration.online_cap_histogram import TOKENS
-from recipe.offpolicy.calibration.online_histogram import Side
-from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.micro_batch import LAST
-from recipe.offpolicy.packet import METRIC_KEY, Packet, take_packets
-from recipe.offpolicy.worker_loss import OffPolicyLoss
+from recipe.offpolicy.batch.micro_batch import LAST
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
+from recipe.offpolicy.correction import CorrectionSpec, deferred
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, bounds_of
+from recipe.offpolicy.monitor.bounds.cap_histogram import TOKENS
+from recipe.offpolicy.worker import loss as worker_loss
+from recipe.offpolicy.worker import metrics as packets
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 
 WAITS = (
     "aten::_local_scalar_dense",
@@ -65,7 +64,7 @@ class Seen:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Counts what happens inside; a fetch counts once, and nothing inside of it does."""
     seen, fetching = Seen(), []
-    fetch = reading.fetch
+    fetch = deferred.fetch
 
     def counted(readings: Any) -> Any:
         seen.fetches.append(len(readings))

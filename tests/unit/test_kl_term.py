@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 
-from recipe.offpolicy.kl_term import clipped_kl
+from recipe.offpolicy.worker.kl_loss import clipped_kl
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:

@@ -1,83 +1,38 @@
-"""Data flows one way: who may import whom, read from the source.
+"""Who may import whom, read from the source:
 
-    correction <- batch_plan <- micro_batch <- proof <- packet <- worker_loss <- checks, liveness <- trainers
-    <- task_runner <- main <- scripts
+    correction <- batch <- {fault_tolerance, proof, recording, monitor} <- {worker, preflight}
+    <- {trainer, doctor, analysis, translate} <- commands
 
-A later layer may import an earlier one, never the reverse, at top level or inside a function. Imports under
-`if TYPE_CHECKING` do not run and are not counted.
+A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
+ours. Imports under `if TYPE_CHECKING` do not run and are not counted.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipe.offpolicy"
-
-# Each module may import those of earlier rows. A new module gets its place here.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("correction",),
-    ("reading",),
-    (
-        "alignment",
-        "arrival",
-        "baseline",
-        "command_line",
-        "layout",
-        "live_path",
-        "lost_workers",
-        "model_card",
-        "module_source",
-        "pages",
-        "redaction",
-        "row_hash",
-        "shadow",
-        "similar_keys",
-        "step_cost",
-        "training_noise",
-        "usage",
-        "verl_helper",
-        "versions",
-        "voice",
-    ),
-    ("batch_plan", "checkpoints", "composition", "primary", "run_setup", "translate", "verl_keys", "watchdog"),
-    ("forward_passes", "micro_batch", "pairs", "selector"),
-    ("base_loss_probe", "kl_term", "proof_trials", "recording"),
-    ("whatif",),
-    ("alarms", "attribution", "calibration"),
-    ("handover", "measurement"),
-    ("proof",),
-    ("packet",),
-    ("worker_loss",),
-    ("legacy_loss",),
-    ("checks", "liveness", "preparation", "sample_watch", "steering"),
-    ("preflight", "smoke", "supervised_run", "supervision"),
-    ("doctor",),
-    ("trainer_v0", "trainer_v1"),
-    ("task_runner_v0", "task_runner_v1"),
-    ("attribute", "calibrate", "main_offpolicy", "report"),
+GROUND = ("correction",)
+FLOORS = (
+    GROUND,
+    ("batch",),
+    ("fault_tolerance", "proof", "recording", "monitor"),
+    ("worker", "preflight"),
+    ("trainer", "doctor", "analysis", "translate"),
 )
-RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
-MAY_IMPORT_PATCHES = {
-    "checks",
-    "doctor",
-    "live_path",
-    "main_offpolicy",
-    "micro_batch",
-    "preflight",
-    "smoke",
-    "task_runner_v0",
-    "task_runner_v1",
-    "trainer_v0",
-    "trainer_v1",
-}
-PATCHES_MAY_IMPORT = {"correction", "handover", "legacy_loss", "worker_loss"}
+ROOMS = [room for floor in FLOORS for room in floor]
+COMMANDS = "commands"
+"""Modules of the package itself, and a room's ``__main__``: what one types, and what these share."""
 OURS = ("recipe", "verl_patches", "scripts", "tests")
+
+Imports = Mapping[str, Iterable[str]]
+"""A module's dotted name -> the modules that it imports, in full."""
 
 
 def sources(folder: str) -> list[Path]:
@@ -101,7 +56,7 @@ def imports(path: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = [*base, *(node.module.split(".") if node.module else [])]
             whole = ".".join(origin)
-            # A package's attribute may be a submodule: name it in full, so that layers can tell.
+            # A package's attribute may be a submodule: name it in full.
             yield from (f"{whole}.{alias.name}" if is_package(origin) else whole for alias in node.names)
 
 
@@ -118,29 +73,79 @@ def is_package(parts: list[str]) -> bool:
     return parts[:1] == ["recipe"] and (ROOT.joinpath(*parts)).is_dir()
 
 
-def room(name: str) -> str | None:
-    """The module of recipe.offpolicy that an absolute name belongs to, or None if it is not of ours."""
+def room_of(name: str) -> str | None:
+    """The room of a module, COMMANDS, or None if it is not of the recipe."""
     if not name.startswith(f"{RECIPE}."):
         return None
-    return name.removeprefix(f"{RECIPE}.").split(".")[0]
+    room, _, rest = name.removeprefix(f"{RECIPE}.").partition(".")
+    return room if (rest and rest != "__main__") or (room in ROOMS and rest != "__main__") else COMMANDS
 
 
-def test_every_module_has_a_place() -> None:
-    rooms = {room(module_name(path)) for path in sources("recipe/offpolicy")} - {None}
-    assert rooms - set(RANK) == set(), "give the new module its place in LAYERS"
+def strangers(found: Imports) -> list[str]:
+    """Modules in no room."""
+    return [name for name in found if room_of(name) not in (*ROOMS, COMMANDS, None)]
 
 
-@pytest.mark.parametrize("path", sources("recipe/offpolicy"), ids=module_name)
-def test_imports_point_to_earlier_layers(path: Path) -> None:
-    here = room(module_name(path))
-    for name in imports(path):
-        there = room(name)
-        if there is None or there == here or there not in RANK:
-            continue
-        if here is None:
-            assert there == "correction", f"the package itself imports {name}"
-        else:
-            assert RANK[there] < RANK[here], f"{here} imports {name}"
+def upward(found: Imports) -> list[str]:
+    """Imports against the reading rule."""
+    rank = {room: place for place, room in enumerate([*ROOMS, COMMANDS])}
+    wrong = []
+    for here, there in ((name, imported) for name, all_of in found.items() for imported in all_of):
+        own, other = room_of(here), room_of(there)
+        if own in rank and other in rank and own != other and rank[other] > rank[own]:
+            wrong.append(f"{here} imports {there}")
+    return wrong
+
+
+def circles(found: Imports) -> list[str]:
+    """Modules that import themselves by way of others."""
+    known = set(found)
+    edges = {
+        name: {module for each in all_of if (module := known_module(each, known))} for name, all_of in found.items()
+    }
+    state: dict[str, str] = {}
+    met: list[str] = []
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        state[name] = "open"
+        for other in sorted(edges[name] - {name}):
+            if state.get(other) == "open":
+                met.append(" -> ".join((*way[way.index(other) if other in way else 0 :], name, other)))
+            elif other not in state:
+                visit(other, (*way, name))
+        state[name] = "closed"
+
+    for name in sorted(edges):
+        if name not in state:
+            visit(name, ())
+    return met
+
+
+def known_module(name: str, known: set[str]) -> str | None:
+    """The module that an imported name is, or is an attribute of."""
+    return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
+
+
+FOUND: Imports = {module_name(path): list(imports(path)) for path in sources("recipe/offpolicy")}
+
+
+def test_every_module_has_a_room() -> None:
+    assert strangers(FOUND) == []
+    assert strangers({f"{RECIPE}.attic.trunk": []}) == [f"{RECIPE}.attic.trunk"]
+
+
+def test_imports_point_downward() -> None:
+    assert upward(FOUND) == []
+    planted = {
+        f"{RECIPE}.batch.plan": [f"{RECIPE}.proof.verify"],
+        f"{RECIPE}.proof.verify": [f"{RECIPE}.recording.run"],
+    }
+    assert len(upward(planted)) == 2
+
+
+def test_there_is_no_circle() -> None:
+    assert circles(FOUND) == []
+    assert circles({"a": ["b"], "b": ["c"], "c": ["a.attribute"], "d": ["a"]}) == ["a -> b -> c -> a"]
 
 
 @pytest.mark.parametrize("path", sources("recipe/offpolicy/correction"), ids=module_name)
@@ -155,15 +160,9 @@ def test_correction_imports_only_torch(path: Path) -> None:
     assert foreign == set()
 
 
-@pytest.mark.parametrize("path", sources("recipe/offpolicy"), ids=module_name)
-def test_only_what_touches_verl_knows_the_patches(path: Path) -> None:
-    if any(name.split(".")[0] == "verl_patches" for name in imports(path)):
-        assert room(module_name(path)) in MAY_IMPORT_PATCHES
-
-
 @pytest.mark.parametrize("path", sources("verl_patches"), ids=module_name)
-def test_patches_know_of_us_at_most_the_loss(path: Path) -> None:
-    assert {room(name) for name in imports(path)} - {None} <= PATCHES_MAY_IMPORT
+def test_patches_know_nothing_of_the_recipe(path: Path) -> None:
+    assert not any(name.split(".")[0] == "recipe" for name in imports(path))
 
 
 @pytest.mark.parametrize("folder", OURS)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.live_path import LivePath, live_path, uncovered
+from recipe.offpolicy.preflight.checks.coverage import uncovered
+from verl_patches.execution_path import LivePath, live_path
 
 ACTOR = "actor_rollout_ref.actor"
 LEGACY = "trainer.use_legacy_worker_impl"
@@ -140,7 +141,7 @@ REASONS = {
     "another engine": "another engine than FSDP and Megatron",
     "another engine that offloads": "another engine than FSDP and Megatron",
     "prefix grouper": "cannot read what its forward pass returns",
-    "padded engine of 0.7.1": "makes its attention mask of the loss mask and gets other log-probs",
+    "padded engine of 0.7.1": "masks attention by the loss mask, and gets other log-probs",
     "aliased snapshots": "restoring them undoes updates",
     "aliased snapshots by policy": "restoring them undoes updates",
     "dynamic context parallel": "not tested with how it gathers metrics",
@@ -153,10 +154,11 @@ def test_what_is_refused(name: str) -> None:
     release, changes, key = REFUSED[name]
     config = configuration(release, **changes)
     (found,) = uncovered(config, live_path(config, release))
-    assert found[0] == key
-    assert found[1] == OmegaConf.select(config, key)
-    assert REASONS[name] in found[2]
-    assert found[3].startswith("Set")
+    assert found.key == key
+    assert found.value == OmegaConf.select(config, key)
+    assert REASONS[name] in found.reason
+    assert found.fix.startswith("Set")
+    assert len(found.overrides) == 1
 
 
 COVERED: dict[str, tuple[str, dict[str, Any]]] = {

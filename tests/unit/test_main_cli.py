@@ -17,11 +17,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from recipe.offpolicy import main_offpolicy
-from recipe.offpolicy.checks import shadows_of, spec_of
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.main_offpolicy import prepare
-from recipe.offpolicy.run_setup import read_setup
-from recipe.offpolicy.selector import check_requirements, select
+from recipe.offpolicy.preflight.auto_choice import check_requirements, select
+from recipe.offpolicy.preflight.auto_setup import read_setup
+from recipe.offpolicy.preflight.checks import shadows_of, spec_of
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from recordings import drawn_rows, record
 
+from recipe.offpolicy.analysis.attribution import first
+from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
+from recipe.offpolicy.analysis.attribution.causes import Cause
+from recipe.offpolicy.analysis.attribution.first import Screen, mend_first
+from recipe.offpolicy.analysis.attribution.tables import shares_table, shares_text, steps_table
 from recipe.offpolicy.attribute import main as attribute
-from recipe.offpolicy.attribution import first
-from recipe.offpolicy.attribution.attribution import attribute as attributed
-from recipe.offpolicy.attribution.causes import Cause
-from recipe.offpolicy.attribution.first import Screen, mend_first
-from recipe.offpolicy.attribution.tables import shares_table, shares_text, steps_table
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.report.__main__ import main as report
+from recipe.offpolicy.report import main as report
 
 REAL = Path(__file__).parents[1] / "data" / "faults" / "held_out"
 STALE, HEALTHY = REAL / "stale-2-7", REAL / "healthy-10"

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.model_card import experts_of
-from recipe.offpolicy.run_setup import read_setup
+from recipe.offpolicy.preflight.auto_setup import read_setup
+from recipe.offpolicy.preflight.model_config import experts_of
 
 
 def config(path: Path | str, model: str | None = None) -> DictConfig:

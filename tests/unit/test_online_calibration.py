@@ -13,11 +13,12 @@ from applications import CONFIGS
 from corrections import GSM, M2PO, TIS, band, opsm, spec
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.calibration.online import Calibration
-from recipe.offpolicy.calibration.online_bounds import bounds_of, fingerprint, with_bounds
-from recipe.offpolicy.calibration.online_histogram import EDGES, histogram
-from recipe.offpolicy.calibration.online_settings import DEFAULTS, plain, problems
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
+from recipe.offpolicy.correction.moving_bounds import bounds_of, fingerprint, with_bounds
+from recipe.offpolicy.monitor.bounds.controller import Calibration
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
+from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
+from recipe.offpolicy.preflight.checks import spec_of
 
 KEY = "offpolicy.calibrate"
 
@@ -237,7 +238,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
-    return [str(problem) for problem in problems(made)]
+    return [str(problem) for problem in problems(made, spec_of(made))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -330,7 +331,7 @@ def test_keys_that_nothing_reads_without_a_target(values: dict[str, Any], needed
 def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
-    (problem,) = problems(made)
+    (problem,) = problems(made, spec_of(made))
     assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
 
 

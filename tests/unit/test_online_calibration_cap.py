@@ -18,18 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.calibration.online import Calibration
-from recipe.offpolicy.calibration.online_bounds import WEIGHT, bounds_of, fingerprint, with_bounds
-from recipe.offpolicy.calibration.online_cap import CapSchedule, cap_obstacles, next_cap
-from recipe.offpolicy.calibration.online_cap_histogram import CAPS, CapSums, widest_cap
-from recipe.offpolicy.calibration.online_histogram import Side, measured
-from recipe.offpolicy.calibration.online_settings import plain, problems
-from recipe.offpolicy.checkpoints import CheckpointError, before_loading, saving
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, WeightSpec
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, bounds_of, fingerprint, with_bounds
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.reading import fetch
-from recipe.offpolicy.steering import Steering, differences
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.cap_histogram import CAPS, CapSums, widest_cap
+from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule, cap_obstacles, next_cap
+from recipe.offpolicy.monitor.bounds.controller import Calibration
+from recipe.offpolicy.monitor.bounds.histogram import measured
+from recipe.offpolicy.monitor.bounds.settings import plain, problems
+from recipe.offpolicy.preflight.checks import spec_of
 
 KEY = "offpolicy.calibrate.target_ess"
 CAPPED = spec(weight=TIS)
@@ -356,7 +357,8 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
 
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
-    return [(problem.key, str(problem)) for problem in problems(config(correction, **values))]
+    made = config(correction, **values)
+    return [(problem.key, str(problem)) for problem in problems(made, spec_of(made))]
 
 
 @pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])

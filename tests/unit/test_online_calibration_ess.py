@@ -13,8 +13,11 @@ from drawn import Rows, batches, decide, examples, weights
 from hypothesis import assume, given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.calibration.online_bounds import WEIGHT
-from recipe.offpolicy.calibration.online_cap_histogram import (
+from recipe.offpolicy.correction import CorrectionSpec, Statistic
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.moving_bounds import WEIGHT
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.monitor.bounds.cap_histogram import (
     CAPS,
     ESS,
     SQUARE,
@@ -25,10 +28,7 @@ from recipe.offpolicy.calibration.online_cap_histogram import (
     ess_by_cap,
     widest_cap,
 )
-from recipe.offpolicy.calibration.online_histogram import measured
-from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.reading import fetch
+from recipe.offpolicy.monitor.bounds.histogram import measured
 
 CLIP = dict(level="token", kind="clip", lower=0.5, upper=2.0)
 

@@ -16,23 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from recordings import NONE
 
-from recipe.offpolicy.calibration.extremes import extremes
-from recipe.offpolicy.calibration.online_histogram import (
-    EDGES,
-    Side,
-    histogram,
-    measured,
-    moving_sides,
-    quantile,
-)
-from recipe.offpolicy.calibration.parts import parts_of
-from recipe.offpolicy.calibration.scores import scores_of
+from recipe.offpolicy.analysis.calibration.parts import parts_of
+from recipe.offpolicy.analysis.calibration.scores import scores_of
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
+from recipe.offpolicy.correction.aggregates import extremes
+from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.masks import outside
 from recipe.offpolicy.correction.ratios import log_ratio, valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import units_of
-from recipe.offpolicy.reading import fetch
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Side, histogram, measured, moving_sides, quantile
 from recipe.offpolicy.recording import Step
 
 AGGREGATES = [

@@ -12,8 +12,9 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.calibration.online_histogram import EDGES, histogram, quantile
-from recipe.offpolicy.calibration.online_schedule import (
+from recipe.offpolicy.correction import MaskSpec
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram, quantile
+from recipe.offpolicy.monitor.bounds.mask_schedule import (
     Evidence,
     Schedule,
     distances_of,
@@ -21,7 +22,6 @@ from recipe.offpolicy.calibration.online_schedule import (
     obstacles,
     written,
 )
-from recipe.offpolicy.correction import MaskSpec
 
 SCHEDULE = Schedule(target_kept=0.9, side="both", rate=0.5, floor=0.1, ceiling=10.0, noise_kept=0.9)
 

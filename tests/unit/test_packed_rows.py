@@ -18,7 +18,7 @@ from presets import PRESETS
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch_plan import Dealing, constants_of, groups_without_rejected, row_columns
+from recipe.offpolicy.batch.plan import Dealing, constants_of, groups_without_rejected, row_columns
 from recipe.offpolicy.correction import (
     CorrectionSpec,
     batch_constants,

@@ -16,10 +16,10 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from recipe.offpolicy import pages
-from recipe.offpolicy.pages import Column, Page, PageError, Table, figures
-from recipe.offpolicy.pages.table import shown
-from recipe.offpolicy.pages.template import STYLE
+from recipe.offpolicy.analysis import pages
+from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, figures
+from recipe.offpolicy.analysis.pages.table import shown
+from recipe.offpolicy.analysis.pages.template import STYLE
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -257,6 +257,7 @@ def test_a_bare_string_is_no_block() -> None:
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
-    code = "import sys, recipe.offpolicy.pages; print({'matplotlib', 'jinja2', 'rich', 'torch'} & set(sys.modules))"
+    heavy = {"matplotlib", "jinja2", "rich", "torch"}
+    code = f"import sys, recipe.offpolicy.analysis.pages; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -12,14 +12,14 @@ import pytest
 from applications import NEEDED, application
 from recordings import drawn_rows, record
 
-from recipe.offpolicy.attribution.attribution import attribute
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.pasted import overrides_of
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight import examine
+from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.report.__main__ import main as report
-from recipe.offpolicy.whatif.composed import composed_mapping, composer
-from recipe.offpolicy.whatif.pasted import overrides_of
+from recipe.offpolicy.report import main as report
 
 LAUNCH = (*NEEDED, "actor_rollout_ref.rollout.name=vllm")
 TIGHT = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.999, upper: 1.001, when: negative}"

@@ -14,9 +14,9 @@ from corrections import GSM, TIS, band, opsm, run, tensor
 from omegaconf import OmegaConf
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
-from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.composition import AUTO, EMPTY
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 
 from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.primary import CONFIG_DIR, check_primary, keep_search_path
+from recipe.offpolicy.preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
 
 GIVE_OURS = "Give --config-name=offpolicy_trainer, and no --config-path"
 GIVE_MEGATRON = "Give --config-name=offpolicy_megatron_trainer, and no --config-path"

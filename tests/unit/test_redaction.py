@@ -8,7 +8,7 @@ import pytest
 from applications import NEEDED, application
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.redaction import HIDDEN, redacted, redacted_text
+from recipe.offpolicy.recording.redaction import HIDDEN, redacted, redacted_text
 
 BY_KEY = {
     "wandb_token": "x",

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from recordings import drawn_rows, record
 
-from recipe.offpolicy.attribution import attribution
-from recipe.offpolicy.attribution.text import Reader
+from recipe.offpolicy.analysis.attribution import attribution
+from recipe.offpolicy.analysis.attribution.text import Reader
+from recipe.offpolicy.analysis.calibration.propose import Calibrated
+from recipe.offpolicy.analysis.pages.figures import picture
+from recipe.offpolicy.analysis.pages.page import LARGEST
+from recipe.offpolicy.analysis.report import drawings
+from recipe.offpolicy.analysis.report.sample import sample_of, spread
+from recipe.offpolicy.analysis.report.studies import Studies, studies_of
+from recipe.offpolicy.analysis.report.timeline import timeline_of
+from recipe.offpolicy.analysis.report.verdict import COPIED, answers, live, trend
 from recipe.offpolicy.calibrate import main as calibrate
-from recipe.offpolicy.calibration.propose import Calibrated
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.pages.figures import picture
-from recipe.offpolicy.pages.page import LARGEST
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.report import drawings
-from recipe.offpolicy.report.__main__ import main
-from recipe.offpolicy.report.sample import sample_of, spread
-from recipe.offpolicy.report.studies import Studies, studies_of
-from recipe.offpolicy.report.timeline import timeline_of
-from recipe.offpolicy.report.verdict import COPIED, answers, live, trend
+from recipe.offpolicy.report import main
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 GSM = {

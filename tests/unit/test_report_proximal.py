@@ -11,13 +11,13 @@ import pytest
 from recordings import drawn_rows
 from unscored import EVERY, MADE_OF_MU, recorded_under
 
+from recipe.offpolicy.analysis.report.sample import sample_of
+from recipe.offpolicy.analysis.report.studies import studies_of
+from recipe.offpolicy.analysis.report.timeline import timeline_of
+from recipe.offpolicy.analysis.report.verdict import Answer, answers
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows, concatenated
-from recipe.offpolicy.report.__main__ import main
-from recipe.offpolicy.report.sample import sample_of
-from recipe.offpolicy.report.studies import studies_of
-from recipe.offpolicy.report.timeline import timeline_of
-from recipe.offpolicy.report.verdict import Answer, answers
+from recipe.offpolicy.report import main
 
 LENGTHS = [20] * 64
 

@@ -10,8 +10,8 @@ from drawn import examples
 from hypothesis import assume, given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.micro_batch import row_checksums
-from recipe.offpolicy.row_hash import row_hashes
+from recipe.offpolicy.batch.checksums import row_hashes
+from recipe.offpolicy.batch.micro_batch import row_checksums
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])

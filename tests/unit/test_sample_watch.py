@@ -6,10 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.alignment import AlignmentError, tally
-from recipe.offpolicy.arrival import ArrivalError
-from recipe.offpolicy.micro_batch import sampled_checksums
-from recipe.offpolicy.sample_watch import SampleWatch, naming_missing
+from recipe.offpolicy.batch.micro_batch import sampled_checksums
+from recipe.offpolicy.proof.rollout_checks import SampleWatch, naming_missing
+from recipe.offpolicy.proof.rollout_log_probs import ArrivalError
+from recipe.offpolicy.proof.token_alignment import AlignmentError, tally
 
 ROWS, WIDTH = 64, 12
 

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.run_setup import Setup, read_setup, refuse_setup
-from recipe.offpolicy.selector import Requirement, Selection, check_requirements, lines, select
+from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, lines, select
+from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setup
 
 PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"

@@ -21,7 +21,8 @@ from recipe.offpolicy.correction import (
     step_stage,
     turns,
 )
-from recipe.offpolicy.shadow import parse_shadows, shadow_statistics
+from recipe.offpolicy.correction.shadow import shadow_statistics
+from recipe.offpolicy.preflight.shadows import parse_shadows
 
 LOG2 = math.log(2)
 

@@ -9,10 +9,10 @@ import pytest
 from applications import NEEDED, OPTIONS, application
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.composition import own_keys_for_us
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight import examine
-from recipe.offpolicy.similar_keys import find_similar_keys, find_stray_options
+from recipe.offpolicy.preflight.examination import examine
+from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_options
 
 MEANT = {
     "corection=gsm": "correction=gsm",

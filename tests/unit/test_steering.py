@@ -13,12 +13,12 @@ import torch
 from corrections import TIS, band, spec
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.alarms.panel import AlarmError
-from recipe.offpolicy.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.calibration.online_histogram import histogram
-from recipe.offpolicy.checkpoints import CheckpointError, before_loading, saving
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.steering import Steering, differences
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.alarms.panel import AlarmError
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.histogram import histogram
 
 CONFIGURED = spec(gsm=band(0.99, 1.01))
 SAFER = spec(weight=TIS)

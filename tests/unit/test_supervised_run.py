@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checkpoints import RECORD, TRACKER, CheckpointError
-from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.liveness import LivenessError
-from recipe.offpolicy.steering import Steering
+from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
+from recipe.offpolicy.monitor.active_correction import Steering
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.proof.verify import LivenessError
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
@@ -74,7 +74,7 @@ class Trainer:
 
 
 def run(supervised: bool, *args: Any, **kwargs: Any) -> Any:
-    from recipe.offpolicy.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 
     bases = (SupervisedRun, Trainer) if supervised else (Trainer,)
     trainer: Any = type("Run", bases, {})(*args, **kwargs)
@@ -132,7 +132,7 @@ class Recorded:
 
 
 def recorded_run(recording: Recorded, ends: BaseException | None = None) -> Any:
-    from recipe.offpolicy.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 
     class Verls:
         def fit(self) -> str:

@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from verl import DataProto
 
-from recipe.offpolicy.batch_plan import PLAN, SharedPlan
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
-from recipe.offpolicy.handover import HANDOVER
+from recipe.offpolicy.monitor.step_cost import StepCost, bytes_of
 from recipe.offpolicy.recording.run import RunRecord
-from recipe.offpolicy.step_cost import StepCost, bytes_of
-from recipe.offpolicy.supervision import Supervision
-from recipe.offpolicy.trainer_v0 import NOT_COMPARED, with_correction
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, with_correction
+from verl_patches.legacy.handover import HANDOVER
 
 ROWS, WIDTH = 4, 37  # no other size of the batch is 37
 COST = "offpolicy/cost"

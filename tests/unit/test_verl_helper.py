@@ -17,11 +17,11 @@ from numba.core.caching import CacheImpl
 from torch import Tensor
 
 from recipe.offpolicy.correction.rows import Rows, rows_of
-from recipe.offpolicy.translate import _batch, verl_rollout_correction
-from recipe.offpolicy.verl_helper import by_sweep, loops
-from recipe.offpolicy.verl_helper.by_sweep import SweptBatch
-from recipe.offpolicy.verl_helper.by_torch import TorchBatch
-from recipe.offpolicy.verl_helper.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
+from recipe.offpolicy.translate import by_sweep, loops
+from recipe.offpolicy.translate.by_sweep import SweptBatch
+from recipe.offpolicy.translate.by_torch import TorchBatch
+from recipe.offpolicy.translate.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
+from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
 
 pytest.importorskip("verl")
 
@@ -242,7 +242,9 @@ def exact_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> dict[str, float]:
 def test_long_rows_to_the_float64_reference(dtype: torch.dtype, batch_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 768 tokens a row with holes, what is not finite, and a row without a token: exact sums of the very log-probs
     that were given, so that of bfloat16 nothing more is lost than its 8 bits took."""
-    monkeypatch.setattr("recipe.offpolicy.translate._batch", lambda rows, *tensors: batch_of(*tensors))
+    monkeypatch.setattr(
+        "recipe.offpolicy.translate.rollout_correction._batch", lambda rows, *tensors: batch_of(*tensors)
+    )
     old, mu, mask = drawn(3, 32_768, seed=9, scale=0.02, dtype=dtype)
     mask[0] = (torch.arange(32_768) % 500 < 400).long()  # tool calls
     mask[1], mask[2] = 1, 0
@@ -291,7 +293,7 @@ def test_packed_rows_are_read_as_they_come(
     packed = packed[0], packed[1], packed[2].to(mask_dtype)
     padded = [torch.nested.to_padded_tensor(each, 0) for each in packed]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe.offpolicy.translate._batch", lambda rows, *tensors: batch_of(*tensors))
+        patch.setattr("recipe.offpolicy.translate.rollout_correction._batch", lambda rows, *tensors: batch_of(*tensors))
         try:
             expected = verl_rollout_correction(*padded, **config)
         except ValueError:  # not a token
@@ -332,7 +334,7 @@ def test_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = [tensor.to("meta") for tensor in tensors]
     assert isinstance(_batch(whole(*tensors), *tensors), SweptBatch)
     assert isinstance(_batch(whole(*tensors), *elsewhere), TorchBatch)
-    monkeypatch.setattr("recipe.offpolicy.translate._can_compile", lambda: False)
+    monkeypatch.setattr("recipe.offpolicy.translate.rollout_correction._can_compile", lambda: False)
     assert isinstance(_batch(whole(*tensors), *tensors), TorchBatch)
 
 

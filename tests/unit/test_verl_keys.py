@@ -9,9 +9,9 @@ import pytest
 from applications import NEEDED, application, changed
 from omegaconf import DictConfig
 
-from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.live_path import LivePath
-from recipe.offpolicy.verl_keys import DEFAULTS, dead_keys
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.verl_keys import DEFAULTS, dead_keys
+from verl_patches.execution_path import LivePath
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

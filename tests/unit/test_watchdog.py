@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.watchdog import NAMES, Phases, Watchdog, WatchdogError, problems, watch
+from recipe.offpolicy.fault_tolerance.watchdog import NAMES, Phases, Watchdog, WatchdogError, problems, watch
 
 ROOT = Path(__file__).parents[2]
 HANGS = 300.0
@@ -259,7 +259,7 @@ def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
     """Code that swallows every error, in a process of its own: it is ended all the same."""
     program = textwrap.dedent("""
         import time
-        from recipe.offpolicy.watchdog import Phases, Watchdog
+        from recipe.offpolicy.fault_tolerance.watchdog import Phases, Watchdog
         now = 0.0
         watchdog = Watchdog(Phases({}, 60.0, lambda: now), poll=0.05, grace=0.5)
         watchdog.start()
@@ -280,7 +280,7 @@ def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
 def test_a_failed_run_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something at the end of the task, after another error, waits for a process that will not answer."""
     ended = threading.Event()
-    monkeypatch.setattr("recipe.offpolicy.watchdog._in_ray_actor", lambda: True)
+    monkeypatch.setattr("recipe.offpolicy.fault_tolerance.watchdog._in_ray_actor", lambda: True)
     trainer = Trainer()
     trainer._update_actor = None  # type: ignore[assignment]
     clock, looks = Clock(), threading.Semaphore(0)

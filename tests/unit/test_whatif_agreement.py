@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.whatif.agreement import Tally
+from recipe.offpolicy.analysis.whatif.agreement import Tally
 
 YES, NO = True, False
 # Two rows of four tokens; the last token of row 1 is not compared.

@@ -10,8 +10,8 @@ from corrections import GSM, TIS, opsm, spec
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from recipe.offpolicy.analysis.whatif.candidates import MOST, candidates
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.whatif.candidates import MOST, candidates
 
 RECORDED = spec(TIS, gsm=GSM).to_mapping()
 UPPER = "correction.masks.gsm.upper"

@@ -18,17 +18,17 @@ from acted import acted, recorded, varied_rows
 from corrections import GSM, TIS, band, spec
 from recordings import NONE, drawn_rows, record
 
+from recipe.offpolicy.analysis.whatif import draw
+from recipe.offpolicy.analysis.whatif.agreement import Agreement
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, candidates
+from recipe.offpolicy.analysis.whatif.command import chosen_steps
+from recipe.offpolicy.analysis.whatif.measures import Measures
+from recipe.offpolicy.analysis.whatif.show import heading, short
+from recipe.offpolicy.analysis.whatif.study import study
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.whatif import draw
-from recipe.offpolicy.whatif.__main__ import main
-from recipe.offpolicy.whatif.agreement import Agreement
-from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate, candidates
-from recipe.offpolicy.whatif.command import chosen_steps
-from recipe.offpolicy.whatif.measures import Measures
-from recipe.offpolicy.whatif.show import heading, short
-from recipe.offpolicy.whatif.study import study
+from recipe.offpolicy.whatif import main
 
 ACTING = spec(TIS, gsm=band(0.97, 1.03))
 GRID = ["--spec", "correction=[tis_token,gsm]", "--grid", "correction.masks.gsm.upper=1.01,1.05,0.5"]
@@ -125,7 +125,7 @@ def test_bad_input_is_one_sentence(
 def test_a_page_that_is_too_large_loses_no_table(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipe.offpolicy.pages.page.LARGEST", 1000)
+    monkeypatch.setattr("recipe.offpolicy.analysis.pages.page.LARGEST", 1000)
     for form, words in (("--json", '"schema": 1'), ("--steps=5:", "What each correction would have done")):
         assert main([str(directory), *GRID, form, "--html", str(tmp_path / "a.html")]) == 2
         said = capsys.readouterr()
@@ -135,7 +135,7 @@ def test_a_page_that_is_too_large_loses_no_table(
 
 def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path) -> None:
     directory, page = record(tmp_path / "run", drawn_rows([5, 9])), tmp_path / "a.html"
-    command = [sys.executable, "-m", "recipe.offpolicy.whatif", str(directory), "--html", str(page)]
+    command = [sys.executable, "-m", "recipe.offpolicy.analysis.whatif", str(directory), "--html", str(page)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -289,7 +289,7 @@ def test_words() -> None:
 def test_the_program_runs_without_verl_and_ray(tmp_path: Path) -> None:
     record(tmp_path, drawn_rows([5, 9]))
     code = (
-        "import sys; from recipe.offpolicy.whatif.__main__ import main; "
+        "import sys; from recipe.offpolicy.whatif import main; "
         f"code = main([{str(tmp_path)!r}, '--spec', 'correction=gsm', '--json']); "
         "print({'verl', 'ray', 'matplotlib'} & set(sys.modules), code, file=sys.stderr)"
     )

@@ -16,15 +16,15 @@ from corrections import TIS, band, spec
 from recordings import record
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch_plan import SCALE, Dealing, row_columns
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.kept_scale import Counts
+from recipe.offpolicy.analysis.whatif.replay import kept_tokens
+from recipe.offpolicy.analysis.whatif.results import Study
+from recipe.offpolicy.analysis.whatif.study import study
+from recipe.offpolicy.batch.plan import SCALE, Dealing, row_columns
 from recipe.offpolicy.correction import BatchConstants
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, mini_batches
 from recipe.offpolicy.recording import Recording, Rows
-from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.whatif.kept_scale import Counts
-from recipe.offpolicy.whatif.replay import kept_tokens
-from recipe.offpolicy.whatif.results import Study
-from recipe.offpolicy.whatif.study import study
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2, geometric mean 1.26; row 1 (A = -2): 2, 2.

@@ -13,13 +13,13 @@ import pytest
 from acted import by_hand, recorded
 from corrections import GSM, TIS, band, spec
 
+from recipe.offpolicy.analysis.whatif import measures as module
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.measures import Measures
+from recipe.offpolicy.analysis.whatif.results import Outcome, Study
+from recipe.offpolicy.analysis.whatif.study import study
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows
-from recipe.offpolicy.whatif import measures as module
-from recipe.offpolicy.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.whatif.measures import Measures
-from recipe.offpolicy.whatif.results import Outcome, Study
-from recipe.offpolicy.whatif.study import study
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2; row 1 (A = -2): 2, 2. All powers of two.

@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import drawn_rows, record
 
+from recipe.offpolicy.analysis.whatif import blocks as module
+from recipe.offpolicy.analysis.whatif.blocks import block, blocks
+from recipe.offpolicy.analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.results import Study
+from recipe.offpolicy.analysis.whatif.study import share_of, study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.catalogue import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
-from recipe.offpolicy.whatif import blocks as module
-from recipe.offpolicy.whatif.blocks import block, blocks
-from recipe.offpolicy.whatif.candidates import RECORDED, UNCORRECTED, Candidate
-from recipe.offpolicy.whatif.results import Study
-from recipe.offpolicy.whatif.study import share_of, study
 
 WIDE = band(0.97, 1.03)
 SPECS = {

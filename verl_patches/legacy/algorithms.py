@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from recipe.offpolicy.legacy_loss import LegacyUpdate
-
 from ..contract import Contract, wrap
+from .handover import Update
 
 RELEASES = "==0.7.1"
-_RUNNING: ContextVar[LegacyUpdate | None] = ContextVar("offpolicy_legacy_update", default=None)
+_RUNNING: ContextVar[Update | None] = ContextVar("offpolicy_legacy_update", default=None)
 _SIGNATURES = {
     "get_policy_loss_fn": "(name)",
     "agg_loss": (
@@ -35,13 +34,13 @@ METRICS = Contract(
 )
 
 
-def running() -> LegacyUpdate | None:
+def running() -> Update | None:
     """The update under a handover that this process is in."""
     return _RUNNING.get()
 
 
 @contextmanager
-def update(current: LegacyUpdate) -> Iterator[None]:
+def update(current: Update) -> Iterator[None]:
     """Lets ``current`` answer while an actor's update runs."""
     token = _RUNNING.set(current)
     try:

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 from verl import DataProto
 
-from recipe.offpolicy.handover import HANDOVER, Handover
-from recipe.offpolicy.legacy_loss import PREFIX
+from .handover import HANDOVER, PREFIX, Handover
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
@@ -30,13 +29,15 @@ class Carried(DataProto):
 
 
 def handover_of(data: DataProto) -> Handover | None:
-    """What the trainer handed over with the batch; None where this run has no correction of ours.
+    """What the trainer handed over with the batch; None where it handed nothing over.
 
     Raises:
-        KeyError: there is a correction, and no mu to correct by.
+        KeyError: mu is to be read, and is not in the batch.
     """
     handover: Handover | None = data.meta_info.get(HANDOVER)
-    if handover is not None and not handover.spec.is_none and ROLLOUT_LOG_PROBS not in data.batch.keys():
+    if handover is None:
+        return None
+    if handover.reads_rollout_log_probs and ROLLOUT_LOG_PROBS not in data.batch.keys():
         raise KeyError(
             f"{ROLLOUT_LOG_PROBS} is not in the batch that reached the actor, which holds "
             f"{', '.join(sorted(data.batch.keys()))}: set actor_rollout_ref.rollout.calculate_log_probs=true."

@@ -2,7 +2,7 @@
 
 ``update_policy`` selects the columns on its own list and no other, computes every mean over a micro-batch, and with
 one mini-batch and one epoch takes the current log-probs for pi_old. Here the batch keeps our columns, the numbers of
-the whole mini-batch travel as such, and what ``update_policy`` calls is answered by a ``LegacyUpdate``. A batch
+the whole mini-batch travel as such, and what ``update_policy`` calls is answered by the handover's ``Update``. A batch
 without a handover goes through untouched, except for the number of its dynamic micro-batches: the actor lets each rank
 choose its own, and ranks with fewer than others hang in the next collective of FSDP. They agree on it, always.
 """
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_name
 
-from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
-
 from ..contract import Contract, wrap
 from . import algorithms
 from .columns import carried, handover_of
+from .handover import mini_batch_columns
 from .logged import Logged
 
 MODULE = "dp_actor"
@@ -101,7 +100,8 @@ def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
         data.batch["response_mask"], actor.config.ppo_mini_batch_size, partial(_over_ranks, copies)
     )
     dp_size = torch.distributed.get_world_size() // copies
-    with algorithms.update(LegacyUpdate(handover, actor.config, dp_size=dp_size)):
+    current = handover.update(actor.config, dp_size=dp_size, upstream=partial(_upstream, actor.scaler))
+    with algorithms.update(current):
         return original(actor, carried(data, **columns))
 
 
@@ -133,7 +133,7 @@ def _forward_micro_batch(
             "actor_rollout_ref.actor.use_prefix_grouper=true: the forward pass of verl's prefix grouper gives a tuple, "
             "which verl's own update cannot read. Set it to false."
         )
-    update.begin(micro_batch, scale=_scale(actor, micro_batch), upstream=partial(_upstream, actor.scaler))
+    update.begin(micro_batch, scale=_scale(actor, micro_batch))
     return outputs
 
 

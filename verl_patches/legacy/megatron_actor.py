@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from verl.utils.device import get_device_id
 
-from recipe.offpolicy.handover import Handover
-from recipe.offpolicy.legacy_loss import LegacyUpdate, mini_batch_columns
-
 from ..contract import Contract, wrap
 from . import algorithms
 from .columns import carried, handover_of
+from .handover import Handover, Update, mini_batch_columns
 from .logged import Logged
 
 MODULE = "megatron_actor"
@@ -100,18 +99,6 @@ def in_force() -> bool:
     return algorithms.in_force(MODULE) and all(each.in_force() for each in targets)
 
 
-class MegatronUpdate(LegacyUpdate):
-    """An update of the Megatron actor, which averages over micro-batches and data-parallel ranks."""
-
-    def __init__(self, handover: Handover, actor: Any) -> None:
-        super().__init__(handover, actor.config, dp_size=mpu.get_data_parallel_world_size())
-        self._grad_scale = get_model_config(actor.actor_module[0]).grad_scale_func
-
-    def upstream(self) -> float:
-        """What the backward pass begins with: the loss scale of fp16 training, 1 without."""
-        return 1.0 if self._grad_scale is None else float(self._grad_scale(torch.ones(())))
-
-
 @dataclass(frozen=True)
 class Dealt:
     """The mini-batches of one update, and what came with the batch that they were dealt from."""
@@ -134,8 +121,15 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
     if not isinstance(dataloader, Dealt):
         return original(actor, dataloader, enable_mtp)
     _refuse(actor)
-    with algorithms.update(MegatronUpdate(dataloader.handover, actor)):
+    upstream = partial(_upstream, get_model_config(actor.actor_module[0]).grad_scale_func)
+    dp_size = mpu.get_data_parallel_world_size()
+    with algorithms.update(dataloader.handover.update(actor.config, dp_size=dp_size, upstream=upstream)):
         return original(actor, dataloader, enable_mtp)
+
+
+def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
+    """What the backward pass begins with: the loss scale of fp16 training, 1 without."""
+    return 1.0 if grad_scale is None else float(grad_scale(torch.ones(())))
 
 
 def _refuse(actor: Any) -> None:
@@ -165,7 +159,7 @@ def _over_ranks(numbers: Tensor) -> Tensor:
 def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], vpp_size: int) -> Any:
     current = algorithms.running()
     made = original(batches, vpp_size)
-    if not isinstance(current, MegatronUpdate):
+    if current is None:
         return made
     # Megatron's schedules multiply by the one and divide by the other.
     scale = mpu.get_context_parallel_world_size() / len(batches)
@@ -175,10 +169,10 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
     return _noted(made, current, scale)
 
 
-def _noted(micro_batches: Iterator[Any], current: MegatronUpdate, scale: float) -> Iterator[Any]:
+def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
     """The micro-batches, each taken up by the update when it is asked for."""
     for micro_batch in micro_batches:
         # Where verl moves it next, which then moves nothing.
         rows = micro_batch.to(get_device_id())
-        current.begin(rows, scale=scale, upstream=current.upstream)
+        current.begin(rows, scale=scale)
         yield rows

@@ -10,9 +10,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
+from verl_patches.execution_path import LivePath, live_path
 from verl_patches.releases import TESTED
 
-from ..checks import (
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import EVERYTHING, MU, CheckError
+from ..preflight.bound_pairs import find_pairs
+from ..preflight.checks import (
     CHECKS,
     OF_VERLS_OWN,
     REMARKS,
@@ -20,20 +24,16 @@ from ..checks import (
     active,
     null_sections,
     parts_of,
-    path,
     refused_by_verl,
     unreadable_values,
     unresolved_interpolations,
 )
-from ..composition import overrides_of_task
-from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.problem import EVERYTHING, MU, CheckError
-from ..live_path import LivePath, live_path
-from ..pairs import find_pairs
-from ..preflight import examine, found_by, verls_loss
-from ..verl_keys.router_replay import ROUTER_REPLAY
-from . import seams
+from ..preflight.checks.seams import seams, seams_held
+from ..preflight.examination import examine, found_by, verls_loss
+from ..preflight.hydra_groups import overrides_of_task
+from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
 from .launch import VERLS, Launch, LaunchError, composed
+from .seams import hold
 
 State = Literal["LIVE", "INERT", "WRONG"]
 _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
@@ -120,7 +120,7 @@ def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) ->
         return Diagnosis(launch, rows=arranged((), null)[0])
     if not launch.ours:
         return _of_verl(config, launch, live_path(config), overrides)
-    found = examine(config, overrides, checks=tuple(_seams if check is path.seams else check for check in CHECKS))
+    found = examine(config, overrides, checks=tuple(_seams if check is seams else check for check in CHECKS))
     parts = parts_of(config, found.spec) if found.spec is not None else ()
     rows, notes = arranged(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
@@ -190,4 +190,4 @@ def _concerns(problem: Problem, part: Part) -> bool:
 
 
 def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    return path.seams_held(live_path(config), seams.hold)
+    return seams_held(live_path(config), hold)

@@ -21,11 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError, installed_release
 
-from ..composition import own_keys_for_us
 from ..correction import SpecError
 from ..correction.problem import CheckError
-from ..module_source import source_of
-from ..primary import CONFIG_DIR, check_primary, keep_search_path
+from ..preflight.checks.module_source import source_of
+from ..preflight.hydra_groups import own_keys_for_us
+from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
 from .source import HydraMain, hydra_main
 from .unknown_keys import unknown_keys
 

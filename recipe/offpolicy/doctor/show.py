@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..correction.problem import Problem, shown
-from ..redaction import redacted, redacted_text
+from ..recording.redaction import redacted, redacted_text
 from .diagnosis import Diagnosis, Row
 from .launch import OURS
 

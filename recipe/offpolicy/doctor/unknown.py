@@ -9,7 +9,6 @@ from pathlib import Path
 from .bash.values import Unknown
 
 KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
-_NOT_SET = re.compile(r"\$(\w+) is not set")
 
 
 def overrides_said(unknowns: Sequence[Unknown], script: Path) -> str:
@@ -33,7 +32,7 @@ def said(unknowns: Sequence[Unknown], script: Path) -> str:
 
 def _exports(unknowns: Sequence[Unknown]) -> list[str]:
     # ${X:?} takes no empty value.
-    names = {found[1]: found[0] == each.why for each in unknowns if (found := _unset(each))}
+    names = {each.unset: not each.required for each in unknowns if each.unset}
     fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
         fixes.append("give the script's arguments behind --script FILE")
@@ -41,17 +40,13 @@ def _exports(unknowns: Sequence[Unknown]) -> list[str]:
 
 
 def _in_front(unknowns: Sequence[Unknown]) -> str:
-    names = dict.fromkeys(each.variable for each in unknowns if each.variable and not _unset(each))
+    names = dict.fromkeys(each.variable for each in unknowns if each.variable and not each.unset)
     return f"put {' '.join(f'{name}=VALUE' for name in names)} in front of the command" if names else ""
 
 
 def _values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
     """Of what neither a variable nor an argument settles: the keys, to be given values."""
-    left = [each for each in unknowns if not each.variable and not _unset(each)]
+    left = [each for each in unknowns if not each.variable and not each.unset]
     keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
     values = " ".join(f"{key}=VALUE" for key in keys)
     return [f"to look at the launch with values of yours, add {values} behind --script {script}"] if keys else []
-
-
-def _unset(each: Unknown) -> re.Match[str] | None:
-    return _NOT_SET.match(each.why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -12,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..batch_plan import UpdateRows
-from ..voice import logger
-from .capture import Packed
+from ..batch.plan import UpdateRows
 from .files import OverLimit
+from .pack import Packed
 from .settings import SECTION, RecordSettings
 from .time_budget import FIRST, MOST_TIME, TimeBudget
 from .writer import Item, Outcome, StepWriter
+
+logger = logging.getLogger("verl.offpolicy")
 
 _NICE = 10
 

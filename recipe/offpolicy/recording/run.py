@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -11,14 +12,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ..batch_plan import Dealing, SharedPlan, UpdateRows
-from ..checkpoints import write_json
+from ..batch.plan import Dealing, SharedPlan, UpdateRows
 from ..correction import CorrectionSpec
-from ..voice import logger
-from .card import card_of, foreign
+from ..fault_tolerance.checkpoints import write_json
 from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
 from .recording import CARD, PROOF, step_of, update_of
+from .run_info import card_of, foreign
 from .settings import FOREIGN, SECTION, RecordSettings
+
+logger = logging.getLogger("verl.offpolicy")
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import remove, set_to, shown
-from .card import foreign
 from .files import MOST_REASONS, RecordingError
+from .run_info import foreign
 
 SECTION = "offpolicy.record"
 FOREIGN = "Give another directory, or move what is recorded there elsewhere."

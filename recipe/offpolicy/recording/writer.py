@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .capture import Packed, unpack
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
+from .pack import Packed, unpack
 from .recording import file_name, step_of
 from .rows import Rows, concatenated
 from .settings import SECTION, RecordSettings

@@ -26,7 +26,7 @@ class Case:
         name: of its recording.
         part: thresholds were chosen on tuning; held_out was looked at when they stood.
         seed: of the data; no two runs share one.
-        causes: what is to be found, of ``recipe.offpolicy.attribution.causes.NAMES``; empty for a healthy run.
+        causes: what is to be found, of ``recipe.offpolicy.analysis.attribution.causes.NAMES``; empty for a healthy run.
         steps: of training.
         overrides: Hydra; {models} and {here} stand for the models' folder and this one.
         environment: of ``inject`` and ``conversation``.

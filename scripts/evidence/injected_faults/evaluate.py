@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 from injected_faults.cases import CASES, Case, Part  # noqa: E402
 
-from recipe.offpolicy.attribution.causes import NAMES, Cause, find_causes  # noqa: E402
+from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
 
 DATA = ROOT / "tests" / "data" / "faults"
@@ -82,7 +82,7 @@ def scores(results: Sequence[Judged]) -> dict[str, Score]:
 def main(part: Part) -> int:
     from rich.console import Console
 
-    from recipe.offpolicy.pages import Column, Table, to_rich
+    from recipe.offpolicy.analysis.pages import Column, Table, to_rich
 
     results = judged(part)
     console = Console()

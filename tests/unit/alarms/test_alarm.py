@@ -9,8 +9,8 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.alarms.alarm import Band, Rule, State
-from recipe.offpolicy.alarms.watched import growth
+from recipe.offpolicy.monitor.alarms.alarm import Band, Rule, State
+from recipe.offpolicy.monitor.alarms.watched import growth
 
 ESS = Rule(Band(0.3, None), Band(0.4, None), patience=2, recovery_patience=2)
 

@@ -11,10 +11,10 @@ from applications import NEEDED, application, changed, without_verl
 from corrections import GSM, TIS
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.alarms.fallback import check, resolve
-from recipe.offpolicy.alarms.settings import settings_of
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.forward_passes import correction_of
+from recipe.offpolicy.monitor.alarms.settings import settings_of
+from recipe.offpolicy.preflight.fallbacks import check, resolve
+from recipe.offpolicy.preflight.old_log_prob import correction_of
 
 KEY = "offpolicy.alarms.ess"
 TAKEN = f"{KEY}.action=fallback"
@@ -105,7 +105,7 @@ def checked(config: DictConfig) -> list[dict[str, Any]]:
 
 def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) -> None:
     from recipe.offpolicy.correction.problem import CheckError
-    from recipe.offpolicy.preflight import run_checks
+    from recipe.offpolicy.preflight.examination import run_checks
 
     assert checked(whole) == [CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}}).to_mapping()]
     before = OmegaConf.to_container(whole)
@@ -125,7 +125,7 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
 
 def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictConfig) -> None:
     """A cap that follows an ESS stands still under a fallback, which may have no weight."""
-    from recipe.offpolicy.preflight import run_checks
+    from recipe.offpolicy.preflight.examination import run_checks
 
     wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
     moving = {"offpolicy.calibrate.target_ess": 0.9, "offpolicy.calibrate.warmup": 1}

@@ -11,9 +11,9 @@ import pytest
 from corrections import GSM, TIS
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.alarms.panel import CONFIGURED, AlarmError, Panel
-from recipe.offpolicy.alarms.settings import DEFAULTS
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.panel import CONFIGURED, AlarmError, Panel
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
 
 SPEC = CorrectionSpec.from_mapping({"weight": TIS})
 SAFER = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})

@@ -9,9 +9,10 @@ from applications import CONFIGS
 from corrections import GSM, TIS
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.alarms.alarm import Band
-from recipe.offpolicy.alarms.settings import DEFAULTS, problems, settings_of
 from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.monitor.alarms.alarm import Band
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, problems, settings_of
+from recipe.offpolicy.preflight.checks import spec_of
 
 KEY = "offpolicy.alarms"
 CORRECTION = {"weight": TIS, "masks": {"gsm": GSM}}
@@ -27,7 +28,8 @@ def config(changes: dict[str, Any] | None = None, correction: dict[str, Any] | N
 
 
 def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> list[str]:
-    return [str(problem) for problem in problems(config(changes, correction))]
+    made = config(changes, correction)
+    return [str(problem) for problem in problems(made, spec_of(made))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -108,7 +110,8 @@ def test_each_mistake_is_named(name: str) -> None:
 def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:
     only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
     changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
-    (problem,) = problems(config(changes))
+    made = config(changes)
+    (problem,) = problems(made, spec_of(made))
     assert problem.key == f"{KEY}.{name}.{bound}"
     assert said in problem.reason
     mended = dict(override.split("=") for override in problem.overrides)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from corrections import GSM, TIS, opsm, run, values
 
-from recipe.offpolicy.alarms.watched import NAMES, never_moves, statistic_of, value_of
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.watched import NAMES, never_moves, statistic_of, value_of
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -185,7 +185,7 @@ def test_another_trainer_and_another_release_are_not_known(
         "verl.experimental.one_step_off_policy.main_ppo", changed(bases[VERLS], {"data.train_batch_size": 0})
     )
     assert (plain.status, plain.rows, [note.key for note in plain.notes]) == (0, (), ["module"])
-    monkeypatch.setattr("recipe.offpolicy.live_path.installed_release", lambda name: "0.10.0")
+    monkeypatch.setattr("verl_patches.execution_path.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(VERLS, config)
     assert "verl=0.10.0: which keys this release reads" in str(diagnosis.problems[0])
 

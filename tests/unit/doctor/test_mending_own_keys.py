@@ -10,9 +10,9 @@ from corrections import GSM
 from mended import with_overrides
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.checks import spec_of
-from recipe.offpolicy.checks.own_keys import own_keys
-from recipe.offpolicy.composition import own_keys_for_us
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
+from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
 
 pytestmark = pytest.mark.verl(">=0.9")
 

@@ -9,10 +9,10 @@ from corrections import GSM, TIS, opsm
 from mended import with_overrides
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.checks.own_keys import own_keys
-from recipe.offpolicy.composition import own_keys_for_us
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import verl_rejections
+from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
+from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
 from recipe.offpolicy.recording.settings import problems
 
 WEIGHT = "correction.weight"

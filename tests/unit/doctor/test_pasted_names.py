@@ -9,9 +9,9 @@ from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.live_path import LivePath
-from recipe.offpolicy.verl_keys.names import former_names
-from recipe.offpolicy.verl_keys.router_replay import router_replay
+from recipe.offpolicy.preflight.verl_keys.former_names import former_names
+from recipe.offpolicy.preflight.verl_keys.router_replay import router_replay
+from verl_patches.execution_path import LivePath
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = LivePath("0.9.1", "v1", "engine", "megatron")

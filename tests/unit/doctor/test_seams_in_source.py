@@ -10,7 +10,7 @@ pytest.importorskip("verl")
 
 from recipe.offpolicy.doctor.seams import hold, holds_in_source
 from recipe.offpolicy.doctor.source import HydraMain, hydra_main
-from recipe.offpolicy.module_source import source_of
+from recipe.offpolicy.preflight.checks.module_source import source_of
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError, installed_release
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.recording import Rows
-from recipe.offpolicy.recording.capture import Seen, pack, turns, unpack
+from recipe.offpolicy.recording.pack import Seen, pack, turns, unpack
 
 MASK = torch.tensor(
     [

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.offpolicy.batch_plan import UpdateRows
+from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording
-from recipe.offpolicy.recording.capture import Seen, pack
+from recipe.offpolicy.recording.pack import Seen, pack
 from recipe.offpolicy.recording.recorder import Recorder
 from recipe.offpolicy.recording.settings import RecordSettings
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.offpolicy.recording import place as place_module
-from recipe.offpolicy.recording.place import Place, among, place
+from recipe.offpolicy.recording import ranks as place_module
+from recipe.offpolicy.recording.ranks import Place, among, place
 
 
 def test_a_process_alone_records() -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from recorder_clock import Clock
 
-from recipe.offpolicy.batch_plan import UpdateRows
+from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
-from recipe.offpolicy.recording.capture import Packed, Seen, pack
+from recipe.offpolicy.recording.pack import Packed, Seen, pack
 from recipe.offpolicy.recording.recorder import Recorder
 from recipe.offpolicy.recording.settings import RecordSettings
 

@@ -14,13 +14,13 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 from recordings import drawn_rows, record
 
-from recipe.offpolicy.batch_plan import Dealing, SharedPlan, UpdateRows
+from recipe.offpolicy.batch.plan import Dealing, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
-from recipe.offpolicy.recording.card import card_of
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import POLL, RunRecord
+from recipe.offpolicy.recording.run_info import card_of
 from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.writer import Item, StepWriter
 

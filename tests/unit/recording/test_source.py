@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch_plan import REWARD, UID, SharedPlan, UpdateRows
+from recipe.offpolicy.batch.plan import REWARD, UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import source
+from recipe.offpolicy.recording import worker_hook
 from recipe.offpolicy.recording.settings import RecordSettings
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompts_of_every_layout(layout: str) -> None:
-    found = source._prompts(LAYOUTS[layout], WIDTH)
+    found = worker_hook._prompts(LAYOUTS[layout], WIDTH)
     assert found is not None
     ids, lengths = found
     assert ids.tolist() == [7, 5, 6, 8]
@@ -46,19 +46,19 @@ def test_prompts_of_every_layout(layout: str) -> None:
 
 
 def test_prompts_that_verl_does_not_send() -> None:
-    assert source._prompts(batch(prompts=PADDED), WIDTH) is None
+    assert worker_hook._prompts(batch(prompts=PADDED), WIDTH) is None
 
 
 def test_uids_as_verl_sends_them_and_as_we_do() -> None:
-    assert source._uids(batch(uid=NonTensorStack("a", "b", "c"))) == ["a", "b", "c"]
+    assert worker_hook._uids(batch(uid=NonTensorStack("a", "b", "c"))) == ["a", "b", "c"]
     ours = torch.zeros(ROWS, 2, dtype=torch.uint8)
-    assert source._uids(batch(uid=NonTensorStack("a", "b", "c"), **{UID: ours})) is not None
-    assert torch.equal(torch.as_tensor(source._uids(batch(**{UID: ours}))), ours)
-    assert source._uids(batch()) is None
+    assert worker_hook._uids(batch(uid=NonTensorStack("a", "b", "c"), **{UID: ours})) is not None
+    assert torch.equal(torch.as_tensor(worker_hook._uids(batch(**{UID: ours}))), ours)
+    assert worker_hook._uids(batch()) is None
 
 
 def test_one_uid_of_all_rows() -> None:
-    assert source._uids(batch(uid=NonTensorData("group-1", batch_size=ROWS))) == ["group-1"] * ROWS
+    assert worker_hook._uids(batch(uid=NonTensorData("group-1", batch_size=ROWS))) == ["group-1"] * ROWS
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_one_uid_of_all_rows() -> None:
 )
 def test_uids_that_are_no_strings_are_an_error(uid: Any) -> None:
     with pytest.raises(TypeError, match=r"uid in the micro-batch is .*, expected a string for each of 3 rows"):
-        source._uids(batch(uid=uid))
+        worker_hook._uids(batch(uid=uid))
 
 
 @pytest.mark.parametrize("name", ["token_level_scores", "rm_scores"])
@@ -75,41 +75,41 @@ def test_rewards_are_summed_over_the_row(name: str) -> None:
         torch.tensor([[0.0, 1.0], [0.5, 0.25], [0.0, 0.0]]),
         nested([[0.0, 1.0], [0.75], [0.0]], torch.float),
     ):
-        reward = source._reward(batch(**{name: scores}))
+        reward = worker_hook._reward(batch(**{name: scores}))
         assert reward is not None
         assert reward.tolist() == [1.0, 0.75, 0.0]
 
 
 def test_our_own_column_of_rewards_comes_first() -> None:
-    reward = source._reward(batch(rm_scores=torch.ones(ROWS, 2), **{REWARD: torch.zeros(ROWS)}))
+    reward = worker_hook._reward(batch(rm_scores=torch.ones(ROWS, 2), **{REWARD: torch.zeros(ROWS)}))
     assert reward is not None
     assert reward.tolist() == [0.0] * ROWS
-    assert source._reward(batch()) is None
+    assert worker_hook._reward(batch()) is None
 
 
 def test_prompts_are_chosen_by_their_uid_alone() -> None:
     """A share of 0.3 of 2000 uids is 600 +- 20 (one standard deviation is sqrt(2000 0.3 0.7) = 20.5)."""
     uids = [f"prompt-{i}" for i in range(2000)]
-    some = [uid for uid in uids if source.chosen(uid, 0.3)]
+    some = [uid for uid in uids if worker_hook.chosen(uid, 0.3)]
     assert 500 < len(some) < 700
     # A larger share has the smaller one in it.
-    assert set(some) < {uid for uid in uids if source.chosen(uid, 0.6)}
-    assert all(source.chosen(uid, 1.0) for uid in uids)
+    assert set(some) < {uid for uid in uids if worker_hook.chosen(uid, 0.6)}
+    assert all(worker_hook.chosen(uid, 1.0) for uid in uids)
 
 
 def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
     uids = [f"prompt-{i}" for i in range(100)]
     encoded = torch.tensor([list(uid.encode().ljust(12, b"\0")) for uid in uids], dtype=torch.uint8)
-    one, other = source._chosen(0.5, uids), source._chosen(0.5, encoded)
+    one, other = worker_hook._chosen(0.5, uids), worker_hook._chosen(0.5, encoded)
     assert one is not None
     assert other is not None
     assert torch.equal(one, other)
-    assert source._chosen(1.0, None) is None
+    assert worker_hook._chosen(1.0, None) is None
 
 
 def test_a_share_of_unknown_prompts_is_an_error() -> None:
     with pytest.raises(KeyError, match=r"uid is not in the micro-batch.*offpolicy\.record\.share=1"):
-        source._chosen(0.5, None)
+        worker_hook._chosen(0.5, None)
 
 
 @pytest.mark.parametrize("part", ["_seen", "pack", "_chosen"])
@@ -122,14 +122,14 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
         raise RuntimeError("CUDA error: out of pinned memory")
 
     for name in ("_seen", "pack", "_chosen"):
-        monkeypatch.setattr(source, name, fails if name == part else lambda *_: SimpleNamespace(uids=None))
+        monkeypatch.setattr(worker_hook, name, fails if name == part else lambda *_: SimpleNamespace(uids=None))
     settings = RecordSettings(str(tmp_path / "rec"))
     found = []
     for step in (1, 2):
         plan = SharedPlan(step, update=UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=ROWS))
         batch_of: Any = SimpleNamespace(plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool))
         decided: Any = SimpleNamespace(rejected={})
-        found.append(source.recorded(settings, CorrectionSpec(), batch_of, decided, batch()))
+        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided, batch()))
     values = [{name: statistic.value() for name, statistic in each.items()} for each in found]
     assert [each["record/dropped_rows"] for each in values] == [ROWS, ROWS]
     assert [each["record/stopped"] for each in values] == [1.0, 1.0]

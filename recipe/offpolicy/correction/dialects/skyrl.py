@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
-from .reading import mask, one_of, ratio, read
+from .mapping import mask, one_of, ratio, read
 
 _SKYRL_DEFAULTS: Final[dict[str, Any]] = {
     "tis_ratio_type": None,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
 from ..validation import number, truth
-from .reading import one_of, ratio, read
+from .mapping import one_of, ratio, read
 
 _TRL_DEFAULTS: Final[dict[str, Any]] = {
     "vllm_importance_sampling_correction": True,

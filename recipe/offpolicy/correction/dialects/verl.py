@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import number, truth
-from .reading import mask, one_of, ratio, read
+from .mapping import mask, one_of, ratio, read
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,

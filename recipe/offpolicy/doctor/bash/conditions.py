@@ -95,7 +95,7 @@ class Condition:
             return operand in self._state.variables
         if isinstance(operand, Unknown):
             # What is not set is empty to a test.
-            return operand if not operand.why.endswith("is not set") else operator == "-z"
+            return operand if not operand.may_be_empty else operator == "-z"
         if operator in ("-z", "-n"):
             return bool(operand) is (operator == "-n")
         if operator in _FILES:
@@ -126,7 +126,7 @@ class Condition:
 
 
 def _or_empty(value: Field) -> Field:
-    return "" if isinstance(value, Unknown) and value.why.endswith("is not set") else value
+    return "" if isinstance(value, Unknown) and value.may_be_empty else value
 
 
 def _negated(truth: Truth) -> Truth:

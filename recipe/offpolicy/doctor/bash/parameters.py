@@ -66,7 +66,7 @@ def applied(asked: Parameter, state: State, line: int, expand: Callable[[str], F
     if asked.operator in _WITHOUT_VALUE:
         return _with_default(asked, values, state, line, expand)
     if values is None:
-        return [] if asked.each else [Unknown(f"${asked.name} is not set", line)]
+        return [] if asked.each else [Unknown(f"${asked.name} is not set", line, unset=asked.name)]
     if not asked.operator:
         return values
     if asked.operator == ":":
@@ -132,7 +132,11 @@ def _with_default(
             assert values is not None
             return values
         case "?":
-            return [Unknown(f"${asked.name} is not set, and the script ends without it", line)]
+            return [
+                Unknown(
+                    f"${asked.name} is not set, and the script ends without it", line, unset=asked.name, required=True
+                )
+            ]
     value = expand(asked.word)
     if isinstance(value, Unknown) and asked.name.isidentifier():
         value = replace(value, variable=asked.name)

@@ -130,7 +130,7 @@ class Reader:
 
     def _case(self, command: Case) -> Truth:
         subject = self._words.text(command.subject.text, command.subject.line)
-        if isinstance(subject, Unknown) and not subject.why.endswith("is not set"):
+        if isinstance(subject, Unknown) and not subject.may_be_empty:
             for _, body in command.branches:
                 self._maybe(lambda body=body: self.run(body), subject)  # type: ignore[misc]
             return subject

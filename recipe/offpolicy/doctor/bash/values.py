@@ -41,12 +41,21 @@ class Unknown:
         line: of the script, where the value comes from.
         prefix: what of the word is known to stand before it, such as ``trainer.nnodes=``.
         variable: one whose default it is, so that it would not be asked for if the environment had this variable.
+        unset: the variable that is not set, where that is all.
+        required: whether an empty value would not do for it, as in ${X:?}.
     """
 
     why: str
     line: int
     prefix: str = ""
     variable: str = ""
+    unset: str = ""
+    required: bool = False
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether Bash would go on with nothing in its place."""
+        return bool(self.unset) and not self.required
 
 
 Field = str | Unknown

@@ -141,7 +141,7 @@ class Words:
 
     def _home(self, line: int) -> Field:
         home = self._state.variables.get("HOME")
-        return home if isinstance(home, str) else Unknown("$HOME is not set", line)
+        return home if isinstance(home, str) else Unknown("$HOME is not set", line, unset="HOME")
 
 
 def together(values: Iterator[Field]) -> Field:

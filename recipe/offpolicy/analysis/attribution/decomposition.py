@@ -1,0 +1,189 @@
+"""The decomposition of recorded steps, with intervals, and by the version of the weights that sampled a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...monitor.mismatch.shares import RECENT, Floor, Shares, choose_floor, floor_of, shares
+from ...monitor.mismatch.sums import COLUMNS, sums_by_row
+from ...recording import Rows
+
+REPLICATES: Final = 400
+CHUNK: Final = 1 << 20
+"""Padded tokens that are worked on at a time."""
+LEVEL: Final = 0.9
+_N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
+
+Array = NDArray[np.float64]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Of some rows.
+
+    Attributes:
+        tokens: how many are in it.
+        variance, kl: shares.
+        intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
+        floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
+        together: what the rollout's share is called where its two parts are not identified.
+    """
+
+    tokens: int
+    variance: Shares
+    kl: Shares
+    intervals: Mapping[str, Interval]
+    floor_from: str
+    together: str = "backend and staleness"
+
+
+@dataclass(frozen=True)
+class OfVersion:
+    """Rows of one staleness.
+
+    Attributes:
+        staleness: steps between the weights that sampled and those that the step began with; -1: not known.
+        mean, std: of log pi_old - log mu, nats.
+        k3: KL(mu, pi_old), nats a token.
+        backend: what of it fresh tokens of the same probability have; None where not identified.
+    """
+
+    staleness: int
+    rows: int
+    tokens: int
+    mean: float
+    std: float
+    k3: float
+    backend: float | None
+
+
+def row_sums(rows: Rows) -> Array:
+    """``sums.sums_by_row`` of recorded rows: (N, *SHAPE)."""
+    longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
+    at_once = max(CHUNK // longest, 1)
+    parts = []
+    for start in range(0, max(len(rows), 1), at_once):
+        some = rows.take(np.arange(start, min(start + at_once, len(rows))))
+        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob")
+        parts.append(sums_by_row(**columns, staleness=torch.from_numpy(some.staleness.astype(np.int64))).numpy())
+    return np.concatenate(parts)
+
+
+def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
+    """Shares of these rows.
+
+    Args:
+        sums: (N, *SHAPE), of ``row_sums``.
+        earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
+    """
+    together = sums.sum(0)
+    floor, source = choose_floor(together, earlier)
+    of_variance, of_kl = shares(together, floor)
+    return Decomposition(
+        tokens=int(together[..., _N].sum()),
+        variance=of_variance,
+        kl=of_kl,
+        intervals=_intervals(sums, None if source == "own rows" else floor, seed),
+        # Without stale tokens the backend is read off the fresh ones, and needs no floor.
+        floor_from=(source or "own rows") if of_variance.backend is not None else "",
+    )
+
+
+def without_drift(found: Decomposition) -> Decomposition:
+    """The same, of rows of first gradient steps alone, while later ones are not seen: their drift is not identified."""
+    return replace(
+        found,
+        variance=replace(found.variance, drift=None),
+        kl=replace(found.kl, drift=None),
+        intervals={key: interval for key, interval in found.intervals.items() if not key.endswith(".drift")},
+    )
+
+
+def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
+    """The same, of rows that older weights sampled although none is noted to be stale: age says nothing of them."""
+    return replace(
+        found,
+        variance=replace(found.variance, backend=None, staleness=None),
+        kl=replace(found.kl, backend=None, staleness=None),
+        intervals={
+            key: interval for key, interval in found.intervals.items() if not key.endswith((".backend", ".staleness"))
+        },
+        floor_from="",
+        together="backend and unnoticed staleness",
+    )
+
+
+def by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
+    """Each step by itself; one without fresh rows takes the backend's floor from the ``RECENT`` steps before it.
+
+    Args:
+        sums: (N, *SHAPE).
+        steps: (N,).
+    """
+    result: dict[int, Decomposition] = {}
+    numbers = np.unique(steps)
+    for index, step in enumerate(numbers):
+        before = np.isin(steps, numbers[max(0, index - RECENT) : index])
+        result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
+    return result
+
+
+def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
+    """Rows of each staleness, with the backend's floor from the fresh rows among all of them.
+
+    Args:
+        sums: (N, *SHAPE).
+        staleness: (N,).
+    """
+    floor = floor_of(sums.sum(0))
+    return [_of_version(int(age), sums[staleness == age], floor) for age in np.unique(staleness)]
+
+
+def _of_version(age: int, sums: Array, floor: Floor | None) -> OfVersion:
+    whole = sums.sum((0, 1, 2))
+    count = max(float(whole[_N]), 1.0)
+    mean = whole[_G] / count
+    bins = sums.sum((0, 1))[:, _N]
+    k3 = float(whole[_GK] / count)
+    backend = None
+    if age == 0:
+        backend = k3
+    elif age > 0 and floor is not None and floor.covered(bins):
+        backend = float((bins * floor.k3).sum() / count)
+    return OfVersion(
+        staleness=age,
+        rows=len(sums),
+        tokens=int(whole[_N]),
+        mean=float(mean),
+        std=float(np.sqrt(max(whole[_GG] / count - mean**2, 0.0))),
+        k3=k3,
+        backend=backend,
+    )
+
+
+def _intervals(sums: Array, floor: Floor | None, seed: int) -> dict[str, Interval]:
+    """Percentiles of the shares over resampled rows; the floor is resampled with them where it is their own."""
+    rng = np.random.default_rng(seed)
+    rows = len(sums)
+    flat = sums.reshape(rows, -1)
+    drawn: dict[str, list[float]] = {}
+    for _ in range(REPLICATES):
+        counts = np.bincount(rng.integers(rows, size=rows), minlength=rows).astype(np.float64)
+        for name, part in zip(("variance", "kl"), shares(counts @ flat, floor), strict=True):
+            for key in ("rollout", "backend", "staleness", "drift"):
+                value = getattr(part, key)
+                if value is not None and np.isfinite(value):
+                    drawn.setdefault(f"{name}.{key}", []).append(value)
+    edge = 50 * (1 - LEVEL)
+    return {
+        key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
+        for key, values in drawn.items()
+        if len(values) > REPLICATES / 2
+    }

@@ -1,0 +1,232 @@
+"""The bounds of a correction that can be set from a recording, and the one number that moves each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
+from ...correction.mask_spec import ON_RATIO
+
+Side = Literal["both", "lower", "upper"]
+ShareOf = Literal["tokens", "rows", "turns", "versions"]
+
+PLACEHOLDER = 1.0
+"""Nats: stands for a delta that is asked for and not set, so that the rest of the correction can be read."""
+_OPEN = "???"  # what OmegaConf leaves where a value is mandatory
+_UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
+_SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
+_ONE_SIDED = ("k2", "k3", "tv")  # never negative: only the upper bound can move
+
+
+@dataclass(frozen=True)
+class Part:
+    """A mask or weight whose bound is to be set.
+
+    Attributes:
+        key: ``masks.<name>`` or ``weight``.
+        spec: what it is.
+        side: ``both`` moves the bounds symmetrically about no mismatch, in log space where they are ratios; ``lower``
+            and ``upper`` move one and leave the other as it is.
+        unset: the bound has no value yet.
+    """
+
+    key: str
+    spec: MaskSpec | WeightSpec
+    side: Side
+    unset: bool = False
+
+    @property
+    def rejects(self) -> bool:
+        """Whether what lies outside is dropped; if not, it is truncated."""
+        return isinstance(self.spec, MaskSpec) or self.spec.kind == "reject"
+
+    @property
+    def share_of(self) -> ShareOf:
+        """What kept shares of it count: what is decided together, and tokens where signs are by token."""
+        by_token = isinstance(self.spec, MaskSpec) and self.spec.picks_tokens
+        return "tokens" if by_token else _UNITS[self.spec.level]
+
+    @property
+    def looks_at(self) -> str:
+        """What kept shares of it are shares of: ``rows``, or ``rows with A < 0`` of a mask for one sign."""
+        sign = _SIGNS.get(self.spec.when, "") if isinstance(self.spec, MaskSpec) else ""
+        return f"{self.share_of}{sign}"
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether its bound is a budget, from which each batch gets its own cut (M2PO)."""
+        return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
+
+    @property
+    def on_ratio(self) -> bool:
+        """Whether its bounds are ratios, and compared as their logs."""
+        return isinstance(self.spec, WeightSpec) or self.spec.aggregate in ON_RATIO
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Bounds as they are compared; infinite where open. Those of a budget are on the running mean of squares."""
+        if isinstance(self.spec, MaskSpec):
+            return (-math.inf, self.spec.budget) if self.spec.budget is not None else self.spec.limits
+        lower, upper = self.spec.lower, self.spec.upper
+        return -math.inf if lower is None else math.log(lower), math.inf if upper is None else math.log(upper)
+
+    def radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How far the moving bound has to lie out to keep each unit; inf where the other bound rejects it anyway.
+
+        Args:
+            low, high: least and greatest value of each unit, as they are compared.
+        """
+        lower, upper = (_compared(limit, self.by_batch) for limit in self.limits)
+        if self.side == "both":
+            return np.maximum(high, -low)
+        if self.side == "upper":
+            return np.where(low < lower, math.inf, high)
+        return np.where(high > upper, math.inf, -low)
+
+    def limits_at(self, radius: float) -> tuple[float, float]:
+        """Bounds as they are compared, once the moving bound lies at ``radius``."""
+        lower, upper = self.limits
+        if self.side == "both":
+            return -radius, radius
+        return (lower, radius) if self.side == "upper" else (-radius, upper)
+
+    def limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
+        """Bounds as they are compared, with these of the configuration's values in place of the present ones."""
+        lower, upper = self.limits
+        for name, value in values.items():
+            if name == "delta":
+                lower = -value
+            elif name == "budget":
+                upper = value
+            else:
+                limit = math.log(value) if self.on_ratio else value
+                lower, upper = (limit, upper) if name == "lower" else (lower, limit)
+        return lower, upper
+
+    def values_at(self, radius: float) -> dict[str, float]:
+        """The configuration's own values of the bounds that move, at ``radius``."""
+        if self.by_batch:
+            return {"budget": radius}
+        if isinstance(self.spec, MaskSpec) and self.spec.delta is not None:
+            return {"delta": radius}
+        lower, upper = (math.exp(limit) if self.on_ratio else limit for limit in (-radius, radius))
+        sides = {"lower": lower, "upper": upper}
+        return sides if self.side == "both" else {self.side: sides[self.side]}
+
+    @property
+    def now(self) -> dict[str, float | None]:
+        """The configuration's present values of the bounds that move; None where there is none yet."""
+        if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
+            name = "budget" if self.by_batch else "delta"
+            return {name: None if self.unset else getattr(self.spec, name)}
+        return {name: getattr(self.spec, name) for name in ("lower", "upper") if self.side in ("both", name)}
+
+
+def parts_of(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None = None) -> list[Part]:
+    """What of ``spec`` can be calibrated.
+
+    Args:
+        unset: keys below ``correction`` of values that are placeholders.
+        of: ``masks.gsm`` for one part, ``masks.gsm.upper`` for one bound of it; None for all.
+
+    Raises:
+        SpecError: there is nothing to calibrate, no such part or bound, or parts that depend on one another.
+    """
+    if spec.skyrl_compat:
+        raise SpecError(
+            "correction.skyrl_compat=true: what a sequence mask sees depends on the masks before it, so that no bound "
+            "can be set by itself. Calibrate with correction.skyrl_compat=false."
+        )
+    named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
+    if spec.weight is not None:
+        named["weight"] = spec.weight
+    if not named:
+        raise SpecError(
+            "correction: no weight and no mask, so that there is no bound to set. Name some: --spec 'correction=[gsm]'."
+        )
+    key, bound = _chosen(of, named)
+    found = [
+        Part(name, part, _side(name, part, bound), any(entry.startswith(f"{name}.") for entry in unset))
+        for name, part in named.items()
+        if key in (None, name) and not (key is None and _unbounded(part))
+    ]
+    if not found:
+        raise SpecError("correction.weight: it has no bound to set. Set correction.weight.upper=2.0, or name a mask.")
+    return found
+
+
+def placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """A correction's plain values with each delta that is required and not set filled in, and the keys of these."""
+    masks = plain.get("masks")
+    if not isinstance(masks, Mapping):
+        return dict(plain), frozenset()
+    filled, unset = dict(masks), set()
+    for name, mask in masks.items():
+        if isinstance(mask, Mapping) and mask.get("delta") == _OPEN:
+            filled[name] = {**mask, "delta": PLACEHOLDER}
+            unset.add(f"masks.{name}.delta")
+    return {**plain, "masks": filled}, frozenset(unset)
+
+
+def with_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> CorrectionSpec:
+    """``spec`` with these values of one of its parts.
+
+    Raises:
+        SpecError: they cannot go there.
+    """
+    plain = spec.to_mapping()
+    node = plain
+    for name in key.split("."):
+        node = node[name]
+    node.update(values)
+    return CorrectionSpec.from_mapping(plain)
+
+
+def _compared(limit: float, exact: bool) -> float:
+    """A limit in the precision in which masks compare."""
+    return limit if exact or math.isinf(limit) else float(np.float32(limit))
+
+
+def _unbounded(part: MaskSpec | WeightSpec) -> bool:
+    return isinstance(part, WeightSpec) and part.lower is None and part.upper is None
+
+
+def _chosen(of: str | None, named: Mapping[str, MaskSpec | WeightSpec]) -> tuple[str | None, str | None]:
+    """The key and the bound that ``of`` names."""
+    if of is None:
+        return None, None
+    key = of.removeprefix("correction.")
+    if key in named:
+        return key, None
+    key, _, bound = key.rpartition(".")
+    if key not in named:
+        raise SpecError(f"--of {of}: no such part of the correction. Name one of {', '.join(sorted(named))}.")
+    part = named[key]
+    known = ["lower", "upper"]
+    if isinstance(part, MaskSpec) and (part.delta is not None or part.budget is not None):
+        known = ["delta" if part.delta is not None else "budget"]
+    if bound not in known:
+        raise SpecError(f"--of {of}: {key} has no bound {bound!r}. Name one of {', '.join(known)}.")
+    return key, bound
+
+
+def _side(key: str, part: MaskSpec | WeightSpec, bound: str | None) -> Side:
+    if isinstance(part, MaskSpec) and part.budget is not None:
+        return "upper"
+    if isinstance(part, MaskSpec) and part.delta is not None:
+        return "lower"
+    if bound is not None:
+        return "lower" if bound == "lower" else "upper"
+    if isinstance(part, MaskSpec) and part.aggregate.startswith(_ONE_SIDED):
+        return "upper"
+    if part.lower is None and part.upper is None:
+        raise SpecError(f"correction.{key}: it has no bound to set. Name one: --of {key}.upper.")
+    if part.lower is None or part.upper is None:
+        return "upper" if part.lower is None else "lower"
+    return "both"

@@ -1,0 +1,281 @@
+"""From a recording and a target to proposed bounds: overall, by length where it matters, above the noise floor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ...correction import CorrectionSpec, SpecError
+from ...correction.catalogue import BUCKETS
+from ...recording import Step
+from .caps import EssCurve, ess_curve, ess_within, for_ess
+from .curves import KeptCurve, kept_curve, places
+from .defaults import QUANTILE, ROUNDING
+from .floor import Floor, NotIdentifiedError, noise_floor
+from .lengths import LEAST_ROWS, LengthTest, bucket_of, length_dependence
+from .parts import Part, parts_of, with_values
+from .scores import RowState, Scores, scores_of
+from .thresholds import Threshold, for_kept_share, kept_share, not_found
+
+Target = Literal["kept", "ess"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it looks at (OPSM:
+            of rows with a negative advantage); None for none.
+        target_ess: effective sample size that the weight is to have; None for none.
+        of: one part or bound, see ``parts_of``; None for all.
+        confidence: of every interval.
+        by_length: give bounds by length whether or not the statistic depends on it.
+        floor_quantile, rounding: see ``noise_floor``.
+    """
+
+    target_kept: float | None = None
+    target_ess: float | None = None
+    of: str | None = None
+    confidence: float = 0.95
+    by_length: bool = False
+    floor_quantile: float = QUANTILE
+    rounding: float = ROUNDING
+
+    def check(self) -> None:
+        """Raises SpecError where a value cannot be meant."""
+        for name in ("target_kept", "target_ess", "confidence", "floor_quantile"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise SpecError(f"--{name.replace('_', '-')} {value}: expected a number between 0 and 1.")
+        if not self.rounding >= 0:
+            raise SpecError(f"--rounding {self.rounding}: nats a token, a number >= 0.")
+        if self.target_kept is None and self.target_ess is None:
+            raise SpecError("no target: give --target-kept 0.98 for masks, --target-ess 0.9 for a weight, or both.")
+
+
+@dataclass(frozen=True)
+class OfLength:
+    """A bucket of lengths by itself.
+
+    Attributes:
+        bucket: its name in the metrics.
+        rows: of these lengths that the part looks at.
+        reached: what the bound for all lengths reaches on them: the proposed one, or the present one where none was.
+        threshold: the bound that would reach the target on them alone.
+        curve: of a kept share.
+    """
+
+    bucket: str
+    rows: int
+    reached: float
+    threshold: Threshold
+    curve: KeptCurve | None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A bound, what it rests on, and what it would change.
+
+    Attributes:
+        part: whose bound.
+        target: what is to be reached, and ``goal`` how much of it.
+        looked: share of all units that the part looks at; it keeps the others whatever its bound is.
+        now: what the present bound reaches; NaN where it has no value yet.
+        threshold: the bound for all lengths together.
+        floor: of a delta; None for other bounds.
+        length: whether the statistic depends on T.
+        lengths: bounds by length; empty where none were asked for and it does not.
+        curve: kept share or ESS by bound.
+    """
+
+    part: Part
+    target: Target
+    goal: float
+    looked: float
+    now: float
+    threshold: Threshold
+    floor: Floor | None
+    length: LengthTest
+    lengths: tuple[OfLength, ...]
+    curve: KeptCurve | EssCurve
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a bound to set."""
+        return bool(self.threshold.values)
+
+    def of_all(self, reached: float) -> float:
+        """What ``reached`` of the units that the part looks at is of all units; NaN for an ESS."""
+        return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """All proposals.
+
+    Attributes:
+        spec: the correction with the proposed bounds, less masks that have no bound at all.
+        skipped: key -> why nothing was proposed for it.
+        grouped: share of rows whose prompt is known; intervals take the others as independent.
+        nonfinite: tokens that parts on pi leave out, because log pi is not finite.
+    """
+
+    spec: CorrectionSpec
+    proposals: tuple[Proposal, ...]
+    skipped: dict[str, str]
+    grouped: float
+    nonfinite: int = 0
+
+
+def calibrated(
+    steps: Iterable[Step], spec: CorrectionSpec, request: Request, unset: Collection[str] = ()
+) -> Calibrated:
+    """Proposed bounds for ``spec``.
+
+    Args:
+        steps: of a recording; gone through once.
+        unset: keys of values that are placeholders, see ``parts.placeholders``.
+
+    Raises:
+        SpecError: nothing can be calibrated, or a target that no part takes.
+        RecordingError: there is nothing to calibrate by.
+    """
+    request.check()
+    parts, skipped = _targeted(parts_of(spec, unset, request.of), request)
+    scores, state = scores_of(steps, spec, parts)
+    proposals = tuple(_proposal(part, scores[part.key], state, request) for part in parts)
+    for proposal in proposals:
+        if proposal.found:
+            spec = with_values(spec, proposal.part.key, proposal.threshold.values)
+    found = {proposal.part.key for proposal in proposals if proposal.found}
+    open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
+    spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
+    on_pi = any(part.spec.ratio != "rollout" for part in parts)
+    return Calibrated(
+        spec,
+        proposals,
+        skipped,
+        float(state.grouped.mean()) if len(state.grouped) else math.nan,
+        int(state.nonfinite.sum()) if on_pi else 0,
+    )
+
+
+def _targeted(parts: list[Part], request: Request) -> tuple[list[Part], dict[str, str]]:
+    """Parts that have a target, and why others have none."""
+    taken, skipped = [], {}
+    for part in parts:
+        if _goal(part, request) is not None:
+            taken.append(part)
+        elif part.rejects:
+            skipped[part.key] = "takes --target-kept"
+        else:
+            skipped[part.key] = "takes --target-ess: it keeps every token, and caps its weight"
+    if not taken:
+        reasons = "; ".join(f"{key} {why}" for key, why in skipped.items())
+        raise SpecError(f"no part of the correction takes the target that was given: {reasons}.")
+    return taken, skipped
+
+
+def _goal(part: Part, request: Request) -> tuple[Target, float] | None:
+    """A weight that rejects takes either target, the kept share first."""
+    if part.rejects and request.target_kept is not None:
+        return "kept", request.target_kept
+    if part.key == "weight" and request.target_ess is not None:
+        return "ess", request.target_ess
+    return None
+
+
+def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> Proposal:
+    chosen = _goal(part, request)
+    assert chosen is not None  # _targeted left the others out
+    target, goal = chosen
+    floor, missing = None, ""
+    if "delta" in part.now:
+        try:
+            floor = _floor(part, scores, state, request)
+        except NotIdentifiedError as error:
+            missing = str(error)
+    looked = scores.chosen(scores.looked)
+    if not missing and (few := _few(looked)):
+        missing = f"not identified: {few}"
+    threshold = not_found(looked, missing) if missing else _threshold(part, scores, target, goal, request, floor)
+    length = length_dependence(scores, request.confidence)
+    curve: KeptCurve | EssCurve
+    if target == "ess":
+        curve = ess_curve(part, scores)
+    else:
+        curve = kept_curve(part, scores, places(part, scores), request.confidence)
+    lengths: tuple[OfLength, ...] = ()
+    if length.depends or request.by_length:
+        lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
+    now = math.nan if part.unset else _reached(part, scores, target, part.limits)
+    return Proposal(part, target, goal, float(scores.looked.mean()), now, threshold, floor, length, lengths, curve)
+
+
+def _threshold(
+    part: Part, scores: Scores, target: Target, goal: float, request: Request, floor: Floor | None
+) -> Threshold:
+    if target == "ess":
+        return for_ess(part, scores, goal, request.confidence)
+    return for_kept_share(part, scores, goal, request.confidence, floor=floor.delta if floor else -math.inf)
+
+
+def _by_length(
+    part: Part,
+    scores: Scores,
+    state: RowState,
+    aim: tuple[Target, float],
+    overall: Threshold,
+    curve: KeptCurve | EssCurve,
+    request: Request,
+) -> tuple[OfLength, ...]:
+    found = []
+    bucket = bucket_of(scores.length)
+    target, goal = aim
+    for index, name in enumerate(BUCKETS):
+        own = scores.chosen(bucket == index)
+        looked = own.chosen(own.looked)
+        if not len(looked):
+            continue
+        known = bool(overall.values) or not part.unset
+        reached = _reached(part, own, target, part.limits_with(overall.values)) if known else math.nan
+        if few := _few(looked):
+            threshold = not_found(looked, few)
+        else:
+            try:
+                floor = _floor(part, own, state, request) if "delta" in part.now else None
+                threshold = _threshold(part, own, target, goal, request, floor)
+            except NotIdentifiedError:
+                alone = _threshold(part, own, target, goal, request, None).values
+                said = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
+                noise = "its backend noise is not identified"
+                threshold = not_found(looked, f"{noise}; {said}" if said else noise)
+        line = kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
+        found.append(OfLength(name, len(np.unique(looked.row)), reached, threshold, line))
+    return tuple(found)
+
+
+def _few(units: Scores) -> str:
+    """What is said of units of fewer rows than a bound takes; empty for enough."""
+    rows = len(np.unique(units.row))
+    return f"{rows} rows, and a bound takes {LEAST_ROWS}" if rows < LEAST_ROWS else ""
+
+
+def _floor(part: Part, scores: Scores, state: RowState, request: Request) -> Floor:
+    return noise_floor(
+        part,
+        scores,
+        state,
+        share=request.floor_quantile,
+        confidence=request.confidence,
+        rounding=request.rounding,
+    )
+
+
+def _reached(part: Part, scores: Scores, target: Target, limits: tuple[float, float]) -> float:
+    return ess_within(part, scores, limits) if target == "ess" else kept_share(part, scores, limits)

@@ -1,0 +1,225 @@
+"""What masks and weights compare with their bounds, unit by unit, taken from recorded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...correction import CorrectionSpec, MaskSpec, SpecError
+from ...correction.aggregates import extremes
+from ...correction.masks import applies
+from ...correction.ratios import log_ratio, valid_tokens
+from ...correction.units import units_of
+from ...correction.weights import log_weight
+from ...recording import RecordingError, Rows, Step
+from ...recording.pi_old import trainers_pi_old
+from ..whatif.blocks import Block, blocks
+from ..whatif.replay import check_replayable, proximal
+from .parts import Part
+
+Arrays = TypeVar("Arrays", "Scores", "RowState")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Units of one part, in the order in which they were recorded.
+
+    Attributes:
+        low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
+            nats for ratios. They differ where each token of a unit has to lie inside by itself.
+        looked: (U,) bool, whether the part looks at the unit at all, see ``MaskSpec.when``.
+        tokens: (U,) int64, valid tokens of the unit.
+        length: (U,) int64, T, valid tokens of the row that it belongs to.
+        row: (U,) int64, that row, numbered over all steps.
+        group: (U,) int64, its prompt: rows of one uid, or the row by itself where no uid was recorded.
+    """
+
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+    looked: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+    length: NDArray[np.int64]
+    row: NDArray[np.int64]
+    group: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def chosen(self, units: NDArray[np.bool_]) -> Scores:
+        """These units alone: (U,) bool."""
+        return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
+
+    def outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
+        """(U,) bool, what bounds at ``limits`` drop; compared in float32 as masks do, unless ``exact``."""
+        lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
+        return self.looked & ((self.low < lower) | (self.high > upper))
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Under which weights rows were sampled and recorded, (N,) each.
+
+    Attributes:
+        mini_batch: gradient steps of the batch before the row was recorded.
+        staleness: versions between its sampling and its use; -1 where not known.
+        apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 where
+            pi stands in for it, see ``recording.pi_old``; NaN for none.
+        grouped: whether its prompt is known.
+        nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
+    """
+
+    mini_batch: NDArray[np.int32]
+    staleness: NDArray[np.int64]
+    apart: NDArray[np.float64]
+    grouped: NDArray[np.bool_]
+    nonfinite: NDArray[np.int64]
+
+
+def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]) -> tuple[dict[str, Scores], RowState]:
+    """The units of each part of ``spec``, over all ``steps``, one step in memory at a time.
+
+    Returns:
+        Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
+        compares it, and rows without any other, have none. And the state of all rows, by their number.
+
+    Raises:
+        SpecError: what was recorded is not enough for ``spec``.
+        RecordingError: no response or no finite token is recorded, or what acted at a step is no correction.
+    """
+    found: dict[str, list[Scores]] = {part.key: [] for part in parts}
+    states: list[RowState] = []
+    groups: dict[str, int] = {}
+    before = 0
+    for step in steps:
+        rows = step.rows
+        if not len(rows):
+            continue
+        recorded = recorded_spec(step)
+        check_replayable(spec, recorded, rows)
+        states.append(_state(step))
+        group = _groups(rows, groups)
+        pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
+        for block in blocks(rows):
+            old = proximal(spec, recorded, block)
+            for part in parts:
+                pieces[part.key].append(_of_block(part, block, old, group, before))
+        for part in parts:
+            joined = _joined(Scores, pieces[part.key])
+            found[part.key].append(_by_budget(joined) if part.by_batch else joined)
+        before += len(rows)
+    if not states:
+        raise RecordingError("no response is recorded in any of these steps. Record others.")
+    scores = {key: _joined(Scores, of_steps) for key, of_steps in found.items()}
+    for part in parts:
+        if not len(scores[part.key]):
+            needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
+            raise RecordingError(f"no token with a finite {needs} is recorded in any of these steps. Record others.")
+    return scores, _joined(RowState, states)
+
+
+def recorded_spec(step: Step) -> CorrectionSpec:
+    """The correction that acted at ``step``.
+
+    Raises:
+        RecordingError: what its file says is none.
+    """
+    try:
+        return CorrectionSpec.from_mapping(step.spec)
+    except SpecError as error:
+        number = int(step.rows.step[0]) if len(step.rows) else "?"
+        raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
+
+
+def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
+    mu, pi = block.rollout_log_prob, block.log_prob
+    # No bound can be read off a ratio that is not finite; training stops at such a pi.
+    compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
+    valid = valid_tokens(block.mask, *compared)
+    log_rho, log_r = log_ratio(old, mu, valid), log_ratio(pi, old, valid)
+    # The sum in which step_stage forms it, so that both give the same float32.
+    value, above, below = {
+        "rollout": (log_rho, old, mu),
+        "full": (log_rho + log_r, pi, mu),
+        "ppo": (log_r, pi, old),
+    }[part.spec.ratio]
+    ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
+    units = units_of(part.spec.level, valid, ids)
+    if isinstance(part.spec, MaskSpec):
+        low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
+        looked = applies(part.spec, block.advantages, valid)
+    else:
+        low = high = log_weight(part.spec, value, units)
+        looked = torch.ones_like(valid[:, :1])
+    if part.share_of == "tokens":
+        low, high = units.spread(low), units.spread(high)
+        tokens, looked = valid.double(), looked.expand(valid.shape)
+    else:
+        tokens, looked = units.tokens, looked.expand(units.tokens.shape)
+    there = (tokens > 0).numpy()
+    at, _ = np.nonzero(there)
+    row = block.rows[at]
+    return Scores(
+        low=_flat(low, there, exact=part.by_batch),
+        high=_flat(high, there, exact=part.by_batch),
+        looked=looked.numpy()[there],
+        tokens=tokens.numpy()[there].astype(np.int64),
+        length=valid.sum(-1).numpy()[at].astype(np.int64),
+        row=row + before,
+        group=group[row],
+    )
+
+
+def _by_budget(tokens: Scores) -> Scores:
+    """With ``second_moment``: the least budget that keeps each token of a batch, the mean of the squares up to it.
+
+    Args:
+        tokens: of one batch, with (log r)^2 for their value.
+    """
+    ordered, inverse, counts = np.unique(tokens.low, return_inverse=True, return_counts=True)
+    # Equal values stand or fall together: each counts with all of its equals.
+    budget = ((ordered * counts).cumsum() / counts.cumsum())[inverse]
+    return replace(tokens, low=budget, high=budget)
+
+
+def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
+    """Rounded to float32, as masks compare, unless ``exact``."""
+    return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
+
+
+def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
+    """A number for each row's prompt; ``known`` grows. Rows without a uid get one each."""
+    numbers = np.empty(len(rows), dtype=np.int64)
+    for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
+        name = str(uid) or f"\0{step}/{rank}/{index}"
+        numbers[index] = known.setdefault(name, len(known))
+    return numbers
+
+
+def _state(step: Step) -> RowState:
+    rows = step.rows
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(rows.log_prob.astype(np.float64) - trainers_pi_old(step))
+    valid = rows.response_mask & np.isfinite(apart)
+    at = rows.row_of_token[valid]
+    counts = np.bincount(at, minlength=len(rows))
+    totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
+    mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+    lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
+    lost &= ~np.isfinite(rows.log_prob)
+    return RowState(
+        rows.mini_batch,
+        rows.staleness,
+        mean,
+        np.array([bool(uid) for uid in rows.uid], dtype=bool),
+        np.bincount(rows.row_of_token[lost], minlength=len(rows)),
+    )
+
+
+def _joined(kind: type[Arrays], pieces: Sequence[Arrays]) -> Arrays:
+    return kind(**{f.name: np.concatenate([getattr(piece, f.name) for piece in pieces]) for f in fields(kind)})

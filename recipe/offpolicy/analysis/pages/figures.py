@@ -1,0 +1,171 @@
+"""One style for every figure, without matplotlib's global state: no pyplot, no figure that stays open."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .target import PageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Series = Sequence[float] | NDArray[np.float64]
+"""Values along the horizontal axis."""
+
+INK: Final = "#1f2933"
+MUTED: Final = "#7b8794"
+GRID: Final = "#e4e7eb"
+PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+"""Told apart by the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
+MARKERS: Final = "osD^vPX"
+DASHES: Final = ("-", "--", "-.", ":")
+PANEL_WIDTH: Final = 5.2
+"""Inches: the type is that of the text around it where a page shows two panels beside one another."""
+
+_LEGEND = 60
+"""Characters of a legend's text that a panel is wide."""
+
+_STYLE: Any = {
+    "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "axes.titlesize": 11,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 9, "lines.linewidth": 1.8,
+    "lines.markersize": 5, "svg.hashsalt": "offpolicy",
+}  # fmt: skip
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Within it, what is drawn has the style of this package; draw and save inside."""
+    from cycler import cycler
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=PALETTE)}):
+        yield
+
+
+def panels(
+    rows: int = 1, columns: int = 1, *, width: float | None = None, height: float | None = None, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure and its axes, row by row; call it within ``style``.
+
+    Args:
+        width, height: in inches; None: 4.4 a column and 3.8 a row.
+        options: of ``Figure.subplots``, such as ``sharex``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(axes.flat)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of a picture.
+
+    Attributes:
+        draw: puts it onto empty axes.
+        alt: what it shows, for who cannot see it.
+        height: in inches; the width is ``PANEL_WIDTH``.
+    """
+
+    draw: Callable[[Axes], None]
+    alt: str
+    height: float = 3.8
+
+
+def picture(drawn: Sequence[Panel], columns: int = 1, title: str = "") -> Figure:
+    """Panels in one figure, row by row, each row as high as its highest panel."""
+    rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    with style():
+        figure, axes = panels(
+            len(rows), columns, width=PANEL_WIDTH * columns, height=sum(heights),
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        for axis, panel in zip(axes, drawn, strict=False):
+            panel.draw(axis)
+        for axis in axes[len(drawn) :]:
+            axis.set_axis_off()
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=MUTED)
+    return figure
+
+
+def legend(axes: Axes, columns: int = 2) -> None:
+    """Name the lines of a panel below it, where no line can be hidden; nothing where no line has a name."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        # A legend wider than its panel would leave no room for the curves.
+        names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
+        below = 4.0 if axes.get_xlabel() else 2.4  # of the type's size: the numbers, and the name of the axis
+        axes.legend(
+            handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
+        )  # fmt: skip
+
+
+def distinct(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Series by label, those that are equal at every point as one with all of their labels: "rows kept, ESS"."""
+    found: dict[str, Series] = {}
+    for label, values in series.items():
+        same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))
+        first = next(same, None)
+        if first is None:
+            found[label] = values
+        else:
+            found = {f"{name}, {label}" if name == first else name: other for name, other in found.items()}
+    return found
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the index-th line of a panel: no two alike among the first 28."""
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+    }
+
+
+def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
+    """Write a PNG, or what else the suffix of ``path`` says; equal figures make equal files.
+
+    Raises:
+        PageError: a suffix that matplotlib does not know.
+        OSError: the file cannot be written.
+    """
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    known = figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise PageError(f"{path}: .{kind} is no kind of picture. Name it .png, or one of {', '.join(sorted(known))}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_bytes(figure, kind, dpi))
+
+
+def image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
+    """Media type and content of the smaller of its SVG and its PNG."""
+    drawn = {"image/svg+xml": _bytes(figure, "svg", dpi), "image/png": _bytes(figure, "png", dpi)}
+    kind = min(drawn, key=lambda name: len(drawn[name]))
+    return kind, drawn[kind]
+
+
+def _bytes(figure: Figure, kind: str, dpi: int) -> bytes:
+    # No date and no version in the file.
+    metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
+    return buffer.getvalue()

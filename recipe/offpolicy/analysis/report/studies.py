@@ -1,0 +1,157 @@
+"""What a report takes from the other tools: attribution, calibration and what-if, over the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...correction import CorrectionSpec, SpecError
+from ...recording import Recording, RecordingError, Step
+from ..attribution.attribution import Attribution, explain
+from ..attribution.scored import scored
+from ..calibration.parts import placeholders
+from ..calibration.propose import Calibrated, Request, calibrated
+from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
+from ..whatif.composed import composed_mapping, composer
+from ..whatif.study import study
+from .sample import Sample
+
+if TYPE_CHECKING:
+    from ..whatif.results import Study
+
+TARGET_KEPT = 0.98
+TARGET_ESS = 0.95
+DEFAULT = "correction=[tis_token,gsm,opsm]"
+"""Its weight is calibrated where none was on, and its masks likewise."""
+COMPARED = (
+    "correction=tis_token",
+    "correction=tis_sequence",
+    "correction=gsm",
+    "correction=product_mask",
+    "correction=icepop",
+    "correction=[tis_token,gsm]",
+)
+PROPOSED = "bounds as calibrated above"
+
+
+@dataclass(frozen=True)
+class Studies:
+    """Results, or the reason why there is none.
+
+    Attributes:
+        new: calibrated parts that were not on, such as ``masks.gsm``.
+    """
+
+    new: frozenset[str]
+    attribution: Attribution | str
+    calibrated: Calibrated | str
+    study: Study | str
+
+
+def studies_of(recording: Recording, sample: Sample, recorded: CorrectionSpec, *, spec: Sequence[str] = ()) -> Studies:
+    """Run all three over the sample's steps.
+
+    Args:
+        recorded: what acted at the last step.
+        spec: overrides of the correction that is calibrated; empty: what was recorded, with what of ``DEFAULT`` it
+            has no part of.
+
+    Raises:
+        RecordingError: a step is damaged.
+        SpecError: ``spec`` is malformed.
+    """
+    with composer():
+        compared = [(override, composed_mapping([override])) for override in COMPARED]
+        asked = _asked(recorded, spec)
+    bounds = asked if isinstance(asked, str) else _calibrated(recording, sample, asked)
+    return Studies(
+        new=frozenset() if isinstance(asked, str) else asked.new,
+        attribution=_attributed(recording, sample),
+        calibrated=bounds,
+        study=_replayed(recording, sample, recorded, compared, bounds),
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is calibrated, its keys without a value, and its parts that were not on."""
+
+    spec: CorrectionSpec
+    unset: frozenset[str]
+    new: frozenset[str]
+
+
+def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
+    """What ``spec`` composes; without one what was recorded, with the default's weight or masks where it has none.
+
+    Returns:
+        A reason where nothing can be calibrated beside the recorded pi_old.
+
+    Raises:
+        SpecError: ``spec`` is malformed.
+    """
+    values, unset = placeholders(composed_mapping(spec or [DEFAULT]))
+    if spec:
+        correction = CorrectionSpec.from_mapping(values)
+        return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))
+    own = recorded.to_mapping()
+    filled = own | {name: own[name] or values[name] for name in ("weight", "masks")}
+    try:
+        correction = CorrectionSpec.from_mapping(filled)
+    except SpecError as error:
+        return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
+    new = _parts(correction) - _parts(recorded)
+    return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))
+
+
+def _parts(spec: CorrectionSpec) -> set[str]:
+    return {f"masks.{name}" for name, _ in spec.masks} | ({"weight"} if spec.weight is not None else set())
+
+
+def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
+    """A correction's plain values with the pi_old that was recorded."""
+    return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
+
+
+def _attributed(recording: Recording, sample: Sample) -> Attribution | str:
+    found = scored(_steps(recording, sample))
+    try:
+        return explain(found.rows, recording.card, left_out=found.left_out)
+    except RecordingError as error:
+        return str(error)
+
+
+def _calibrated(recording: Recording, sample: Sample, asked: _Asked) -> Calibrated | str:
+    request = Request(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
+    try:
+        return calibrated(_steps(recording, sample), asked.spec, request, asked.unset)
+    except (RecordingError, SpecError) as error:
+        return str(error)
+
+
+def _replayed(
+    recording: Recording,
+    sample: Sample,
+    recorded: CorrectionSpec,
+    compared: Sequence[tuple[str, dict[str, Any]]],
+    bounds: Calibrated | str,
+) -> Study | str:
+    chosen = [Candidate(UNCORRECTED, UNCORRECTED)]
+    if not recorded.is_none:
+        chosen.append(Candidate(RECORDED, RECORDED))
+    if isinstance(bounds, Calibrated) and any(proposal.found for proposal in bounds.proposals):
+        chosen.append(Candidate(PROPOSED, PROPOSED, spec=bounds.spec))
+    for override, values in compared:
+        try:
+            chosen.append(Candidate(override, override, spec=CorrectionSpec.from_mapping(_beside(values, recorded))))
+        except SpecError as error:
+            chosen.append(Candidate(override, override, error=str(error)))
+    try:
+        return study(recording, sample.studied, chosen)
+    except SpecError as error:
+        return str(error)
+
+
+def _steps(recording: Recording, sample: Sample) -> Iterator[Step]:
+    return (part for step in sample.studied for part in recording.corrections(step))

@@ -1,0 +1,221 @@
+"""What a recording says step by step, and by length, from its own columns: nothing is replayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...correction.catalogue import BUCKETS
+from ...correction.ratios import EXP_CLAMP
+from ...recording import Rows, Step
+from ...recording.pi_old import scored_rows, trainers_pi_old
+
+Floats = NDArray[np.float64]
+_GEOMETRIC = (math.log(0.99), math.log(1.01))
+_PRODUCT = (math.log(0.5), math.log(2.0))
+REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
+"""Masks that rows are held against whatever was on, as in the metrics of ``offpolicy/length/``."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Of one step; NaN for what has no value. pi_old is by the trainer's own weights, see ``recording.pi_old``.
+
+    Attributes:
+        rows, tokens: responses, and response tokens.
+        unscored: responses whose pi_old is not known.
+        compared: response tokens with a finite mu and a known and finite pi_old.
+        reward: mean over rows whose reward is known.
+        length: mean T.
+        kl: KL(mu, pi_old), k3 in nats a token, over ``compared``.
+        kl_fresh, fresh_tokens: KL over tokens of rows that fresh weights sampled (staleness 0 or unknown); their count.
+        copied: whether mu is pi_old to the bit in all of ``compared``.
+        drift: mean |log pi - log pi_old|, nats a token; NaN where a response is ``unscored``.
+        staleness: mean over rows whose versions are known.
+        kept_tokens, kept_rows: shares that the recorded correction kept.
+        ess: (sum w)^2 / (n sum w^2) of its weight times keep.
+        nonfinite: response tokens whose mu, pi_old or pi is not finite.
+    """
+
+    step: int
+    rows: int
+    tokens: int
+    unscored: int
+    compared: int
+    reward: float
+    length: float
+    kl: float
+    kl_fresh: float
+    fresh_tokens: int
+    copied: bool
+    drift: float
+    staleness: float
+    kept_tokens: float
+    kept_rows: float
+    ess: float
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class OfBucket:
+    """Rows of one length bucket, over all steps.
+
+    Attributes:
+        rows: with a response token whose mu and pi_old are finite.
+        kept_tokens, kept_rows: shares that the recorded corrections kept.
+        references: share of rows that each of ``REFERENCES`` would keep.
+    """
+
+    bucket: str
+    rows: int
+    kept_tokens: float
+    kept_rows: float
+    references: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A recording over time and by length.
+
+    Attributes:
+        reasons: what rejected tokens, and the share of response tokens that each rejected by itself, over all steps.
+        correction: plain values of what acted at the last step.
+        changed: steps whose correction differs from that of the step that was read before.
+    """
+
+    steps: tuple[StepNumbers, ...]
+    lengths: tuple[OfBucket, ...]
+    reasons: dict[str, float]
+    correction: Mapping[str, Any]
+    changed: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def rows(self) -> int:
+        return sum(step.rows for step in self.steps)
+
+    def column(self, name: str) -> Floats:
+        """(steps,) of one field."""
+        return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
+
+
+def timeline_of(steps: Iterable[Step]) -> Timeline:
+    """Numbers of each step, one step in memory at a time; a step of which no row was recorded is left out."""
+    numbers: list[StepNumbers] = []
+    buckets = np.zeros((len(BUCKETS), 6))
+    rejected: dict[str, int] = {}
+    correction: Mapping[str, Any] = {}
+    changed = []
+    for step in steps:
+        if not len(step.rows):
+            continue
+        if numbers and step.spec != correction:
+            changed.append(int(step.rows.step[0]))
+        correction = step.spec
+        numbers.append(_of_step(step))
+        buckets += _of_lengths(step.rows)
+        for bit, reason in enumerate(step.reasons):
+            hit = int(((step.rows.rejected_by >> np.uint32(bit)) & 1).sum())
+            rejected[reason] = rejected.get(reason, 0) + hit
+    tokens = sum(each.tokens for each in numbers)
+    reasons = {reason: count / tokens if tokens else math.nan for reason, count in rejected.items()}
+    return Timeline(tuple(numbers), tuple(_buckets(buckets)), reasons, correction, tuple(changed))
+
+
+def _of_step(step: Step) -> StepNumbers:
+    rows = step.rows
+    mask = rows.response_mask
+    old = trainers_pi_old(step).astype(np.float64)
+    unscored = int((~scored_rows(step)).sum())
+    with np.errstate(invalid="ignore"):
+        log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
+        gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
+    valid = mask & np.isfinite(log_rho)
+    finite = valid & np.isfinite(rows.log_prob)
+    compared = mask & np.isfinite(gap)
+    keep = valid & (rows.rejected_by == 0)
+    of_row = rows.row_of_token
+    with np.errstate(invalid="ignore"):
+        k3 = np.expm1(np.clip(gap, -EXP_CLAMP, EXP_CLAMP)) - gap
+    fresh = compared & (rows.staleness <= 0)[of_row]
+    applied = rows.weight[keep].astype(np.float64)
+    has_tokens = np.bincount(of_row[mask], minlength=len(rows)) > 0
+    kept_rows = np.bincount(of_row[keep], minlength=len(rows)) > 0
+    square = float(applied @ applied)
+    known = rows.staleness[rows.staleness >= 0]
+    return StepNumbers(
+        step=int(rows.step[0]),
+        rows=len(rows),
+        tokens=int(mask.sum()),
+        unscored=unscored,
+        compared=int(compared.sum()),
+        reward=_mean(rows.reward[np.isfinite(rows.reward)]),
+        length=_mean(rows.length[has_tokens]),
+        kl=_mean(k3[compared]),
+        kl_fresh=_mean(k3[fresh]),
+        fresh_tokens=int(fresh.sum()),
+        copied=bool(compared.any() and (gap[compared] == 0).all()),
+        drift=math.nan if unscored else _mean(np.abs(moved[finite])),
+        staleness=_mean(known),
+        kept_tokens=keep.sum() / mask.sum() if mask.any() else math.nan,
+        kept_rows=kept_rows.sum() / has_tokens.sum() if has_tokens.any() else math.nan,
+        ess=float(applied.sum()) ** 2 / (int(valid.sum()) * square) if square > 0 else math.nan,
+        nonfinite=int((mask & ~finite).sum()),
+    )
+
+
+def _of_lengths(rows: Rows) -> Floats:
+    """(buckets, 6): rows, response tokens, tokens kept, rows kept, rows kept by each reference."""
+    with np.errstate(invalid="ignore"):
+        log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
+    valid = rows.response_mask & np.isfinite(log_rho)
+    of_row = rows.row_of_token
+
+    def by_row(tokens: NDArray[np.bool_], weights: Floats | None = None) -> Floats:
+        counted = np.bincount(of_row[tokens], weights=None if weights is None else weights[tokens], minlength=len(rows))
+        return counted.astype(np.float64)
+
+    length = by_row(valid)
+    there = length > 0
+    kept = by_row(valid & (rows.rejected_by == 0))
+    total = by_row(valid, log_rho)
+    columns = np.stack(
+        [
+            there,
+            by_row(rows.response_mask),
+            kept,
+            kept > 0,
+            _inside(total / np.maximum(length, 1), _GEOMETRIC),
+            _inside(total, _PRODUCT),
+        ],
+        axis=-1,
+    ).astype(np.float64)
+    edges = [most for most in BUCKETS.values() if most is not None]
+    sums = np.zeros((len(BUCKETS), columns.shape[1]))
+    np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
+    return sums
+
+
+def _buckets(sums: Floats) -> Iterable[OfBucket]:
+    for name, (rows, tokens, kept, kept_rows, *references) in zip(BUCKETS, sums, strict=True):
+        if rows:
+            shares = dict(zip(REFERENCES, (float(count / rows) for count in references), strict=True))
+            yield OfBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows), shares)
+
+
+def _inside(value: Floats, limits: tuple[float, float]) -> NDArray[np.bool_]:
+    rounded = value.astype(np.float32)
+    return (rounded >= np.float32(limits[0])) & (rounded <= np.float32(limits[1]))
+
+
+def _mean(values: NDArray[np.generic] | Sequence[float]) -> float:
+    array = np.asarray(values, dtype=np.float64)
+    return float(array.mean()) if array.size else math.nan

@@ -1,0 +1,97 @@
+"""Recorded rows as padded blocks of rows of like length, so that padding costs little and a block fits the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...recording import Rows
+
+SIZE = 2**17
+"""Places of a block, padding included; a longer row is a block by itself."""
+_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
+_SHORTEST = 0.8  # of the longest row of a block
+
+
+@dataclass(frozen=True)
+class Block:
+    """B rows of at most W tokens; padding holds zeros (False), turn -1.
+
+    Attributes:
+        rows: (B,) int64, which rows of the step these are.
+        place: (B, W) bool, whether a token was recorded there.
+        mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
+        rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
+        version: (B,) int64 of the weights that sampled the row; -1 where it is not known or not one.
+    """
+
+    rows: NDArray[np.int64]
+    place: Tensor
+    mask: Tensor
+    rollout_log_prob: Tensor
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    weight: Tensor
+    rejected_by: Tensor
+    turn: Tensor
+    version: Tensor
+
+
+def blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
+    """Every row in exactly one block, the longest first."""
+    lengths = np.diff(rows.offsets)
+    order = np.argsort(-lengths, kind="stable")
+    ordered = lengths[order]
+    start = 0
+    while start < len(order):
+        widest = max(int(ordered[start]), 1)
+        # Rows come in descending length: the first that is too short for this block opens the next.
+        stop = int(np.searchsorted(-ordered, -_SHORTEST * widest, side="right"))
+        stop = min(max(stop, start + 1), start + max(size // widest, 1))
+        yield block(rows, order[start:stop])
+        start = stop
+
+
+def end_to_end(rows: Rows) -> Block:
+    """All tokens as one long row without padding, for what does not look at rows; its version is not known."""
+    columns = {name: getattr(rows, name) for name in _COLUMNS}
+    return Block(
+        rows=np.zeros(1, dtype=np.int64),
+        place=torch.ones(1, rows.tokens, dtype=torch.bool),
+        mask=torch.from_numpy(rows.response_mask)[None],
+        rejected_by=torch.from_numpy(rows.rejected_by.view(np.int32))[None],
+        turn=torch.from_numpy(rows.turn)[None],
+        version=torch.full((1,), -1),
+        **{name: torch.from_numpy(values)[None] for name, values in columns.items()},
+    )
+
+
+def block(rows: Rows, chosen: NDArray[np.int64]) -> Block:
+    """The rows of these numbers, padded to the longest of them."""
+    lengths = np.diff(rows.offsets)[chosen]
+    column = np.arange(max(int(lengths.max(initial=0)), 1))
+    place = column[None, :] < lengths[:, None]
+    index = torch.from_numpy(np.where(place, rows.offsets[:-1][chosen][:, None] + column, 0))
+    there = torch.from_numpy(place)
+
+    def padded(values: NDArray[np.generic], empty: int = 0) -> Tensor:
+        if not len(values):
+            return torch.full(index.shape, empty, dtype=torch.from_numpy(values).dtype)
+        return torch.from_numpy(values)[index].masked_fill_(~there, empty)
+
+    single = np.where(rows.oldest_version == rows.newest_version, rows.oldest_version, -1)
+    return Block(
+        rows=chosen,
+        place=there,
+        mask=padded(rows.response_mask),
+        rejected_by=padded(rows.rejected_by.view(np.int32)),
+        turn=padded(rows.turn, -1),
+        version=torch.from_numpy(single[chosen].astype(np.int64)),
+        **{name: padded(getattr(rows, name)) for name in _COLUMNS},
+    )

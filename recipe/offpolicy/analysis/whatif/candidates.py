@@ -1,0 +1,164 @@
+"""The corrections to replay: what was recorded, what overrides compose, and grids over either."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...correction import CorrectionSpec, SpecError
+from ...preflight.hydra_groups import GROUP
+from .composed import composed_mapping, composer, grid_values, key_of, nearest, plain
+
+RECORDED = "recorded"
+"""Stands for the correction that acted, which may differ from step to step."""
+UNCORRECTED = "uncorrected"
+"""Stands for the recorded pi_old with no weight and no mask."""
+MOST = 400
+"""Corrections in one replay."""
+_OPTIONAL = ("sign", "normalize", "aggregate", "ratio")  # keys of masks and weights that options may leave out
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A correction to replay.
+
+    Attributes:
+        label: its overrides, unique within a replay.
+        base: the label without the grid's values.
+        point: the grid's values as they were given, by key; empty off a grid.
+        spec: None where it goes by what was recorded, or where the point is invalid.
+        error: why the point is invalid; None where it is valid.
+    """
+
+    label: str
+    base: str
+    point: Mapping[str, str] = field(default_factory=dict)
+    spec: CorrectionSpec | None = None
+    error: str | None = None
+
+    def of_step(self, recorded: Mapping[str, Any]) -> CorrectionSpec:
+        """The correction for a step at which ``recorded`` acted.
+
+        Raises:
+            SpecError: it is malformed.
+        """
+        if self.spec is not None:
+            return self.spec
+        if self.base == UNCORRECTED:
+            return CorrectionSpec.from_mapping({key: recorded.get(key) for key in ("proximal", "alpha")})
+        return CorrectionSpec.from_mapping(_changed(recorded, self.point))
+
+
+def candidates(
+    specs: Sequence[Sequence[str]], grids: Sequence[str], recorded: Mapping[str, Any]
+) -> tuple[Candidate, ...]:
+    """All corrections of a replay: every spec crossed with those grid keys that it has.
+
+    What was recorded stays as it was to compare with, unless it is the only spec.
+
+    Args:
+        specs: overrides of each correction, or ``["recorded"]``.
+        grids: ``key=value,value`` each, crossed.
+        recorded: plain values of the correction that acted at the first step.
+
+    Raises:
+        SpecError: a spec that is malformed without a grid, a grid key that no spec has, or more than ``MOST``.
+    """
+    axes = [grid_values(grid) for grid in grids]
+    repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
+    if repeated:
+        raise SpecError(f"--grid {repeated[0]}: given twice. Put all of its values into one, separated by commas.")
+    groups = [axis for axis in axes if axis[0] == GROUP]
+    with composer():
+        bases = [base for overrides in specs for base in _bases(list(overrides), groups, recorded)]
+    if groups and all(label == RECORDED for label, _ in bases):
+        raise SpecError(
+            f"--grid {GROUP}: what was recorded has no options to exchange. Give --spec {GROUP}=none with it."
+        )
+    alone = all(label == RECORDED for label, _ in bases)
+    crossed = [mapping for label, mapping in bases if alone or label != RECORDED]
+    for key, _ in axes:
+        if key != GROUP and not any(_has(mapping, key) for mapping in crossed):
+            raise SpecError(_unknown(key, crossed))
+    found: dict[str, Candidate] = {}
+    for label, mapping in bases:
+        own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
+        for point in _points(own):
+            candidate = _candidate(label, mapping, point)
+            found.setdefault(candidate.label, candidate)
+            if len(found) > MOST:
+                raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
+    return tuple(found.values())
+
+
+def _bases(
+    overrides: list[str], groups: Sequence[tuple[str, list[str]]], recorded: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Label and plain values of a spec, once for each option of a grid over options."""
+    if overrides == [RECORDED]:
+        yield RECORDED, recorded
+        return
+    if RECORDED in overrides:
+        raise SpecError(
+            f"--spec {' '.join(overrides)}: {RECORDED} stands alone. Give --grid key=value to change what was recorded."
+        )
+    for point in _points(groups):
+        options = [f"{key}={value}" for key, value in point.items()]
+        kept = [override for override in overrides if not (point and key_of(override) in point)]
+        yield " ".join([*options, *kept]), composed_mapping([*options, *kept])
+
+
+def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:
+    label = " ".join([base, *(f"{key}={value}" for key, value in point.items())])
+    try:
+        spec = CorrectionSpec.from_mapping(_changed(mapping, point))
+    except SpecError as error:
+        if not point:
+            raise
+        return Candidate(label, base, point, error=str(error))
+    return Candidate(label, base, point, None if base == RECORDED else spec)
+
+
+def _points(axes: Sequence[tuple[str, list[str]]]) -> Iterator[dict[str, str]]:
+    keys = [key for key, _ in axes]
+    for values in itertools.product(*(values for _, values in axes)):
+        yield dict(zip(keys, values, strict=True))
+
+
+def _changed(mapping: Mapping[str, Any], point: Mapping[str, str]) -> dict[str, Any]:
+    changed: dict[str, Any] = deepcopy(dict(mapping))
+    for key, value in point.items():
+        *path, leaf = key.split(".")[1:]
+        node = changed
+        for name in path:
+            node = node[name]
+        node[leaf] = plain(value)
+    return changed
+
+
+def _has(mapping: Mapping[str, Any], key: str) -> bool:
+    """Whether a grid over ``key`` says something about this correction."""
+    return key in _known(mapping)
+
+
+def _known(mapping: Mapping[str, Any]) -> list[str]:
+    """Dotted keys with a value of their own, and those that an option may leave out."""
+    return [f"{GROUP}.{path}" for path in _leaves(mapping)]
+
+
+def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in mapping.items():
+        here = f"{path}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{here}.")
+            yield from (f"{here}.{key}" for key in _OPTIONAL if name != "masks" and key not in value)
+        elif not isinstance(value, Mapping):
+            yield here
+
+
+def _unknown(key: str, mappings: Sequence[Mapping[str, Any]]) -> str:
+    known = list({name for mapping in mappings for name in _known(mapping)})
+    return f"--grid {key}: no --spec has this key. {nearest(key, known)}"

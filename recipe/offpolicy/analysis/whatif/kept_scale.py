@@ -1,0 +1,80 @@
+"""The factor N / (N - R) that ``denominator=kept`` puts on each row's loss, from the mini-batches of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...correction.denominator import HAS_DENOMINATOR, scale_of_counts
+from ...recording import Rows
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a run's loss counts, as its card says.
+
+    Attributes:
+        mode: verl's ``actor.loss_agg_mode``; None where the card does not say.
+        mini_batch_rows: rows of a mini-batch over all ranks; None likewise.
+        sampled: only a share of the rows was recorded.
+    """
+
+    mode: str | None = None
+    mini_batch_rows: int | None = None
+    sampled: bool = False
+
+    @classmethod
+    def of_card(cls, card: Mapping[str, Any], *, sampled: bool) -> Counts:
+        """Those of a recording's card; dealt as ``batch_plan.Dealing`` says."""
+        mode = _at(card, "actor", "loss_agg_mode")
+        prompts, responses = _at(card, "actor", "ppo_mini_batch_size"), _at(card, "rollout", "n")
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (prompts, responses))
+        return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
+
+    def unknown(self, rows: Rows) -> str:
+        """Why N and R of the mini-batches of ``rows`` are not known; empty where they are.
+
+        Args:
+            rows: all that is recorded of the updates under one correction, of one step.
+        """
+        if self.sampled:
+            return "only a sample of the rows was recorded"
+        if self.mode is None or self.mini_batch_rows is None:
+            return "the recording does not say the run's loss_agg_mode, ppo_mini_batch_size and rollout.n"
+        if self.mode not in HAS_DENOMINATOR:
+            return f"loss_agg_mode={self.mode} divides by no count that is known here"
+        _, counts = np.unique(rows.mini_batch, return_counts=True)
+        if (rows.mini_batch < 0).any() or (counts != self.mini_batch_rows).any():
+            return f"not every mini-batch has the {self.mini_batch_rows} rows recorded that the run trains on at once"
+        return ""
+
+    def scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The factor of each row: (N,) float64; see ``correction.denominator.scale_of_counts``.
+
+        Args:
+            rows: of which nothing is ``unknown``.
+            kept: (N,) response tokens of each row that the correction keeps.
+        """
+        assert self.mode is not None, "nothing is unknown"
+        assert self.mini_batch_rows is not None, "nothing is unknown"
+        _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
+        return scale_of_counts(
+            self.mode,
+            tokens=torch.from_numpy(rows.length.astype(np.float64)),
+            kept=torch.from_numpy(kept),
+            mini_batch=torch.from_numpy(mini_batch.astype(np.int64)),
+            mini_batch_rows=self.mini_batch_rows,
+        ).numpy()
+
+
+def _at(card: Mapping[str, Any], *path: str) -> Any:
+    """A value below ``actor_rollout_ref`` of the card's configuration; None where it is not there."""
+    node: Any = card
+    for key in ("config", "actor_rollout_ref", *path):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node

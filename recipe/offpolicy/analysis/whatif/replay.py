@@ -1,0 +1,134 @@
+"""What one correction decides of recorded tokens: the two stages of training, and nothing of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...correction import (
+    BatchConstants,
+    CorrectionSpec,
+    SpecError,
+    batch_constants,
+    proximal_log_prob,
+    rollout_stage,
+    step_stage,
+)
+from ...correction.proximal import OF_THE_TRAINER
+from ...recording import Rows
+from .blocks import SIZE, Block, block, blocks, end_to_end
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One correction, one block.
+
+    Attributes:
+        old_log_prob: (B, W) log pi_old as the correction takes it.
+        valid: (B, W) bool, valid tokens of the rollout stage.
+        weight: (B, W), before masks.
+        keep: (B, W) bool.
+        rejected: what rejects -> (B, W) bool, without meaning off ``valid``.
+    """
+
+    old_log_prob: Tensor
+    valid: Tensor
+    weight: Tensor
+    keep: Tensor
+    rejected: dict[str, Tensor]
+
+
+def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
+    """Whether what was recorded is enough for ``spec``.
+
+    Raises:
+        SpecError: pi_old was never computed, or the version of the weights by token is not known.
+    """
+    if spec.proximal == "recompute" and recorded.proximal not in OF_THE_TRAINER:
+        raise SpecError(
+            f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
+            f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
+        )
+    mixed = int((rows.oldest_version != rows.newest_version).sum())
+    unknown = int((rows.oldest_version < 0).sum())
+    if "version" in spec.levels and (mixed or unknown):
+        raise SpecError(
+            f"level=version: of {len(rows)} rows {mixed} were sampled by several versions of the weights and of "
+            f"{unknown} the version is not known. Set level=turn or level=sequence."
+        )
+
+
+def other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
+    """Whether training with ``spec`` would have had other advantages than those recorded.
+
+    ``baseline=exclude`` makes them from the rows that the correction keeps.
+    """
+    if spec.baseline == recorded.baseline == "include":
+        return False
+    return (spec.baseline, spec.weight, spec.masks) != (recorded.baseline, recorded.weight, recorded.masks)
+
+
+def constants_of(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
+    """What ``spec`` fixes for the batch, the step's rows as one."""
+    if not spec.needs_constants:
+        return BatchConstants()
+    normalised_rows = spec.weight is not None and spec.weight.normalize and spec.weight.level != "token"
+    # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
+    whole = block(rows, np.arange(len(rows))) if normalised_rows else end_to_end(rows)
+    return batch_constants(spec, old_log_prob=proximal(spec, recorded, whole), **_rollout(whole))
+
+
+def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constants: BatchConstants) -> Decided:
+    """Run both stages on a block.
+
+    Args:
+        recorded: what acted when the rows were recorded.
+        constants: of the step that the rows belong to.
+    """
+    old = proximal(spec, recorded, rows)
+    stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(rows))
+    step = step_stage(spec, stage, log_prob=rows.log_prob, advantages=rows.advantages)
+    return Decided(old, stage.valid, step.weight, step.keep, step.rejected)
+
+
+def kept_tokens(
+    spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
+) -> NDArray[np.float64]:
+    """Tokens of each of N rows that the rollout stage keeps, (N,), which is all that ``denominator=kept`` counts.
+
+    Args:
+        recorded, constants: as ``decide`` takes them.
+        size: places of a padded block, see ``blocks``.
+    """
+    kept = np.zeros(len(rows))
+    for one in blocks(rows, size):
+        old = proximal(spec, recorded, one)
+        stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))
+        kept[one.rows] = stage.keep.sum(-1).numpy()
+    return kept
+
+
+def proximal(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
+    """log pi_old for ``spec``: as it was recorded where that came from the same place."""
+    if (spec.proximal, spec.alpha) == (recorded.proximal, recorded.alpha):
+        return rows.old_log_prob
+    return proximal_log_prob(
+        spec.proximal,
+        spec.alpha,
+        old_log_prob=rows.old_log_prob,
+        rollout_log_prob=rows.rollout_log_prob,
+        log_prob=rows.log_prob,
+    )
+
+
+def _rollout(rows: Block) -> dict[str, Any]:
+    return {
+        "rollout_log_prob": rows.rollout_log_prob,
+        "response_mask": rows.mask,
+        "segment_ids": rows.turn,
+        "versions": rows.version[:, None].expand(rows.mask.shape),
+    }

@@ -1,0 +1,257 @@
+"""All corrections over all chosen steps of a recording: one step in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...correction import CorrectionSpec, SpecError
+from ...recording import Recording, RecordingError, Step
+from .agreement import Tally
+from .base_loss import BaseLoss
+from .blocks import SIZE, blocks
+from .candidates import Candidate
+from .fidelity import Fidelity, compared
+from .kept_scale import Counts
+from .measures import FEW
+from .replay import check_replayable, constants_of, decide, kept_tokens, other_advantages
+from .results import Outcome, Running, Study
+from .sums import COLUMNS, Judged, gradient_weight, grouping, judged, row_sums
+
+_NAMED = 5
+"""Corrections that a note names."""
+
+
+@dataclass
+class _Seen:
+    """What is noticed on the way."""
+
+    fidelity: Fidelity = field(default_factory=Fidelity)
+    rows: int = 0
+    tokens: int = 0
+    uncounted: int = 0
+    unchecked: int = 0
+    unscaled: dict[str, set[int]] = field(default_factory=dict)
+    other_advantages: set[str] = field(default_factory=set)
+
+    def look(self, of: Judged) -> None:
+        counted = of.counted.bool()
+        self.rows += int(of.block.mask.any(-1).sum())
+        self.tokens += int(of.block.mask.sum())
+        self.uncounted += int((of.block.mask & ~counted).sum())
+
+    def notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
+        """What limits the figures."""
+        if self.uncounted:
+            yield (
+                f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
+                f"weights are left out."
+            )
+        if sampled and needs_batch:
+            yield (
+                "Only a sample of the rows was recorded: what a correction fixes for the whole batch (the mean of "
+                "normalised weights, M2PO's cut) is that of the sample."
+            )
+        for reason, steps in self.unscaled.items():
+            yield (
+                f"denominator=kept is replayed as original in {len(steps)} step(s), its factor N / (N - R) is not "
+                f"known: {reason}."
+            )
+        if labels := sorted(self.other_advantages):
+            more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+            yield (
+                f"Advantages are taken as recorded, and correction.baseline=exclude makes them from what is kept: with "
+                f"{', '.join(labels[:_NAMED])}{more} training would have had others."
+            )
+        if self.unchecked:
+            yield "The recorded correction was not compared with its replay, for the same reason."
+        elif not self.fidelity.tokens:
+            yield "No token has a finite mu and pi_old."
+
+
+@torch.no_grad()
+def study(
+    recording: Recording,
+    steps: Sequence[int],
+    candidates: Sequence[Candidate],
+    *,
+    size: int = SIZE,
+    progress: Callable[[int], None] = lambda step: None,
+) -> Study:
+    """Replay ``candidates`` over ``steps``; whatever they are, the recorded correction is replayed and compared.
+
+    Args:
+        size: places of a padded block, see ``blocks``.
+        progress: called after each step.
+
+    Raises:
+        RecordingError: a step is damaged, none was chosen, or none holds a row; steps without rows are skipped.
+    """
+    if not steps:
+        raise RecordingError(f"{recording.directory}: no step to replay.")
+    failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
+    running = [Running(candidate) for candidate in candidates if candidate.error is None]
+    tally, seen = Tally(len(running)), _Seen()
+    base_loss = BaseLoss.of_card(recording.card)
+    sampled, needs_batch = share_of(recording.card) < 1, False
+    counts = Counts.of_card(recording.card, sampled=sampled)
+    filled = []
+    for number in steps:
+        parts = [part for part in recording.corrections(number) if len(part.rows)]
+        for part in parts:
+            specs = _specs(recording, number, part, running, failures)
+            needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
+            seen.other_advantages |= {
+                running[place].candidate.label
+                for place, spec in specs.active.items()
+                if other_advantages(spec, specs.recorded)
+            }
+            _replay(
+                part,
+                number,
+                specs,
+                running,
+                tally,
+                seen,
+                base_loss=base_loss,
+                counts=counts,
+                size=size,
+                sampled=sampled,
+            )
+        filled += [number] if parts else []
+        progress(number)
+    if not filled:
+        raise RecordingError(
+            f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
+        )
+    seen.other_advantages -= failures.keys()
+    done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
+    outcomes = tuple(running[place].outcome() for place in done)
+    return Study(
+        directory=str(recording.directory),
+        steps=tuple(filled),
+        rows=seen.rows,
+        tokens=seen.tokens,
+        outcomes=outcomes,
+        failures=failures,
+        agreement=tally.agreement(done),
+        fidelity=seen.fidelity,
+        notes=(
+            *([base_loss.note] if base_loss.note else []),
+            *seen.notes(sampled=sampled, needs_batch=needs_batch),
+            *_few_rows(outcomes),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Specs:
+    """The corrections of one step.
+
+    Attributes:
+        recorded: what acted.
+        active: place of each running correction that can be replayed -> its spec.
+    """
+
+    recorded: CorrectionSpec
+    active: dict[int, CorrectionSpec]
+
+    @property
+    def all(self) -> list[CorrectionSpec]:
+        """Each one once."""
+        return list(dict.fromkeys([self.recorded, *self.active.values()]))
+
+
+def _specs(
+    recording: Recording, number: int, step: Step, running: Sequence[Running], failures: dict[str, str]
+) -> _Specs:
+    try:
+        recorded = CorrectionSpec.from_mapping(step.spec)
+    except SpecError as error:
+        raise RecordingError(
+            f"{recording.files[number][0]}: its metadata holds no valid correction ({error}). Remove the file."
+        ) from error
+    active = {}
+    for place, one in enumerate(running):
+        if one.candidate.label in failures:
+            continue
+        try:
+            spec = one.candidate.of_step(step.spec)
+            check_replayable(spec, recorded, step.rows)
+            active[place] = spec
+        except SpecError as error:
+            failures[one.candidate.label] = f"step {number}: {error}"
+    return _Specs(recorded, active)
+
+
+def _replay(
+    step: Step,
+    number: int,
+    specs: _Specs,
+    running: Sequence[Running],
+    tally: Tally,
+    seen: _Seen,
+    *,
+    base_loss: BaseLoss,
+    counts: Counts,
+    size: int,
+    sampled: bool,
+) -> None:
+    """One step, every correction of it."""
+    rows = step.rows
+    constants = {spec: constants_of(spec, specs.recorded, rows) for spec in specs.all}
+    scales = {}
+    if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
+        if unknown := counts.unknown(rows):
+            seen.unscaled.setdefault(unknown, set()).add(number)
+        else:
+            for spec in by_kept:
+                scales[spec] = counts.scale(rows, kept_tokens(spec, specs.recorded, rows, constants[spec], size))
+    tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
+    for block in blocks(rows, size):
+        of = judged(block, base_loss)
+        decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
+        weighed = {}
+        for spec, table in tables.items():
+            weighed[spec] = gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
+            table[block.rows] = row_sums(decisions[spec], of, weighed[spec])
+        chosen = list(specs.active.values())
+        tally.add(
+            list(specs.active),
+            [decisions[spec].keep for spec in chosen],
+            [weighed[spec] for spec in chosen],
+            of.counted.bool(),
+        )
+        seen.look(of)
+        # The record of a sample does not hold what was fixed for the whole batch.
+        known = not (sampled and specs.recorded.needs_constants)
+        if known:
+            seen.fidelity += compared(decisions[specs.recorded], block, step.reasons, number)
+        else:
+            seen.unchecked += 1
+    groups = grouping(rows)
+    sums = {spec: groups.sums(table) for spec, table in tables.items()}
+    for place, spec in specs.active.items():
+        running[place].add(number, groups.names, sums[spec])
+
+
+def _few_rows(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for outcome in outcomes[:1]:  # the reference is the same for all
+        overall = outcome.overall
+        if overall.rows and overall.reference_rows < FEW:
+            yield (
+                f"No bias by sequence: pi / mu of whole rows leaves {overall.reference_rows:.1f} effective rows of "
+                f"{overall.rows}, too few to be a reference."
+            )
+
+
+def share_of(card: Mapping[str, Any]) -> float:
+    """The share of rows that was recorded, ``offpolicy.record.share`` of the run's configuration; 1 if not said."""
+    node: Any = card.get("config")
+    for key in ("offpolicy", "record", "share"):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return float(node) if isinstance(node, int | float) and not isinstance(node, bool) else 1.0

@@ -1,0 +1,356 @@
+"""Reading verl's micro-batch and handing weights back: the one place that knows its keys and layouts.
+
+verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
+are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
+response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from verl_patches import response_padding
+from verl_patches.response_padding import Padded
+
+from ..correction import (
+    CorrectionSpec,
+    RolloutStage,
+    Statistic,
+    StepStage,
+    proximal_log_prob,
+    rollout_stage,
+    step_stage,
+    turns,
+)
+from ..correction.deferred import Reading, fetch
+from ..correction.shadow import shadow_statistics
+from ..correction.telemetry import Measure
+from .checksums import row_hashes
+from .padding import Layout, dense
+from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
+from .weight_versions import RowVersions, row_versions, token_versions
+
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
+WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
+LAST = "update_lr_scheduler"
+"""What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
+after the last of an update."""
+_NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient, ``responses`` are token ids.
+
+    Attributes:
+        old_log_prob: as it was shipped; what a correction takes for pi_old is ``proximal``'s to say.
+        versions: of the weights that sampled each row; None where verl does not tell.
+        plan: what the trainer fixed for the whole batch; None where it sent none.
+        scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
+        counted: raises when read if that was counted over other mini-batches than the engine's.
+        last: of the update's last mini-batch, as far as verl tells.
+        layout: where the responses stand in what the model says; None where they are cut out and padded already.
+    """
+
+    responses: Tensor
+    response_mask: Tensor
+    rollout_log_prob: Tensor
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    versions: RowVersions | None = None
+    plan: SharedPlan | None = None
+    scale: Tensor | None = None
+    counted: Reading[None] | None = None
+    last: bool = True
+    layout: Layout | None = None
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return int(self.response_mask.shape[1])
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """(B, T) int64, see ``correction.turns``."""
+        return turns(self.response_mask)
+
+
+def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
+    """The tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
+
+    Raises:
+        KeyError: mu or another key is not in the micro-batch; the message says what to set.
+    """
+    for key in _NEEDED:
+        if key not in data.keys():
+            fix = (
+                "set actor_rollout_ref.rollout.calculate_log_probs=true"
+                if key == ROLLOUT_LOG_PROBS
+                else "this path of verl does not ship it to the loss"
+            )
+            raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
+    # The legacy actors' rows are padded, all of them, and come without their prompts.
+    layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
+    columns = {key: data[key] if layout is None else dense(data[key], layout, key) for key in _NEEDED}
+    return MicroBatch(
+        responses=columns["responses"],
+        response_mask=columns["response_mask"].bool(),
+        rollout_log_prob=columns[ROLLOUT_LOG_PROBS],
+        old_log_prob=columns["old_log_probs"],
+        log_prob=padded(model_output, data, layout),
+        advantages=columns["advantages"],
+        versions=row_versions(data),
+        plan=tu.get_non_tensor_data(data, PLAN, None),
+        scale=data[SCALE] if SCALE in data.keys() else None,
+        counted=_counted(data),
+        last=bool(tu.get_non_tensor_data(data, LAST, True)),
+        layout=layout,
+    )
+
+
+def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all") -> StepStage:
+    """Both stages on one micro-batch, with ``measure`` of its statistics.
+
+    Raises:
+        KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
+        ValueError: level ``version``, where verl does not say which version sampled each token.
+    """
+    return _stepped(spec, _first_stage(spec, batch, measure), batch)
+
+
+def decide_beside(
+    spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
+) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
+    """All statistics of ``decide``, and what corrections that are off would have done to this micro-batch.
+
+    They see the pi_old of ``spec``.
+    """
+    stage = _first_stage(spec, batch, "all")
+    statistics = _stepped(spec, stage, batch).statistics
+    levels = {level for spec in shadows.values() for level in spec.levels}
+    needy = any(spec.needs_constants for spec in shadows.values())
+    return statistics, shadow_statistics(
+        shadows,
+        old_log_prob=stage.old_log_prob,
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.response_mask,
+        log_prob=batch.log_prob,
+        advantages=batch.advantages,
+        segment_ids=batch.turns,
+        versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
+        staleness=staleness(batch),
+        constants=_plan(batch).shadow_constants if needy else None,
+        beside=stage,
+    )
+
+
+def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> RolloutStage:
+    return rollout_stage(
+        spec,
+        old_log_prob=proximal(spec, batch),
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.response_mask,
+        segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
+        versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+        constants=_plan(batch).constants if spec.needs_constants else None,
+        staleness=staleness(batch),
+        measure=measure,
+    )
+
+
+def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> StepStage:
+    return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
+
+
+def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
+    """What each token's policy term is multiplied by: weight x keep, (B, T), with the denominator's scale in it.
+
+    Raises:
+        KeyError: ``denominator=kept``, and the trainer's scale did not arrive.
+    """
+    weight = step.weight * step.keep
+    if spec.denominator == "original":
+        return weight
+    if batch.scale is None:
+        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: denominator=kept has no count.")
+    return weight * batch.scale[:, None].to(weight.dtype)
+
+
+def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
+    """log pi_old as ``spec.proximal`` says, (B, T)."""
+    return proximal_log_prob(
+        spec.proximal,
+        spec.alpha,
+        old_log_prob=batch.old_log_prob,
+        rollout_log_prob=batch.rollout_log_prob,
+        log_prob=batch.log_prob,
+    )
+
+
+def staleness(batch: MicroBatch) -> Tensor | None:
+    """(B,) int64, on the batch's device: steps from the weights that sampled a row to those that this step began with.
+
+    None where verl does not tell the versions, or the trainer sent no plan.
+    """
+    if batch.plan is None or batch.versions is None:
+        return None
+    # The weights at the start of step s are those of version s - 1.
+    return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0).to(batch.response_mask.device)
+
+
+def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
+    """Part -> the bounds that the trainer sent with this update.
+
+    Raises:
+        KeyError: they are not those of ``names``, whose bounds move.
+    """
+    sent = _plan(batch).bounds
+    if set(sent) != set(names):
+        raise KeyError(
+            f"{PLAN} brought bounds for {sorted(sent)} to the loss, and those of {sorted(names)} come with each update."
+        )
+    return sent
+
+
+def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None = None) -> Tensor:
+    """log pi of the responses, (B, T), zeros on padding; differentiable.
+
+    Args:
+        layout: of ``data``, where it is known already.
+    """
+    log_probs = model_output["log_probs"]
+    if isinstance(log_probs, Padded):
+        return log_probs.tensor
+    if _is_padded(log_probs):
+        return log_probs
+    return (layout or Layout.of(data)).responses_of(flat(log_probs))
+
+
+def with_padded(model_output: Mapping[str, Any], batch: MicroBatch) -> Mapping[str, Any]:
+    """The model's output with what verl's loss reads of it padded already, which it takes from here on.
+
+    Raises:
+        PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
+    """
+    if batch.layout is None:
+        return model_output
+    response_padding.install()
+    changed = {**model_output, "log_probs": Padded(batch.log_prob)}
+    if model_output.get("entropy") is not None:
+        changed["entropy"] = Padded(batch.layout.responses_of(flat(model_output["entropy"])))
+    return changed
+
+
+def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
+    """A shallow copy of the micro-batch with padded (B, T) tensors put in; None removes the key."""
+    changed = data.copy()
+    for key, tensor in tensors.items():
+        if tensor is not None:
+            changed[key] = tensor
+        elif key in changed.keys():
+            del changed[key]
+    return changed
+
+
+def as_leaf(model_output: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """A detached copy of the model's output whose log-probs are a fresh leaf.
+
+    Returns:
+        The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
+    """
+    log_probs = model_output["log_probs"]
+    values = log_probs.values() if log_probs.is_nested else log_probs
+    leaf = values.detach().clone().requires_grad_()
+    copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in model_output.items()}
+    copy["log_probs"] = (
+        torch.nested.nested_tensor_from_jagged(leaf, log_probs.offsets()) if log_probs.is_nested else leaf
+    )
+    return copy, leaf
+
+
+def with_plan(data: TensorDict, plan: SharedPlan) -> TensorDict:
+    """A shallow copy of the micro-batch with another plan."""
+    changed = data.copy()
+    tu.assign_non_tensor(changed, **{PLAN: plan})
+    return changed
+
+
+def with_log_prob(model_output: Mapping[str, Any], log_prob: Tensor, data: TensorDict) -> dict[str, Any]:
+    """A detached copy of the model's output with other log-probs at the response tokens, given as (B, T)."""
+    output, leaf = as_leaf(model_output)
+    place = padded(output, data)
+    mask = data.select("response_mask").to_padded_tensor()["response_mask"].to(place.dtype)
+    # The gather from flat to padded is linear, so its transpose says which position each response token came from.
+    (there,) = torch.autograd.grad(place, leaf, mask, retain_graph=True)
+    (values,) = torch.autograd.grad(place, leaf, mask * log_prob.detach().to(place.dtype))
+    changed = torch.where(there > 0, values, leaf.detach())
+    log_probs = model_output["log_probs"]
+    nested = torch.nested.nested_tensor_from_jagged(changed, log_probs.offsets()) if log_probs.is_nested else changed
+    return output | {"log_probs": nested}
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The (total tokens,) values of a nested or flat tensor."""
+    return tensor.values() if tensor.is_nested else tensor
+
+
+def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
+    """One 64-bit checksum a row over its response tokens and their mu, to the bit; padding is not read.
+
+    It ties mu to the tokens it was sampled with: a shift, a permutation of rows, a cast or a replacement changes it.
+    Rows without a response token are left out.
+
+    Args:
+        responses: (B, T) token ids.
+        response_mask: (B, T) bool or 0/1.
+        rollout_log_prob: (B, T) log mu, of any float dtype.
+    """
+    (found,) = fetch([Reading(row_hashes(responses, response_mask, rollout_log_prob), checksums)])
+    return list(found)
+
+
+def checksums(hashes: list[int]) -> list[int]:
+    """``row_checksums`` of what ``row_hash.row_hashes`` gives."""
+    return [one for one in hashes if one]
+
+
+def sampled_checksums(data: TensorDict) -> list[int]:
+    """``row_checksums`` of a rollout as verl stores it, nested or padded."""
+    dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor()
+    return row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
+
+
+def _is_padded(log_probs: Tensor) -> bool:
+    """Whether the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
+    return not log_probs.is_nested and log_probs.dim() == 2
+
+
+def _plan(batch: MicroBatch) -> SharedPlan:
+    if batch.plan is None:
+        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: what it fixes for the batch is lost.")
+    return batch.plan
+
+
+def _counted(data: TensorDict) -> Reading[None] | None:
+    """Whether the count behind ``denominator=kept`` is the engine's own."""
+    if SCALE not in data.keys():
+        return None
+    engine = tu.get_non_tensor_data(data, "batch_num_tokens", None)
+
+    def judge(counted: list[int]) -> None:
+        if any(one != engine for one in counted):
+            raise ValueError(
+                f"denominator=kept was counted over mini-batches of {sorted(set(counted))} response tokens, and the "
+                f"engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
+            )
+
+    return Reading(data[MINI_BATCH_TOKENS].long(), judge)

@@ -1,0 +1,186 @@
+"""What has to be known of a whole batch before its first gradient step: made by the trainer, read by the workers.
+
+The plan travels beside the batch: what is one number for all rows as a non-tensor, what differs by row as a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
+from ..correction.baseline import regroup
+from ..correction.denominator import kept_scale, mini_batches
+from ..correction.rows import row_counts
+from .weight_versions import EXTRA_FIELDS, row_versions, token_versions
+
+PLAN = "offpolicy_plan"
+"""Key of the ``SharedPlan`` in the batch that reaches the loss."""
+SCALE = "offpolicy_scale"
+"""Key of the (B,) factors of ``denominator=kept``."""
+MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
+"""Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
+UID = "offpolicy_uid"
+"""Key of the (B, L) uint8 of each row's uid, UTF-8 filled up with zeros, where verl sends no uid to the loss."""
+REWARD = "offpolicy_reward"
+"""Key of the (B,) rewards, where verl sends none."""
+
+
+COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
+"""What a plan is made from; where verl does not keep ``EXTRA_FIELDS``, ``VERSIONS`` or neither."""
+
+
+@dataclass(frozen=True)
+class UpdateRows:
+    """How the rows of one update reach the loss: what a recorder has to know of it.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        rows: that each of them gets.
+        mini_batch_rows: of these, rows of a mini-batch.
+        update: updates of this step before this one.
+        updates: that this step makes.
+        gradient_steps: of this step before this update.
+    """
+
+    ranks: int
+    rows: int
+    mini_batch_rows: int
+    update: int = 0
+    updates: int = 1
+    gradient_steps: int = 0
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """What is the same for every row of a batch.
+
+    Attributes:
+        step: the trainer's step, from which the age of a row's weights is counted.
+        constants: of the correction.
+        shadow_constants: of the corrections that are only reported, by name.
+        update: how the batch is dealt, where it is to be recorded.
+        bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
+    """
+
+    step: int
+    constants: BatchConstants = field(default_factory=BatchConstants)
+    shadow_constants: dict[str, BatchConstants] = field(default_factory=dict)
+    update: UpdateRows | None = None
+    bounds: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How verl deals a batch to ranks and mini-batches.
+
+    Attributes:
+        ranks: data-parallel ranks.
+        mini_batch_rows: rows of a mini-batch, over all ranks.
+        loss_agg_mode: verl's ``actor.loss_agg_mode``.
+    """
+
+    ranks: int
+    mini_batch_rows: int
+    loss_agg_mode: str
+
+    @classmethod
+    def of(cls, config: DictConfig, ranks: int) -> Dealing:
+        """That of a configured run."""
+        actor = config.actor_rollout_ref.actor
+        rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+        return cls(ranks, rows, actor.loss_agg_mode)
+
+
+def planned(
+    spec: CorrectionSpec,
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    step: int,
+    rows: Callable[[], TensorDict],
+    dealing: Callable[[], Dealing],
+    bounds: Mapping[str, Mapping[str, float | None]] | None = None,
+) -> tuple[SharedPlan, dict[str, Tensor]]:
+    """The plan of one batch and the columns that travel beside it.
+
+    Args:
+        step: the trainer's step.
+        rows: the batch with ``COLUMNS``; called only if something in it is needed.
+        dealing: how verl will deal the batch; likewise.
+        bounds: of parts whose bounds move; ``spec`` has them already.
+    """
+    counts = spec.denominator == "kept"
+    if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
+        return SharedPlan(step, bounds=bounds or {}), {}
+    batch = rows()
+    shadow_constants = {name: constants_of(shadow, batch) for name, shadow in shadows.items()}
+    plan = SharedPlan(step, constants_of(spec, batch), shadow_constants, bounds=bounds or {})
+    return plan, row_columns(spec, batch, dealing()) if counts else {}
+
+
+def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
+    """The constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
+    return batch_constants(spec, **_tensors(spec, rows)) if spec.needs_constants else BatchConstants()
+
+
+def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """The response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
+    stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
+    return stage.response_mask, stage.keep
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a batch with ``baseline=exclude``.
+
+    Attributes:
+        uids: of each row, for verl's estimator.
+        silent: whether a row's advantage is 0, see ``baseline.regroup``.
+        metrics: for the user's logger.
+    """
+
+    uids: list[str]
+    silent: list[bool]
+    metrics: dict[str, float]
+
+
+def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
+    """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
+    mask, keep = kept(spec, rows)
+    rejected = (row_counts(mask) > 0) & (row_counts(keep) == 0)
+    regrouped, silent = regroup(uids, rejected)
+    counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
+    return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
+
+
+def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
+    """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
+    mask, keep = kept(spec, rows)
+    counts = row_counts(mask).long()
+    group = mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
+    tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
+    scale = kept_scale(
+        dealing.loss_agg_mode,
+        response_mask=mask,
+        keep=keep,
+        mini_batch=group,
+        mini_batch_rows=dealing.mini_batch_rows,
+    )
+    return {SCALE: scale, MINI_BATCH_TOKENS: tokens[group]}
+
+
+def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
+    mask = rows["response_mask"]
+    return {
+        "old_log_prob": rows["old_log_probs"],
+        "rollout_log_prob": rows["rollout_log_probs"],
+        "response_mask": mask,
+        "segment_ids": turns(mask),
+        "versions": token_versions(row_versions(rows), mask) if "version" in spec.levels else None,
+    }

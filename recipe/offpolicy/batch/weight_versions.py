@@ -1,0 +1,67 @@
+"""Which version of the weights sampled a row, as verl's agent loop notes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..correction.rows import for_each_token
+
+EXTRA_FIELDS = "extra_fields"
+"""Key of the rows' mappings in which verl's V1 trainer keeps them."""
+VERSIONS = "offpolicy_versions"
+"""Key of the (B, 2) int64 of the oldest and newest version by row, which the V0 trainer sends along."""
+
+
+@dataclass(frozen=True)
+class RowVersions:
+    """verl notes the versions at a row's first and last token, and none in between.
+
+    Attributes:
+        oldest, newest: (B,) int64, equal to the trainer's step after which these weights were synchronised.
+    """
+
+    oldest: Tensor
+    newest: Tensor
+
+    def by_token(self, like: Tensor) -> Tensor:
+        """The version that sampled each token, int64, in the layout and shape of ``like``.
+
+        Raises:
+            ValueError: a row was sampled by several versions.
+        """
+        if mixed := int((self.oldest != self.newest).sum()):
+            raise ValueError(
+                f"level=version: {mixed} rows were sampled by several versions of the weights, and verl does not say "
+                f"which token by which. Set level=turn or level=sequence."
+            )
+        return for_each_token(self.oldest, like)
+
+
+def row_versions(data: TensorDict) -> RowVersions | None:
+    """The versions of the rows of a batch; None where verl does not tell."""
+    if VERSIONS in data.keys():
+        return RowVersions(*data[VERSIONS].unbind(-1))
+    if EXTRA_FIELDS not in data.keys():
+        return None
+    fields = [getattr(row, "data", row) for row in data[EXTRA_FIELDS]]
+    spans = [(row.get("min_global_steps"), row.get("max_global_steps")) for row in fields]
+    if any(None in span for span in spans):
+        return None
+    return RowVersions(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(-1))
+
+
+def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
+    """The version that sampled each token, int64, in the layout and shape of ``like``: (B, T), or nested by row.
+
+    Raises:
+        ValueError: verl does not tell, or not by token.
+    """
+    if versions is None:
+        raise ValueError(
+            "level=version: verl does not say which version of the weights sampled these rows. Set level=sequence."
+        )
+    return versions.by_token(like)

@@ -1,0 +1,77 @@
+"""Bounds of masks and the cap of a weight that move from update to update, apart from the rest of a correction.
+
+The rest is the structure. Its fingerprint is that of the spec with a marker in the place of each bound that moves, so
+that it stays the same for a whole run, while the bounds themselves travel with each update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from . import CorrectionSpec, MaskSpec, WeightSpec
+
+Bounds = Mapping[str, float | None]
+"""The keys of a part that bound it, with their values: lower and upper, or delta; of a weight upper alone."""
+Side = Literal["both", "upper", "lower"]
+"""Of a band, which of its bounds move."""
+WEIGHT: Final = "correction.weight"
+"""Names the weight where masks go by their own names, none of which has a dot."""
+MOVES = "moves"
+"""Stands in a structure for a bound that moves; an open side stays null."""
+
+
+def bounds_of(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
+    """The bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them."""
+    found = {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
+    if spec.weight is not None and WEIGHT in names:
+        found[WEIGHT] = {"upper": spec.weight.upper}
+    return found
+
+
+def with_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
+    """The spec with other bounds for the masks that ``bounds`` names, and for its weight under ``WEIGHT``.
+
+    Raises:
+        KeyError: the spec has no such part.
+        SpecError: bounds that a part cannot have.
+    """
+    there = {name for name, _ in spec.masks} | (set() if spec.weight is None else {WEIGHT})
+    if unknown := set(bounds) - there:
+        raise KeyError(f"bounds for {', '.join(sorted(unknown))}, and the correction has no part of that name")
+    masks = tuple((name, _moved(name, mask, bounds[name]) if name in bounds else mask) for name, mask in spec.masks)
+    weight = spec.weight
+    if weight is not None and WEIGHT in bounds:
+        weight = WeightSpec.from_mapping(weight.to_mapping() | dict(bounds[WEIGHT]))
+    return spec if (weight, masks) == (spec.weight, spec.masks) else replace(spec, weight=weight, masks=masks)
+
+
+def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
+    """As ``CorrectionSpec.fingerprint``, of the structure; without names the spec's own."""
+    if not names:
+        return spec.fingerprint()
+    mapping = spec.to_mapping()
+    for name in names:
+        if name == WEIGHT:
+            mapping["weight"]["upper"] = MOVES
+            continue
+        mask = mapping["masks"][name]
+        mask.update({key: MOVES for key, value in _bounds(mask).items() if value is not None})
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def path_of(name: str) -> str:
+    """Where a part stands below ``correction``."""
+    return "weight" if name == WEIGHT else f"masks.{name}"
+
+
+def _bounds(mapping: Mapping[str, Any]) -> dict[str, float | None]:
+    return {key: mapping[key] for key in ("lower", "upper", "delta") if key in mapping}
+
+
+def _moved(name: str, mask: MaskSpec, bounds: Bounds) -> MaskSpec:
+    return MaskSpec.from_mapping(mask.to_mapping() | dict(bounds), key=f"correction.masks.{name}")

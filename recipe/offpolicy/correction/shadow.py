@@ -1,0 +1,86 @@
+"""Shadow mode: what corrections that are off would have done to the batches of this run.
+
+They decide through the same two stages as the correction that is on, and nothing of it reaches a gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from . import BatchConstants, CorrectionSpec, RolloutStage, Statistic, rollout_stage, step_stage
+
+_KEEP = re.compile(
+    r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
+    r"|length/\w+/keep_sequence_share"
+    r"|turn/\w+/keep_token_share"
+)
+_WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
+
+
+@torch.no_grad()
+def shadow_statistics(
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+    staleness: Tensor | None = None,
+    constants: Mapping[str, BatchConstants] | None = None,
+    beside: RolloutStage | None = None,
+) -> dict[str, Statistic]:
+    """What each correction would have kept and weighed, under ``shadow/<name>/``; see ``correction.catalogue``.
+
+    Args:
+        shadows: name -> correction.
+        old_log_prob, rollout_log_prob, response_mask, log_prob, advantages: (B, T), see the stages.
+        segment_ids, versions: (B, T) integers, for the levels that need them.
+        staleness: (B,) integers; accepted as the stages accept it.
+        constants: name -> what is fixed for the batch; None: these rows are the whole batch.
+        beside: measured stage of the correction that is on, for the very same tensors; spares what all of them share.
+
+    Raises:
+        ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
+            that needs them.
+    """
+    statistics: dict[str, Statistic] = {}
+    for name, spec in shadows.items():
+        if constants is not None and spec.needs_constants and name not in constants:
+            raise ValueError(f"shadow {name} fixes something for the whole batch: constants has no {name!r}.")
+        try:
+            stage = rollout_stage(
+                spec,
+                old_log_prob=old_log_prob,
+                rollout_log_prob=rollout_log_prob,
+                response_mask=response_mask,
+                segment_ids=segment_ids,
+                versions=versions,
+                staleness=staleness,
+                constants=(constants or {}).get(name),
+                measure="decisions",
+                beside=beside,
+            )
+            step = step_stage(spec, stage, log_prob=log_prob, advantages=advantages)
+        except ValueError as error:
+            raise ValueError(f"shadow {name}: {error}") from error
+        statistics |= {f"shadow/{name}/{key}": s for key, s in _reported(spec, step.statistics)}
+    return statistics
+
+
+def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:
+    """What a shadow reports, by its key below the shadow's name."""
+    for key, statistic in statistics.items():
+        if found := _KEEP.fullmatch(key):
+            share = found["share"]
+            if found["sign"] and share == "sequence":
+                continue
+            yield (f"{found['sign'] or ''}keep_{share}_share" if share else key), statistic
+        elif spec.weight is not None and key in _WEIGHT:
+            yield key, statistic

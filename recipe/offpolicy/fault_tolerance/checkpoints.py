@@ -1,0 +1,303 @@
+"""Checkpoints that stay loadable, and that know which correction they were trained with.
+
+verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. Three things
+are missing for a run that ends in the middle. With one checkpoint to keep, the previous is deleted before the new one
+is named; a step that is saved a second time overwrites what is named; and the name itself is not written at once.
+
+    default_local_dir/offpolicy_saving.json            while a checkpoint is being written: which
+    default_local_dir/global_step_N/offpolicy.json     when it is complete: with which correction
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from ..correction import CorrectionSpec
+from ..correction.proximal import OF_THE_TRAINER
+
+logger = logging.getLogger("verl.offpolicy")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SAVING = "offpolicy_saving.json"
+RECORD = "offpolicy.json"
+CHANGED = "offpolicy.resume_changed_correction"
+_STEP = "global_step_"
+_CUT_SHORT = "its writing was cut short"
+
+
+def _none(steering: Mapping[str, Any] | None) -> list[str]:
+    return []
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be resumed as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """``trainer.default_local_dir``: the checkpoints of a run."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Folder:
+        return cls(Path.cwd() / config.trainer.default_local_dir)
+
+    def step(self, step: int) -> Path:
+        return self.path / f"{_STEP}{step}"
+
+    def tracked(self) -> int | None:
+        """The step that verl resumes; None without a tracker.
+
+        Raises:
+            ValueError: the tracker holds no number: its writing was interrupted.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return int((self.path / TRACKER).read_text())
+        return None
+
+    def begun(self) -> Mark | None:
+        """The checkpoint that was begun and not completed, as far as we know."""
+        record = _read(self.path / SAVING)
+        return None if record is None else Mark(record["step"], record["tracked"])
+
+    def whole(self, step: int) -> bool:
+        """Whether nothing of a checkpoint is known to be missing; those of other runs have no record."""
+        if not self.step(step).is_dir() or self._emptied(step):
+            return False
+        mark, record = self.begun(), _read(self.step(step) / RECORD)
+        if record is not None and not record["complete"]:
+            # verl names a checkpoint whose save went on beside the training when that is done.
+            with contextlib.suppress(ValueError):
+                return (self.tracked() or 0) >= step
+            return False
+        if record is not None or mark is None or mark.step != step:
+            return True
+        # verl names a checkpoint when it is complete; one that was named already was being written over.
+        with contextlib.suppress(ValueError):
+            return self.tracked() == step != mark.tracked
+        return False
+
+    def _emptied(self, step: int) -> bool:
+        """Whether verl has deleted the weights of an old checkpoint and left the rest of it."""
+        actor = self.step(step) / "actor"
+        return actor.is_dir() and not any(actor.iterdir())
+
+    def recorded(self) -> list[int]:
+        """Steps that our records call complete, newest first."""
+        found = {path.parent.name.removeprefix(_STEP): _read(path) for path in self.path.glob(f"{_STEP}*/{RECORD}")}
+        return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A checkpoint that is being written: of which step, and which step could be resumed until then, if any."""
+
+    step: int
+    tracked: int | None
+
+
+@contextlib.contextmanager
+def saving(
+    config: DictConfig, step: int, spec: CorrectionSpec, steering: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete.
+
+    Args:
+        steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
+    """
+    folder = Folder.of(config)
+    _keep_previous(config)
+    record = folder.step(step) / RECORD
+    try:
+        tracked = folder.tracked()
+    except ValueError:
+        tracked = None
+    write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
+    record.unlink(missing_ok=True)
+    yield
+    # An asynchronous save of Megatron's goes on; verl names it when it is done.
+    complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
+    content = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint(), "step": step, "complete": complete}
+    write_json(record, content if steering is None else content | {"steering": dict(steering)})
+    if complete:
+        # As verl has just done, but at once.
+        _write(folder.path / TRACKER, str(step))
+    (folder.path / SAVING).unlink(missing_ok=True)
+
+
+def before_loading(
+    config: DictConfig, spec: CorrectionSpec, differences: Callable[[Mapping[str, Any] | None], list[str]] = _none
+) -> dict[str, Any] | None:
+    """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
+
+    Args:
+        differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
+
+    Returns:
+        The checkpoint's ``steering``, for a run with the same correction; None where there is none.
+
+    Raises:
+        CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
+    """
+    path = _to_load(config)
+    if path is None:
+        return None
+    record = _read(path / RECORD)
+    if record is None:
+        logger.warning(
+            "%s has no %s: whether it was trained with this correction cannot be known. The next one will say.",
+            path,
+            RECORD,
+        )
+        return None
+    steering: dict[str, Any] | None = record.get("steering")
+    of_correction = changes(_by_effect(record["correction"]), _by_effect(spec.to_mapping()))
+    if not (found := of_correction + differences(steering)):
+        logger.info(
+            "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
+        )
+    elif OmegaConf.select(config, CHANGED, default=False):
+        logger.warning("resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _lines(found))
+    else:
+        raise CheckpointError(
+            f"{path} was trained with another correction:{_lines(found)}\n"
+            f"Set these back, or say that the change is meant with {CHANGED}=true."
+        )
+    if of_correction and steering is not None:
+        logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
+        return None
+    return steering
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
+    """Keys, below ``key``, in which two mappings of plain values differ, with both values."""
+    before, now = _flat(old, key), _flat(new, key)
+    return [
+        f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} now"
+        for key in sorted(before.keys() | now.keys())
+        if key not in before or key not in now or before[key] != now[key]
+    ]
+
+
+def _by_effect(correction: Mapping[str, Any]) -> dict[str, Any]:
+    """With one name for the two ways to log pi_old of the trainer's weights, as a run may change from one to the other
+    by its micro-batches alone."""
+    of_trainer = correction.get("proximal") in OF_THE_TRAINER
+    return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
+    """The whole file or none of it, with the permissions ``mode`` less those that the umask takes away."""
+    _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
+
+
+def _to_load(config: DictConfig) -> Path | None:
+    """The checkpoint that verl is about to load; None for a new run."""
+    mode = config.trainer.resume_mode
+    if mode == "auto":
+        folder = Folder.of(config)
+        step = _newest_whole(folder)
+        return None if step is None else folder.step(step)
+    if mode != "resume_path":
+        return None
+    path = Path.cwd() / str(config.trainer.resume_from_path)
+    folder, name = Folder(path.parent), path.name.removeprefix(_STEP)
+    if name.isdigit() and path.is_dir() and not folder.whole(int(name)):
+        others = [step for step in folder.recorded() if step != int(name) and folder.whole(step)]
+        advice = f"{folder.step(others[0])} is whole." if others else "No other one there is known to be whole."
+        raise CheckpointError(f"trainer.resume_from_path={path}: {_CUT_SHORT}. {advice}")
+    return path
+
+
+def _newest_whole(folder: Folder) -> int | None:
+    """The step to resume; the tracker is mended where it names a checkpoint that is not whole."""
+    mark = folder.begun()
+    try:
+        tracked = folder.tracked()
+    except ValueError:
+        named, trouble = folder.path / TRACKER, "it holds no number"
+    else:
+        if tracked is None:
+            if mark is not None:
+                logger.warning("the first checkpoint, of step %d, was cut short: training begins anew.", mark.step)
+            return None
+        if folder.whole(tracked):
+            if mark is not None and mark.step != tracked:
+                logger.warning("the checkpoint of step %d was cut short; resuming step %d.", mark.step, tracked)
+            return tracked
+        named = folder.step(tracked)
+        trouble = _CUT_SHORT if named.is_dir() else "it is not there"
+    whole = [step for step in folder.recorded() if folder.whole(step)]
+    if not whole:
+        raise CheckpointError(
+            f"{named}: {trouble}, and no other checkpoint is known to be whole. Name one by "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path=..., or begin anew with "
+            f"trainer.resume_mode=disable."
+        )
+    logger.warning("%s: %s; resuming step %d, the newest checkpoint that is whole.", named, trouble, whole[0])
+    _write(folder.path / TRACKER, str(whole[0]))
+    return whole[0]
+
+
+def _keep_previous(config: DictConfig) -> None:
+    """Two checkpoints where one was asked for: verl deletes the previous one before the new one is named."""
+    trainer = config.trainer
+    single = [
+        key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1
+    ]
+    if OmegaConf.select(trainer, "remove_previous_ckpt_in_save", default=False):
+        single = ["remove_previous_ckpt_in_save", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"]
+    if not single:
+        return
+    with open_dict(config):
+        for key in single:
+            trainer[key] = False if key == "remove_previous_ckpt_in_save" else 2
+    logger.warning(
+        "trainer.%s: two checkpoints are kept, because verl deletes the previous one before the new one can be "
+        "resumed, and a run that ends in between would have none.",
+        single[0],
+    )
+
+
+def _flat(values: Any, key: str) -> dict[str, Any]:
+    if isinstance(values, Mapping) and values:
+        return {path: leaf for name, value in values.items() for path, leaf in _flat(value, f"{key}.{name}").items()}
+    return {key: values}
+
+
+def _lines(items: list[str]) -> str:
+    return "".join(f"\n  {item}" for item in items)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "not there"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Remove it if the checkpoint is to be used.") from error
+    return content
+
+
+def _write(path: Path, text: str, mode: int = 0o666) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as sink:
+        sink.write(text)
+        sink.flush()
+        os.fsync(sink.fileno())
+    temporary.replace(path)

@@ -1,0 +1,388 @@
+"""Ends a run that is stuck, or that has lost a worker, within a bounded time and with a sentence that says where.
+
+verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or
+rollouts that fail and are asked for again for ever keep a run alive that does nothing. A thread beside the trainer
+knows which phase of a step it is in, by wrapped methods, and since when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from ..correction import Problem
+from ..correction.problem import remove, set_to
+from .lost_workers import LostWorkers, end_workers
+
+logger = logging.getLogger("verl.offpolicy")
+
+PHASES: Mapping[str, str] = {
+    "_setup": "start",
+    "init_workers": "start",
+    "replay_buffer.sample": "rollout",
+    "replay_buffer.wait_for_sampleable": "rollout",
+    "async_rollout_manager.generate_sequences": "rollout",
+    "checkpoint_manager.sleep_replicas": "engine_sleep",
+    "_compute_old_log_prob": "old_log_prob",
+    "_compute_ref_log_prob": "ref_log_prob",
+    "_compute_values": "values",
+    "_compute_reward_colocate": "reward",
+    "_update_critic": "update_critic",
+    "_update_actor": "update_actor",
+    "checkpoint_manager.update_weights": "weight_sync",
+    "standalone_checkpoint_manager.update_weights": "weight_sync",
+    "_save_checkpoint": "checkpoint",
+    "_load_checkpoint": "load_checkpoint",
+    "_validate": "validation",
+}
+"""Attribute below the trainer -> the phase that it is; of verl 0.7.1 to 0.9.1, V0 and V1. Each has what it has."""
+BETWEEN = "between_phases"
+"""The driver's own work between two phases: rewards, advantages, metrics, the logger."""
+NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
+
+SECTION = "offpolicy.watchdog"
+SIGNAL = signal.SIGUSR2
+"""Wakes the main thread, which then raises."""
+PATIENCE = 5.0
+"""Seconds that the main thread has to wake, before what it may be waiting for is ended."""
+GRACE = 60.0
+"""Seconds that a run which was told to end has to unwind, before its process is ended."""
+EXIT_CODE = 70
+
+
+class WatchdogError(RuntimeError):
+    """The run is stuck or has lost a worker; the message says where."""
+
+
+class _Interrupt(KeyboardInterrupt):
+    """What the signal raises: ray.get is left by no other error, and ``except Exception`` does not stop it.
+
+    ``Watchdog.speaking`` puts the verdict in its place.
+    """
+
+
+class Phases:
+    """Which phases the trainer is in, outermost first, and since when.
+
+    Args:
+        limits: phase -> seconds that it may take, None for any time.
+        default: seconds for phases without a limit of their own.
+        clock: gives seconds.
+
+    Attributes:
+        clock: as given.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, float | None],
+        default: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = dict(limits)
+        self._default = default
+        self.clock = clock
+        self._stack: list[tuple[str, float]] = []
+        self._idle_since = clock()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """The time inside counts as this phase."""
+        entry = (name, self.clock())
+        with self._lock:
+            self._stack.append(entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stack.remove(entry)
+                self._idle_since = self.clock()
+
+    def limit(self, name: str) -> float | None:
+        """Seconds that a phase may take."""
+        return self._limits.get(name, self._default)
+
+    def current(self) -> list[tuple[str, float]]:
+        """(phase, seconds in it), outermost first; ``BETWEEN`` alone where there is none."""
+        now = self.clock()
+        with self._lock:
+            stack = [(name, now - since) for name, since in self._stack]
+            return stack or [(BETWEEN, now - self._idle_since)]
+
+    def overdue(self) -> str | None:
+        """What is wrong, in a sentence, or None."""
+        current = self.current()
+        for name, seconds in reversed(current):
+            limit = self.limit(name)
+            if limit is not None and seconds > limit:
+                key = f"{SECTION}.phase_timeouts.{name}" if name in self._limits else f"{SECTION}.step_timeout"
+                within = [outer for outer, _ in current if outer != name]
+                return (
+                    f"{name} is stuck: it has taken {seconds:.0f} s{f' within {within[0]}' if within else ''} and may "
+                    f"take {limit:g} s. If it is only slow, raise {key}, or set +{SECTION}.phase_timeouts.{name}."
+                )
+        return None
+
+
+class Watchdog:
+    """The thread that watches, and ends the run.
+
+    Args:
+        phases: what the trainer is doing.
+        lost: asked at every ``poll`` for workers that have died; None: never.
+        poll: seconds between two looks.
+        step: the step that the trainer is at, for messages.
+        release: ends what the main thread may be waiting for, where the signal alone does not wake it.
+        patience: seconds from the signal to that.
+        grace: seconds from there to the end of the process.
+        end: ends this process at once; never returns.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        *,
+        lost: Callable[[], str | None] | None = None,
+        poll: float = 10.0,
+        step: Callable[[], object] = lambda: "?",
+        release: Callable[[], None] = lambda: None,
+        patience: float = PATIENCE,
+        grace: float = GRACE,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.phases = phases
+        self.verdict: WatchdogError | None = None
+        self._lost = lost
+        self._poll = poll
+        self._step = step
+        self._release = release
+        self._patience = patience
+        self._grace = grace
+        self._unwinding = threading.Event()
+        self._end = end
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="offpolicy-watchdog", daemon=True)
+        self._before: Any = None
+        self._deadline: float | None = None
+
+    def start(self) -> None:
+        """Begin to watch; to be called in the thread that trains."""
+        self._main = threading.current_thread()
+        if self._main is threading.main_thread():
+            # The only way to raise in a thread that waits.
+            self._before = signal.signal(SIGNAL, self._raise)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more; idempotent."""
+        self._stopped.set()
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(SIGNAL, self._before)
+            self._before = None
+
+    def failed(self) -> None:
+        """The run has ended with an error of its own: from now on its process has the grace to end as well."""
+        self._deadline = self.phases.clock() + self._grace
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time inside counts as this phase; what it raises after a verdict is the verdict."""
+        with self.phases.inside(name), self.speaking():
+            yield
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Whatever is raised in here after a verdict, the verdict is what the user has to read."""
+        try:
+            yield
+        except BaseException as error:
+            if self.verdict is None or error is self.verdict:
+                raise
+            self._unwinding.set()
+            raise self.verdict from None
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self.verdict is not None:
+            raise _Interrupt(str(self.verdict))
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._tick()):
+            if self._deadline is not None:
+                if self.phases.clock() > self._deadline:
+                    self._end_process("the run has failed.")
+                    return
+            elif sentence := self.phases.overdue() or self._lost_workers():
+                self._end_run(sentence)
+                return
+
+    def _lost_workers(self) -> str | None:
+        try:
+            return self._lost() if self._lost else None
+        except Exception:
+            # Time limits are left; they must not be lost with it.
+            logger.warning("cannot look whether all workers are alive, and stops trying.", exc_info=True)
+            self._lost = None
+            return None
+
+    def _tick(self) -> float:
+        limits = [seconds for name in NAMES if (seconds := self.phases.limit(name)) is not None]
+        return max(0.05, min([self._poll, *(seconds / 4 for seconds in limits)]))
+
+    def _end_run(self, sentence: str) -> None:
+        phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.current())
+        self.verdict = WatchdogError(f"{sentence} Step {self._step()}, phase {phases}.")
+        logger.error("the watchdog ends the run. %s", self.verdict)
+        # To the descriptor: it is what Ray shows of a process, whatever Python's sys.stderr is by now.
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        if self._before is not None and self._main.ident is not None:
+            signal.pthread_kill(self._main.ident, SIGNAL)
+            if not self._unwinding.wait(self._patience):
+                self._release()
+            if self._stopped.wait(self._grace):
+                return
+        self._end_process(f"the run was told to end, because {sentence}")
+
+    def _end_process(self, why: str) -> None:
+        logger.error("%s It did not end within %.0f s: its process is ended.", why, self._grace)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._end(EXIT_CODE)
+
+
+def watch(
+    trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> Watchdog | None:
+    """Watch over a trainer of verl's from here on; once, after its construction and in the thread that trains.
+
+    Args:
+        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, those of
+            parts that it makes later as soon as they are there.
+        config: holds ``offpolicy.watchdog``.
+        clock: gives seconds.
+        options: further arguments of the Watchdog.
+
+    Returns:
+        None where every limit and the look for lost workers are switched off.
+    """
+    settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
+    default, limits, poll = settings.get("step_timeout"), settings.get("phase_timeouts") or {}, settings.get("poll")
+    if default is None and poll is None and not any(limit is not None for limit in limits.values()):
+        return None
+    watchdog = Watchdog(
+        Phases(limits, default, clock),
+        lost=LostWorkers(trainer) if poll is not None else None,
+        poll=poll if poll is not None else 10.0,
+        step=lambda: getattr(trainer, "global_steps", "?"),
+        release=lambda: end_workers(trainer),
+        **options,
+    )
+    _wrap_phases(trainer, watchdog)
+    _wrap_fit(trainer, watchdog)
+    watchdog.start()
+    return watchdog
+
+
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.watchdog``."""
+    settings = OmegaConf.select(config, SECTION)
+    if not isinstance(settings, DictConfig):
+        yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
+        return
+    for name in map(str, settings):
+        if name not in ("step_timeout", "phase_timeouts", "poll"):
+            key, given = f"{SECTION}.{name}", settings[name]
+            yield _problem(key, given, "unknown key.", "", *remove(key, given))
+    key, limits = f"{SECTION}.phase_timeouts", settings.get("phase_timeouts")
+    if isinstance(limits, ListConfig) or not isinstance(limits, DictConfig):
+        fix = f"Remove this override, or set {key}.rollout=7200 for example."
+        yield _problem(key, limits, "not a mapping.", fix)
+        limits = {}
+    for name in map(str, limits):
+        if name not in NAMES:
+            given, fix = limits[name], f"Choose of {', '.join(NAMES)}."
+            yield _problem(f"{key}.{name}", given, "no phase has this name.", fix, *remove(f"{key}.{name}", given))
+    seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
+    seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}
+    for name, value in seconds.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            fix, any_time = "Set one, or null for any time.", set_to(f"{SECTION}.{name}", None)
+            yield _problem(f"{SECTION}.{name}", value, "not a number of seconds above 0.", fix, any_time)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+
+
+def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
+    """Wrap what is there of ``PHASES``, and look again after each of them for parts that it has made."""
+    wrapped: set[str] = set()
+
+    def bind() -> None:
+        for path, name in PHASES.items():
+            *owners, method = path.split(".")
+            owner = trainer
+            for part in owners:
+                owner = getattr(owner, part, None)
+            if path in wrapped or owner is None or not callable(getattr(owner, method, None)):
+                continue
+            setattr(owner, method, around(getattr(owner, method), name))
+            wrapped.add(path)
+
+    def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def in_phase(*args: Any, **kwargs: Any) -> Any:
+            with watchdog.phase(name):
+                result = call(*args, **kwargs)
+            if len(wrapped) < len(PHASES):
+                bind()
+            return result
+
+        return in_phase
+
+    bind()
+
+
+def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
+    fit = trainer.fit
+
+    @functools.wraps(fit)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with watchdog.speaking():
+                result = fit(*args, **kwargs)
+        except BaseException:
+            if watchdog.verdict is None:
+                # Now: what comes after may end this process before anybody else has said why.
+                logger.error("the run has failed.", exc_info=True)
+            if _in_ray_actor():
+                # What comes after, such as closing a store, waits for processes that may not answer any more.
+                watchdog.failed()
+            elif watchdog.verdict is None:
+                watchdog.stop()
+            raise
+        watchdog.stop()
+        return result
+
+    trainer.fit = watched
+
+
+def _in_ray_actor() -> bool:
+    import ray
+
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None

@@ -1,0 +1,121 @@
+"""Which correction the workers are to run at the next update, and under which bounds: decided between updates.
+
+The configured correction, or the fallback of an alarm; the configured bounds, or those that a schedule has moved. One
+trainer decides for all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ..correction import CorrectionSpec, Statistic
+from ..correction.moving_bounds import Side, path_of
+from ..fault_tolerance.checkpoints import changes
+from .alarms import settings as alarm_settings
+from .alarms.panel import CONFIGURED, Panel
+from .bounds import settings
+from .bounds.controller import Calibration
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class Steering:
+    """What is in force.
+
+    Args:
+        spec: the configured correction.
+        config: the composed configuration of the run, prepared by ``main_offpolicy``.
+    """
+
+    def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
+        self._configured = spec
+        self._panel = Panel.of(config)
+        self._calibration = Calibration.of(config, spec)
+        self._noted = settings.plain(config)
+
+    @property
+    def spec(self) -> CorrectionSpec:
+        """The correction of the next update, under its bounds."""
+        if (fallback := self._panel.fallback) is not None:
+            return fallback
+        return self._configured if self._calibration is None else self._calibration.spec
+
+    @property
+    def moving(self) -> dict[str, Side]:
+        """Masks, and ``WEIGHT``, whose bounds come with each update, and the sides that move; none under a fallback."""
+        if self._calibration is None or self._panel.fallback is not None:
+            return {}
+        return self._calibration.settings.moving
+
+    @property
+    def bounds(self) -> dict[str, dict[str, float | None]]:
+        """Part -> its bounds at the next update, for those of ``moving``."""
+        return self._calibration.bounds if self._calibration is not None and self.moving else {}
+
+    def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
+        """Take in what one update showed, and decide for the next.
+
+        Args:
+            values: statistics below ``offpolicy/``.
+            histograms: of the parts in ``moving``, see ``calibration.online_histogram``.
+
+        Returns:
+            Whether another correction is in force, which has to reach the workers and to be proved.
+
+        Raises:
+            AlarmError: an alarm ends the run.
+        """
+        moving = bool(self.moving)
+        switched = self._panel.judge(self.spec, values)
+        if self._calibration is not None and moving and not switched:
+            self._calibration.observe(histograms)
+        elif self._calibration is not None:
+            self._calibration.pause(histograms)
+        return switched
+
+    def metrics(self) -> dict[str, float]:
+        """What is in force and what moved, below ``offpolicy/``; the same keys at every update of a run."""
+        calibrated = {} if self._calibration is None else self._calibration.metrics()
+        return self._panel.metrics() | calibrated
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, in plain values."""
+        fallback = self._panel.fallback
+        return {
+            "alarms": self._panel.state(),
+            "fallback": None if fallback is None else fallback.to_mapping(),
+            "calibrate": self._noted,
+            "calibration": None if self._calibration is None else self._calibration.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
+        alarms = state["alarms"]
+        name, there = alarms["in_force"], self._panel.fallback_of(alarms["in_force"])
+        goes_on = there is not None and there.to_mapping() == state["fallback"]
+        self._panel.restore(alarms, in_force=name if goes_on else CONFIGURED)
+        if self._calibration is not None and state["calibration"] is not None:
+            self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
+            for part, bounds in self._calibration.bounds.items():
+                logger.info("resuming with correction.%s at %s, as calibrated.", path_of(part), bounds)
+        if goes_on:
+            logger.warning("resuming with the fallback of alarm %s in force: %s", name, state["fallback"])
+        elif name != CONFIGURED:
+            logger.warning("the fallback of alarm %s was in force: the configured one is now.", name)
+
+
+def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
+    """Where a run would not go on as the checkpoint with this ``state`` was left: keys, with both values."""
+    noted = {"target_kept": None} if state is None else state["calibrate"]
+    unset = {"target_ess": None}
+    found = changes(unset | noted, unset | settings.plain(config), settings.SECTION)
+    if state is None or state["fallback"] is None:
+        return found
+    name = state["alarms"]["in_force"]
+    alarm = alarm_settings.settings_of(config).get(name)
+    configured = alarm.fallback.to_mapping() if alarm is not None and alarm.fallback is not None else {}
+    return found + changes(state["fallback"], configured, f"{alarm_settings.SECTION}.{name}.fallback")

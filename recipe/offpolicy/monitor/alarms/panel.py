@@ -1,0 +1,212 @@
+"""All alarms of a run: judged after each update, they say which correction is to be in force at the next."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ...correction import CorrectionSpec
+from .alarm import State
+from .settings import GROWTH, SECTION, Settings, settings_of
+from .watched import growth, statistic_of, value_of
+
+logger = logging.getLogger("verl.offpolicy")
+
+CONFIGURED = "configured"
+_MEANINGS = {
+    "ess": "few tokens or rows carry the gradient",
+    "mean_weight": "mu and the trainer's policy are no longer near each other",
+    "kept_share": "most of the batch is rejected",
+    "nonfinite": "log-probs arrive that are no numbers",
+    "mismatch_growth": "the mismatch of the two engines has grown, as with stale weights or caches",
+}
+
+
+class AlarmError(RuntimeError):
+    """An alarm with ``action=stop`` fired; the message says which, by what, and what to do."""
+
+
+class Panel:
+    """The alarms of one run.
+
+    Args:
+        alarms: those that are not off, by name, in the order in which they are judged.
+
+    Attributes:
+        in_force: ``configured``, or the name of the alarm whose fallback the next update is to run.
+    """
+
+    def __init__(self, alarms: Mapping[str, Settings]) -> None:
+        self._alarms = dict(alarms)
+        self._states = {name: State() for name in alarms}
+        self._past: list[float] = []
+        self._updates = 0
+        self.in_force = self._ran = CONFIGURED
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Panel:
+        """That of a composed configuration."""
+        return cls(settings_of(config))
+
+    @property
+    def fallback(self) -> CorrectionSpec | None:
+        """The correction that is in force in the place of the configured one."""
+        alarm = self._alarms.get(self.in_force)
+        return None if alarm is None else alarm.fallback
+
+    def judge(self, spec: CorrectionSpec, values: Mapping[str, float]) -> bool:
+        """Take in what one update under ``spec`` showed.
+
+        Args:
+            values: statistics below ``offpolicy/``; empty where nothing is measured, and then nothing is judged.
+
+        Returns:
+            Whether another correction is in force now.
+
+        Raises:
+            AlarmError: an alarm with ``action=stop`` fired.
+        """
+        before = self._ran = self.in_force
+        if not values:
+            return False
+        self._updates += 1
+        fired = []
+        for name, alarm in self._alarms.items():
+            value = self._value(alarm, spec, values)
+            if value is None:
+                continue
+            state, event = self._states[name].after(alarm.rule, value)
+            self._states[name] = state
+            if event == "fired":
+                self._announce(alarm, state, spec)
+                fired.append(name)
+            elif event == "recovered":
+                logger.info("alarm %s: %s is back at %.4g.", name, statistic_of(name, spec), value)
+        self.in_force = self._chosen()
+        self._say(before, fired)
+        if self.in_force != before:
+            # Another correction has other statistics; the mismatch of the engines is the same under all of them.
+            self._states = {name: State(firing=state.firing) for name, state in self._states.items()}
+        return self.in_force != before
+
+    def metrics(self) -> dict[str, float]:
+        """``alarm/<name>``, 1 while it fires, and which correction the last update ran: 0 the configured, n the n-th
+        alarm's; alarms are counted as they are configured, those that are off left out.
+        """
+        numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
+        firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
+        return firing | {"alarm/active_correction": numbers[self._ran]}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, in plain values."""
+        return {
+            "in_force": self.in_force,
+            "updates": self._updates,
+            "past": self._past,
+            "alarms": {name: asdict(state) for name, state in self._states.items()},
+            "rules": {name: alarm.plain() for name, alarm in self._alarms.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
+        """Take up where ``state`` was written; alarms that it does not know, or knows otherwise, begin anew.
+
+        Args:
+            in_force: as the attribute, where it is not to be that of ``state``.
+        """
+        self._past = [float(value) for value in state["past"]]
+        self._updates = int(state["updates"])
+        self.in_force = self._ran = state["in_force"] if in_force is None else in_force
+        switched = self.in_force != state["in_force"]
+        for name, alarm in self._alarms.items():
+            known = state["alarms"].get(name)
+            same = known is not None and state.get("rules", {}).get(name) == alarm.plain()
+            # One that fires without what it asked for has to be able to ask again.
+            unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
+            if not same or unheard:
+                self._states[name] = State()
+                if known is not None and known["firing"]:
+                    logger.warning(
+                        "alarm %s: it fired in the checkpoint, and begins anew as it is configured now.", name
+                    )
+            elif switched:
+                self._states[name] = State(firing=known["firing"])
+            else:
+                self._states[name] = State(**known | {"values": tuple(known["values"])})
+
+    def fallback_of(self, name: str) -> CorrectionSpec | None:
+        """The correction that the alarm ``name`` falls back to; None without such an alarm."""
+        alarm = self._alarms.get(name)
+        return None if alarm is None else alarm.fallback
+
+    def _value(self, alarm: Settings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
+        value = value_of(alarm.name, spec, values)
+        if alarm.name != GROWTH:
+            return value
+        grown = growth(self._past, value, history=alarm.window, least=alarm.least)
+        # A fault that lasts is not to become what it is seen against.
+        healthy = grown is None or (alarm.rule.band.holds(grown) and not self._states[alarm.name].firing)
+        if healthy and math.isfinite(value):
+            self._past = [*self._past, value][-alarm.window :]
+        return grown
+
+    def _chosen(self) -> str:
+        """What the next update is to run: the fallback that holds, or else that of the first alarm that fires."""
+        holder = self._alarms.get(self.in_force)
+        if holder is not None and not self._over(holder):
+            return self.in_force
+        firing = (n for n, alarm in self._alarms.items() if alarm.action == "fallback" and self._states[n].firing)
+        return next(firing, CONFIGURED)
+
+    def _say(self, before: str, fired: Sequence[str]) -> None:
+        """What is in force next, and why, where alarms ``fired`` or it has changed."""
+        if before not in (CONFIGURED, self.in_force):
+            quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
+            if self.in_force == CONFIGURED:
+                back = "the configured correction is in force again from the next update on, which is to prove it."
+                logger.warning("%s, %s", quiet, back)
+            else:
+                logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
+        if self.in_force not in (CONFIGURED, before):
+            alarm = self._alarms[self.in_force]
+            forever = alarm.return_after is None
+            logger.warning(
+                "alarm %s: fallback [%s] is in force from the next update on, which is to prove it, %s.",
+                alarm.name,
+                ",".join(alarm.options),
+                "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",
+            )
+        for name in fired:
+            taken = self.in_force == name != before
+            if self._alarms[name].action == "fallback" and not taken:
+                logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", name, self.in_force)
+
+    def _announce(self, alarm: Settings, state: State, spec: CorrectionSpec) -> None:
+        sentence = _sentence(alarm, state, spec, self._updates)
+        if alarm.action == "stop":
+            raise AlarmError(
+                f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
+                f"these updates, and no checkpoint was written since the last of them: resume one from before they "
+                f"began, with the cause mended, with a safer correction and offpolicy.resume_changed_correction=true, "
+                f"or with {SECTION}.{alarm.name}.action=fallback. If such values are meant, widen its bounds."
+            )
+        logger.warning("%s", sentence)
+
+    def _over(self, alarm: Settings) -> bool:
+        state = self._states[alarm.name]
+        return alarm.return_after is not None and not state.firing and state.calm >= alarm.return_after
+
+
+def _sentence(alarm: Settings, state: State, spec: CorrectionSpec, updates: int) -> str:
+    shown = ", ".join(f"{value:.4g}" for value in state.values)
+    more = "..., " if state.beyond > len(state.values) else ""
+    over = f"{alarm.rule.patience} consecutive updates" if alarm.rule.patience > 1 else "an update"
+    what = statistic_of(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
+    return (
+        f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, and has to be "
+        f"{alarm.rule.band}: {_MEANINGS[alarm.name]}."
+    )

@@ -1,0 +1,254 @@
+"""The keys of ``offpolicy.alarms``: read once, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import CorrectionSpec, Problem, SpecError
+from ...correction.problem import remove, set_to
+from .alarm import Action, Band, Rule
+from .watched import GROWTH, NAMES, RANGES, never_moves
+
+SECTION = "offpolicy.alarms"
+_COMMON: Final[dict[str, Any]] = {
+    "action": "warn",
+    "lower": None,
+    "upper": None,
+    "patience": 3,
+    "recovery_lower": None,
+    "recovery_upper": None,
+    "recovery_patience": 3,
+    "fallback": None,
+    "return_after": None,
+}
+DEFAULTS: Final[Mapping[str, dict[str, Any]]] = {
+    "ess": _COMMON | {"lower": 0.3, "recovery_lower": 0.4},
+    "mean_weight": _COMMON | {"lower": 0.5, "upper": 2.0, "recovery_lower": 0.6, "recovery_upper": 1.7},
+    "kept_share": _COMMON | {"lower": 0.5, "recovery_lower": 0.6},
+    "nonfinite": _COMMON | {"upper": 0.0, "recovery_upper": 0.0, "patience": 1},
+    "mismatch_growth": _COMMON | {"upper": 5.0, "recovery_upper": 2.5, "window": 16, "least": 1e-4},
+}
+"""Alarms and their keys, in the order in which they are judged."""
+
+_BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
+_MU = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One alarm as it is configured.
+
+    Attributes:
+        fallback: the correction to fall back to; None with another action.
+        options: names of the options that it was put together from.
+        return_after: consecutive updates inside the recovery band after which the configured correction returns; None
+            for never.
+        window: updates that the growth of the mismatch is seen against.
+        least: mismatch, in nats a token, below which there is no growth.
+    """
+
+    name: str
+    action: Action
+    rule: Rule
+    fallback: CorrectionSpec | None
+    options: tuple[str, ...]
+    return_after: int | None
+    window: int
+    least: float
+
+    def plain(self) -> dict[str, Any]:
+        """What decides when it fires and what then happens, in values as JSON has them."""
+        fallback = None if self.fallback is None else self.fallback.to_mapping()
+        return asdict(self.rule) | {
+            "action": self.action,
+            "fallback": fallback,
+            "return_after": self.return_after,
+            "window": self.window,
+            "least": self.least,
+        }
+
+
+def settings_of(config: DictConfig) -> dict[str, Settings]:
+    """The alarms of a configuration without ``problems`` that are not off, by name."""
+    return {name: _one(name, values) for name, values in _values(config).items() if values["action"] != "off"}
+
+
+def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.alarms`` beside the correction ``spec``."""
+    section = OmegaConf.select(config, SECTION)
+    if not isinstance(section, DictConfig):
+        yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
+        return
+    for name in map(str, section):
+        key, values = f"{SECTION}.{name}", section[name]
+        if name not in DEFAULTS:
+            fix = f"Choose of {', '.join(NAMES)}."
+            yield _problem(key, values, "no alarm has this name.", fix, *remove(key, values))
+        elif not isinstance(values, DictConfig):
+            fix = f"Set {key}.action=off to do without it."
+            yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: 'off'}}")
+        else:
+            for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
+                given = values[unknown]
+                yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
+    for name, alarm in _values(config).items():
+        found = list(_malformed(name, alarm))
+        yield from found or _pointless(name, alarm, spec, config)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+
+
+def _shipped(name: str, *parts: str) -> tuple[str, ...]:
+    """The overrides that give these keys of an alarm the values that are shipped."""
+    return tuple(set_to(f"{SECTION}.{name}.{part}", DEFAULTS[name][part]) for part in parts)
+
+
+def _values(config: DictConfig) -> dict[str, dict[str, Any]]:
+    section = OmegaConf.select(config, SECTION)
+    given: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
+    # A configuration without the section, as of a test of something else, has no alarms.
+    names = DEFAULTS if given else {}
+    values = {name: defaults | (given.get(name) or {}) for name, defaults in DEFAULTS.items() if name in names}
+    for alarm in values.values():
+        # YAML reads a bare off as false.
+        alarm["action"] = "off" if alarm["action"] is False else alarm["action"]
+    return values
+
+
+def _one(name: str, values: Mapping[str, Any]) -> Settings:
+    fallback = values["fallback"]
+    resolved = isinstance(fallback, Mapping)
+    if values["action"] == "fallback" and not resolved:
+        reason = "names, that main_offpolicy has not replaced by what they mean."
+        raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
+    return Settings(
+        name=name,
+        action=values["action"],
+        rule=Rule(
+            band=Band(_float(values["lower"]), _float(values["upper"])),
+            recovery=Band(_float(values["recovery_lower"]), _float(values["recovery_upper"])),
+            patience=values["patience"],
+            recovery_patience=values["recovery_patience"],
+        ),
+        fallback=CorrectionSpec.from_mapping(fallback["correction"]) if resolved else None,
+        options=tuple(fallback["options"]) if resolved else (),
+        return_after=values["return_after"],
+        window=values.get("window", 0),
+        least=values.get("least", 0.0),
+    )
+
+
+def _malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+    def wrong(part: str, reason: str, fix: str, *overrides: str) -> Problem:
+        return _problem(f"{SECTION}.{name}.{part}", values[part], reason, fix, *overrides)
+
+    if values["action"] not in get_args(Action):
+        yield wrong("action", "no action.", f"Set one of {', '.join(get_args(Action))}.", *_shipped(name, "action"))
+    for part in _BOUNDS:
+        if values[part] is not None and not _is_number(values[part]):
+            yield wrong(part, "not a number.", "Set one, or null to leave the side open.", *_shipped(name, *_BOUNDS))
+            return
+    for part, least in (("patience", 1), ("recovery_patience", 1), ("window", 2), ("return_after", 1)):
+        if part in values and not (part == "return_after" and values[part] is None):
+            value = values[part]
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                reason = f"a count of updates, a whole number of at least {least}."
+                yield wrong(part, reason, "", *_shipped(name, part))
+                return
+    if "least" in values and not (_is_number(values["least"]) and values["least"] > 0):
+        yield wrong("least", "nats a token, a number > 0.", "", *_shipped(name, "least"))
+    yield from _of_band(name, values)
+    back = values["return_after"]
+    if back is not None and back < (patience := values["recovery_patience"]):
+        key = f"{SECTION}.{name}"
+        reason = f"before the alarm has re-armed, after {key}.recovery_patience={patience} updates."
+        fix = f"Set {patience} or more."
+        yield wrong("return_after", reason, fix, set_to(f"{key}.return_after", patience))
+
+
+def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Bounds that cross, lie out of reach of what the alarm measures, or do not fit the stricter ones."""
+    key, shipped = f"{SECTION}.{name}", _shipped(name, *_BOUNDS)
+    lower, upper = values["lower"], values["upper"]
+    if lower is None and upper is None:
+        fix = f"Set a bound, or {key}.action=off."
+        yield _problem(f"{key}.lower", None, "with both sides open it never fires.", fix, *shipped)
+        return
+    if lower is not None and upper is not None and lower > upper:
+        reason = f"above {key}.upper={upper}, so that every value is beyond."
+        yield _problem(f"{key}.lower", lower, reason, "", *shipped)
+        return
+    least, greatest = RANGES[name]
+    within = f"it lies between {least:g} and {greatest:g}" if math.isfinite(greatest) else f"it is {least:g} or more"
+    for side, bound in (("lower", lower), ("upper", upper)):
+        if bound is None:
+            continue
+        below, above = (bound <= least, bound > greatest) if side == "lower" else (bound < least, bound >= greatest)
+        if below or above:
+            never = below == (side == "lower")
+            happens = (
+                "no value is beyond, and it never fires" if never else "every value is beyond, and it always fires"
+            )
+            yield _problem(f"{key}.{side}", bound, f"{within}: {happens}.", "", *shipped)
+            return
+    fit = True
+    for side, sign in (("lower", 1.0), ("upper", -1.0)):
+        bound, recovery = values[side], values[f"recovery_{side}"]
+        if (bound is None) != (recovery is None):
+            unset = f"recovery_{side}" if recovery is None else side
+            given = bound if recovery is None else recovery
+            fix = f"Set both, or neither; {key}.{unset}={given} for example."
+            both = set_to(f"{key}.{unset}", given)
+            yield _problem(f"{key}.{unset}", None, f"{side} and recovery_{side} go together.", fix, both)
+        elif bound is not None and sign * recovery < sign * bound:
+            reason = f"looser than {key}.{side}={bound}: it would re-arm while it fires."
+            stricter = f"{key}.recovery_{side}"
+            yield _problem(stricter, recovery, reason, f"Set {bound}, or a stricter one.", set_to(stricter, bound))
+            fit = False
+    low, high = values["recovery_lower"], values["recovery_upper"]
+    if fit and low is not None and high is not None and low > high:
+        reason = f"above {key}.recovery_upper={high}, so that it would never re-arm."
+        yield _problem(f"{key}.recovery_lower", low, reason, "", *shipped)
+
+
+def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig) -> Iterator[Problem]:
+    key, action = f"{SECTION}.{name}", values["action"]
+    if action == "fallback" and not values["fallback"]:
+        override = set_to(f"{key}.fallback", ["tis_token", "gsm"])
+        yield _problem(f"{key}.fallback", values["fallback"], "nothing to fall back to.", "", override)
+    if action != "fallback" and values["fallback"]:
+        names = values["fallback"]
+        given = names["options"] if isinstance(names, Mapping) else names
+        reason, fix = f"never taken with action={action}.", f"Set {key}.action=fallback, or null."
+        yield _problem(f"{key}.fallback", given, reason, fix, set_to(f"{key}.action", "fallback"))
+    if values["return_after"] is not None and action != "fallback":
+        reason, fix = f"nothing to return from with action={action}.", f"Set null, or {key}.action=fallback."
+        yield _problem(f"{key}.return_after", values["return_after"], reason, fix, set_to(f"{key}.return_after", None))
+    if action not in ("stop", "fallback"):
+        return
+    measured = OmegaConf.select(config, _MU)
+    if spec.is_none and not measured:
+        reason = "with correction=none and no rollout log-probs there is nothing to measure."
+        fix = f"Set {_MU}=true, or {key}.action=off."
+        yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
+    elif reason := never_moves(name, spec):
+        fix = f"Set {key}.action=warn, or off."
+        yield _problem(f"{key}.action", action, reason, fix, set_to(f"{key}.action", "warn"))
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+__all__ = ["DEFAULTS", "GROWTH", "SECTION", "Settings", "problems", "settings_of"]

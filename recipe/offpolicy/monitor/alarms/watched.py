@@ -1,0 +1,78 @@
+"""What each alarm looks at: one number an update, by the statistics that the correction in force gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from ...correction import CorrectionSpec
+from ...correction.proximal import OF_THE_TRAINER
+
+NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth")
+GROWTH: Final = "mismatch_growth"
+RANGES: Final = {
+    "ess": (0.0, 1.0),
+    "mean_weight": (0.0, math.inf),
+    "kept_share": (0.0, 1.0),
+    "nonfinite": (0.0, math.inf),
+    "mismatch_growth": (0.0, math.inf),
+}
+"""Least and greatest value that each alarm can see."""
+_COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+
+
+def statistic_of(name: str, spec: CorrectionSpec) -> str:
+    """The statistic, below ``offpolicy/``, that an alarm looks at under a correction.
+
+    Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
+    trainer's weights that is pi / mu, because pi_old / mu says nothing there.
+    """
+    trainers_own = spec.proximal in OF_THE_TRAINER
+    ratio = "rollout_ratio" if trainers_own else "full_ratio"
+    match name:
+        case "ess":
+            return "weight/ess" if spec.weight is not None else f"{ratio}/ess"
+        case "mean_weight":
+            if spec.weight is None:
+                return f"{ratio}/mean"
+            # Self-normalised weights have mean 1 whatever happens.
+            return "raw_weight/mean" if spec.weight.normalize else "weight/mean"
+        case "kept_share":
+            return "keep/token_share"
+        case "nonfinite":
+            return "nonfinite"
+        case "mismatch_growth":
+            return "kl/k3" if trainers_own else f"{ratio}/chi2"
+        case _:
+            raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
+
+
+def never_moves(name: str, spec: CorrectionSpec) -> str:
+    """Why the statistic of an alarm cannot leave its range under a correction; empty where it can."""
+    if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
+        return "the correction has no mask and no weight that rejects, so that all is kept."
+    return ""
+
+
+def value_of(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    """The number that an update shows; NaN where it is missing."""
+    if name == "nonfinite":
+        found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
+        return sum(found) if found else math.nan
+    return values.get(statistic_of(name, spec), math.nan)
+
+
+def growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+
+    Args:
+        past: mismatch of the updates before, finite.
+        least: mismatch that is taken for none: neither value nor median counts as less.
+    """
+    if math.isnan(value):
+        return math.nan
+    if len(past) < history:
+        return None
+    return max(value, least) / max(median(past), least)

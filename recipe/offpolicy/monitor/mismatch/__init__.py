@@ -1,0 +1,1 @@
+"""Sums and statistics of the mismatch that every training step reports."""

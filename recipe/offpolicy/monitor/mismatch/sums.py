@@ -1,0 +1,75 @@
+"""The sums over tokens that a decomposition of log pi/mu is made of: they add up over rows, micro-batches and ranks.
+
+Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
+weights that its step began with sampled it: then G is the backend's doing alone. In a *stale* token G is backend and
+staleness together, and only what fresh tokens of the same probability show tells them apart.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...correction.ratios import divergence
+
+EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
+"""log mu at which one bin of probability ends: 0.001, 0.01, 0.1, 0.5, 0.9."""
+BINS: Final = ("< 0.001", "0.001-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "> 0.9")
+"""Probability under mu, a bin each; mu is nearer than pi_old to the weights that sampled a stale token."""
+
+AGES: Final = ("fresh", "stale", "unknown")
+COLUMNS: Final = ("tokens", "total", "total_square", "gap", "gap_square", "gap_total", "gap_k3", "total_k3")
+"""n, sum L, sum L^2, sum G, sum G^2, sum G L, sum k3(G), sum k3(L), with k3(x) = exp(x) - 1 - x."""
+SHAPE: Final = (len(AGES), len(BINS), len(COLUMNS))
+
+
+@torch.no_grad()
+def sums_by_row(
+    rollout_log_prob: Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    staleness: Tensor | None,
+) -> Tensor:
+    """The sums of each row.
+
+    Args:
+        rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
+        response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite counts nowhere.
+        staleness: (B,) integers, steps from the weights that sampled a row to those that its step began with, below 0
+            where not known; None: known of no row.
+
+    Returns:
+        (B, *SHAPE) float64.
+    """
+    mu = rollout_log_prob.detach().double()
+    differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
+    # Both are finite where all three log-probs are, and a number less itself is 0 where it is finite.
+    valid = response_mask.bool() & (differences - differences == 0).all(0)
+    differences = torch.where(valid, differences, 0.0)
+    squares, k3 = differences.square(), divergence("k3", differences)
+    total, gap = differences.unbind()
+    columns = torch.stack(
+        [valid.double(), total, squares[0], gap, squares[1], gap * total, k3[1], k3[0]],
+        dim=-1,
+    )
+    rows, ages, bins, width = len(valid), *SHAPE
+    # Off valid tokens all columns are 0, so that it does not matter in which bin they are.
+    place = torch.bucketize(mu, _edges(valid.device), right=True)
+    if staleness is None:
+        age = torch.full((rows,), AGES.index("unknown"), device=valid.device)
+    else:
+        known = staleness.to(valid.device)
+        age = torch.where(known < 0, AGES.index("unknown"), (known > 0).long())
+    place = place + bins * (age + ages * torch.arange(rows, device=valid.device))[:, None]
+    sums = torch.zeros(rows * ages * bins, width, dtype=torch.float64, device=valid.device)
+    sums.index_add_(0, place.flatten(), columns.reshape(-1, width))
+    return sums.reshape(rows, *SHAPE)
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    return torch.tensor(EDGES, dtype=torch.float64, device=device)

@@ -1,0 +1,193 @@
+"""What ``correction=auto`` chooses: the set of corrections for a run's set-up, and why.
+
+``select`` is the decision tree, and ``check_requirements`` holds the configuration to what a correction of the loss
+cannot do, such as replaying routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..correction import Problem
+from ..correction.problem import CheckError, set_to
+from .auto_setup import REPLAYING, Setup
+
+ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A key of verl's that the selection relies on.
+
+    Attributes:
+        key: Hydra path.
+        value: what it has to be, or the greatest number that it may be.
+        why: a sentence.
+        at_most: whether ``value`` is a bound.
+        instead: a key and value that make the requirement void.
+    """
+
+    key: str
+    value: Any
+    why: str
+    at_most: bool = False
+    instead: tuple[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a set-up needs.
+
+    Attributes:
+        options: of the group ``correction``.
+        reasons: a line a decision, with the set-up value that made it.
+        requires: keys outside the correction.
+        advice: what may help and is not prescribed.
+    """
+
+    options: tuple[str, ...]
+    reasons: tuple[str, ...]
+    requires: tuple[Requirement, ...] = ()
+    advice: tuple[str, ...] = ()
+
+
+def select(setup: Setup) -> Selection:
+    """The decision tree: engine, mode, mini-batches, model, trajectory.
+
+    Asynchronous data gets one weight, prox / mu, under one cap: the trainer's log-prob at the weights that sampled,
+    which would tell the mismatch of the engines from staleness, cannot be computed once the weights have moved on.
+    """
+    decisions = (_weight(setup), _rate_limit(setup), _clip(setup), _routing(setup), _tools(setup))
+    return Selection(
+        options=tuple(option for one in decisions for option in one.options) or ("none",),
+        reasons=tuple(line for one in decisions for line in one.reasons),
+        requires=tuple(requirement for one in decisions for requirement in one.requires),
+        advice=tuple(line for one in decisions for line in one.advice),
+    )
+
+
+def _weight(setup: Setup) -> Selection:
+    engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
+    if setup.mode == "async":
+        folded = {
+            "same": f"{engine}: no mismatch of engines to weigh.",
+            "different": f"{engine}: truncated importance sampling, folded into the one weight of decoupled_ppo.",
+        }
+        return Selection(
+            ("decoupled_ppo",),
+            (folded[setup.engine], f"{mode}: decoupled_ppo, the weight pi_old / mu beside a clip around pi_old."),
+        )
+    fresh = f"{mode}: no staleness correction."
+    if setup.engine == "different":
+        return Selection(("tis_token",), (f"{engine}: tis_token, mu and pi_old differ at equal weights.", fresh))
+    return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh))
+
+
+def _rate_limit(setup: Setup) -> Selection:
+    if setup.mode == "sync":
+        return Selection((), ())
+    why = (
+        f"decoupled PPO with unbounded staleness degrades, and matches synchronous training up to {ETA_MATHS} steps; "
+        f"verl counts the versions that a trajectory spans, one more than its staleness."
+    )
+    return Selection(
+        (),
+        (f"setup.mode=async: staleness is bounded, by {_STALENESS}.",),
+        (Requirement(_STALENESS, ETA_MATHS + 1, why, at_most=True),),
+        (f"{_STALENESS}={ETA_CODE + 1} for code, {ETA_MATHS + 1} for maths: {ETA_CODE} and {ETA_MATHS} steps.",),
+    )
+
+
+def _clip(setup: Setup) -> Selection:
+    n = f"setup.minibatches={setup.minibatches}"
+    if setup.minibatches == 1:
+        return Selection((), (f"{n}: a single step on each batch, within which nothing drifts.",))
+    return Selection((), (f"{n}: drift within a batch is left to the clip of the base loss.",))
+
+
+def _routing(setup: Setup) -> Selection:
+    if setup.model == "dense":
+        return Selection((), ("setup.model=dense: no routes to replay.",))
+    replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
+    because = {
+        "disabled": "no routing replay, it would bias a step that has no drift",
+        "R2": "R2, the trainer's routes are replayed; the first mini-batch keeps its own",
+        "R3": "R3, the rollout engine's routes are replayed; from here on the engines' discrepancy dominates",
+    }[replay]
+    line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
+    if setup.objective == "gspo" and replay != "disabled":
+        return Selection((), (f"setup.model=moe: {_LOSS}=gspo, in the place of routing replay {replay}.",))
+    advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
+    if setup.strategy not in REPLAYING:
+        if replay != "disabled":
+            line = f"{line[:-1]}; verl has no replay on {_ACTOR}.strategy={setup.strategy}, so there is none."
+            advice = [
+                f"Without routing replay: mask rows by their geometric mean, correction=[...,gsm], or take GSPO, "
+                f"{_LOSS}=gspo. Megatron replays."
+            ]
+        return Selection((), (line,), (), tuple(advice))
+    gspo = None if replay == "disabled" else (_LOSS, "gspo")
+    why = f"{because}."
+    requires = [Requirement(f"{_ACTOR}.{setup.strategy}.router_replay.mode", replay, why, instead=gspo)]
+    if replay == "R3":
+        recorded = "R3 replays routes that the rollout engine has to record."
+        requires.append(Requirement(f"{_ROLLOUT}.enable_rollout_routing_replay", True, recorded, instead=gspo))
+    if replay == "R2":
+        recorded = "R2 records routes in the forward pass that makes pi_old."
+        requires.append(Requirement("correction.proximal", "recompute", recorded, instead=gspo))
+    return Selection((), (line,), tuple(requires), tuple(advice))
+
+
+def _tools(setup: Setup) -> Selection:
+    if setup.trajectory == "single":
+        return Selection((), ("setup.trajectory=single: nothing but the model's own tokens.",))
+    return Selection(
+        (),
+        ("setup.trajectory=tools: tool tokens are out of loss, ratios and counts; post-tool tokens are logged apart.",),
+        (),
+        ("Tool outputs make ratios volatile: tis_turn and gsm_turn decide by turn, so that none spoils the others.",),
+    )
+
+
+def check_requirements(config: DictConfig, requires: tuple[Requirement, ...]) -> None:
+    """Hold the configuration to a selection.
+
+    Raises:
+        CheckError: all keys that differ, with their fix.
+    """
+    if problems := [problem for one in requires if (problem := _unmet(config, one))]:
+        raise CheckError(problems)
+
+
+def _unmet(config: DictConfig, one: Requirement) -> Problem | None:
+    if one.instead is not None and OmegaConf.select(config, one.instead[0]) == one.instead[1]:
+        return None
+    value = OmegaConf.select(config, one.key)
+    if one.at_most:
+        met = isinstance(value, int | float) and value <= one.value
+    else:
+        met = value == one.value
+    if met:
+        return None
+    fix = f"Set {set_to(one.key, one.value)}"
+    if one.instead is not None:
+        fix += f", or {one.instead[0]}={one.instead[1]}"
+    fix += ", or choose corrections by name instead of correction=auto."
+    # A release may not have the key.
+    missing = OmegaConf.select(config, one.key, default=...) is ...
+    return Problem(one.key, value, one.why, fix, overrides=(set_to(one.key, one.value, add=missing),))
+
+
+def lines(selection: Selection) -> Iterator[str]:
+    """What is printed of a selection at start-up."""
+    yield f"correction=auto is correction=[{','.join(selection.options)}]:"
+    yield from (f"  {reason}" for reason in selection.reasons)
+    yield from (f"  advice: {line}" for line in selection.advice)

@@ -1,0 +1,197 @@
+"""The set-up of a run that makes it off policy: given under ``setup``, or read from verl's own keys."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..correction import SpecError
+from .model_config import experts_of
+
+Engine = Literal["same", "different"]
+Mode = Literal["sync", "async"]
+Model = Literal["dense", "moe"]
+Trajectory = Literal["single", "tools"]
+
+REPLAYING = ("megatron",)  # strategies on which verl replays routes, of those that are covered
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What makes a run off policy.
+
+    Attributes:
+        engine: whether rollouts come from the trainer's own engine.
+        mode: whether rollouts overlap with training.
+        model: ``moe`` for a mixture of experts.
+        trajectory: ``tools`` where tool outputs stand between the model's own tokens.
+        minibatches: gradient steps on each batch: global batch over mini-batch, times epochs.
+        strategy: verl's name of the training backend, which decides whether routes can be replayed.
+        objective: verl's name of the base loss; GSPO takes the place of routing replay.
+    """
+
+    engine: Engine
+    mode: Mode
+    model: Model
+    trajectory: Trajectory
+    minibatches: int
+    strategy: str
+    objective: str = "vanilla"
+
+
+def read_setup(config: DictConfig) -> Setup:
+    """The set-up of a composed configuration: ``setup.*`` as given, else read from verl's keys.
+
+    Raises:
+        SpecError: unknown keys or values, what is neither given nor known, and what is given and contradicted.
+    """
+    given = _given(config)
+    values: dict[str, Any] = {}
+    for name, look in _LOOKS.items():
+        seen = look(config)
+        if given[name] is None:
+            if seen is None:
+                reason, fix = _WHY_UNKNOWN[name]
+                raise SpecError(f"correction=auto needs it, and {reason}", fix, key=f"setup.{name}")
+            values[name] = seen.value
+        elif seen is not None and seen.firm and seen.value != given[name]:
+            raise SpecError(
+                f"the configuration says {seen.value}: {seen.source}.",
+                f"Set setup.{name}=null to follow it, or change the configuration.",
+                key=f"setup.{name}",
+                value=given[name],
+                mend={f"setup.{name}": None},
+            )
+        else:
+            values[name] = given[name]
+    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"
+    objective = OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") or "vanilla"
+    return Setup(**values, strategy=str(strategy), objective=str(objective))
+
+
+def refuse_setup(config: DictConfig) -> None:
+    """For corrections chosen by name: nothing reads ``setup``.
+
+    Raises:
+        SpecError: a key of it is set.
+    """
+    for name, value in _given(config).items():
+        if value is not None:
+            key = f"setup.{name}"
+            fix = f"Set correction=auto, or {key}=null."
+            raise SpecError("only correction=auto reads it.", fix, key=key, value=value, mend={key: None})
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the configuration says, by which key; not ``firm``: as far as it can tell."""
+
+    value: Any
+    source: str
+    firm: bool = True
+
+
+def _given(config: DictConfig) -> dict[str, Any]:
+    node = config.get("setup")
+    given: Any = {} if node is None else node
+    if OmegaConf.is_config(node):
+        given = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(given, Mapping):
+        raise SpecError(f"expected the keys {', '.join(_LOOKS)}.", key="setup", value=given, mend={"setup": {}})
+    for name, value in given.items():
+        key = f"setup.{name}"
+        if name not in _LOOKS:
+            fix = f"Known under setup: {', '.join(_LOOKS)}."
+            raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
+        if value is None:
+            continue
+        if name in _CHOICES and value not in _CHOICES[name]:
+            fix = f"Set one of {', '.join(_CHOICES[name])}, or null."
+            near = difflib.get_close_matches(str(value), _CHOICES[name], 1)
+            mend = {key: near[0]} if near else None
+            raise SpecError("no such choice.", fix, key=key, value=value, mend=mend)
+        if name == "minibatches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            fix = "Set 1 or more, or null to count them."
+            raise SpecError("a number of gradient steps.", fix, key=key, value=value, mend={key: None})
+    return {name: given.get(name) for name in _LOOKS}
+
+
+def _engine(config: DictConfig) -> _Seen | None:
+    name = OmegaConf.select(config, f"{_ROLLOUT}.name")
+    # Kernels can be matched until both engines agree to the bit, which the user knows and no key says.
+    return _Seen("different", f"{_ROLLOUT}.name={name}", firm=False) if name in _ROLLOUT_ENGINES else None
+
+
+def _mode(config: DictConfig) -> _Seen | None:
+    if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
+        return _Seen("sync", "the V0 trainer")
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    return None if mode is None else _Seen("sync" if mode == "sync" else "async", f"trainer.v1.trainer_mode={mode}")
+
+
+def _model(config: DictConfig) -> _Seen | None:
+    for key in [f"{_ACTOR}.{strategy}.router_replay.mode" for strategy in REPLAYING]:
+        if (mode := OmegaConf.select(config, key)) not in (None, "disabled"):
+            return _Seen("moe", f"{key}={mode}")
+    key = f"{_ROLLOUT}.enable_rollout_routing_replay"
+    if OmegaConf.select(config, key):
+        return _Seen("moe", f"{key}=true")
+    experts = experts_of(config)
+    return None if experts is None else _Seen("moe" if experts[0] else "dense", experts[1])
+
+
+def _trajectory(config: DictConfig) -> _Seen | None:
+    turns, loop = f"{_ROLLOUT}.multi_turn.enable", f"{_ROLLOUT}.agent.default_agent_loop"
+    enabled, agent = OmegaConf.select(config, turns), OmegaConf.select(config, loop)
+    if enabled:
+        return _Seen("tools", f"{turns}=true")
+    if agent not in (None, "single_turn_agent"):
+        return _Seen("tools", f"{loop}={agent}", firm=False)
+    # A data set may name an agent loop by row.
+    return None if enabled is None else _Seen("single", f"{turns}=false", firm=False)
+
+
+def _minibatches(config: DictConfig) -> _Seen | None:
+    keys = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs")
+    sizes = [OmegaConf.select(config, key) for key in keys]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    batch, mini_batch, epochs = sizes
+    source = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes, strict=True))
+    return _Seen(math.ceil(batch / mini_batch) * epochs, source)
+
+
+_LOOKS: dict[str, Callable[[DictConfig], _Seen | None]] = {
+    "engine": _engine,
+    "mode": _mode,
+    "model": _model,
+    "trajectory": _trajectory,
+    "minibatches": _minibatches,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": get_args(Engine),
+    "mode": get_args(Mode),
+    "model": get_args(Model),
+    "trajectory": get_args(Trajectory),
+}
+_WHY_UNKNOWN = {
+    "engine": (f"{_ROLLOUT}.name is no engine that is known.", "Set setup.engine=different, or same."),
+    "mode": ("trainer.v1.trainer_mode is not set.", "Set setup.mode=sync, or async."),
+    "model": (
+        "no config.json of the model is at hand to find out.",
+        "Set setup.model=dense, or moe for a mixture of experts.",
+    ),
+    "trajectory": (f"{_ROLLOUT}.multi_turn.enable is not set.", "Set setup.trajectory=single, or tools."),
+    "minibatches": (
+        f"data.train_batch_size, {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_epochs do not tell.",
+        "Set setup.minibatches=1, or more.",
+    ),
+}

@@ -1,0 +1,122 @@
+"""Whether verl's configured policy loss takes a weight x keep as it is meant; measured, not listed.
+
+A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
+dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
+into micro-batches. Both are tried on a small synthetic batch before Ray starts.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import ppo_loss
+
+from ..batch import micro_batch as mb
+
+_TOLERANCE = 1e-6  # relative, in float64
+_LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, as a split must not notice
+
+
+def probe(actor_config: Any) -> str | None:
+    """Try the policy loss of ``actor_config`` (verl's ActorConfig).
+
+    Returns:
+        None if it takes weights as meant, else a sentence saying what it does instead.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _probe(copy.deepcopy(actor_config))
+
+
+def _probe(actor_config: Any) -> str | None:
+    batch, factor = _batch(torch.Generator().manual_seed(0))
+    ones = torch.ones_like(factor)
+    plain_loss, plain = _run(actor_config, batch, ones)
+    _, weighted = _run(actor_config, batch, factor)
+    # What terms such as KL add, which no weight may touch.
+    _, rest = _run(actor_config, batch, torch.zeros_like(factor))
+    if _close(plain, rest):
+        return "it ignores the weights that it is given"
+    if not _close(weighted - rest, factor * (plain - rest)):
+        return "its gradient under weights w is not w times its gradient without them"
+    split_loss, split = _run(actor_config, batch, ones, pieces=(2, 3, 1))
+    if not (_close(split, plain) and _close(split_loss, plain_loss)):
+        return "its loss or gradient changes with the split into micro-batches"
+    return None
+
+
+def _batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
+    rows, width = len(_LENGTHS), max(_LENGTHS)
+    mask = torch.arange(width)[None, :] < torch.tensor(_LENGTHS)[:, None]
+    prompt = torch.ones(rows, 1, dtype=torch.int64)
+
+    def normal() -> Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    log_prob = -normal().abs() - 0.5
+    batch = TensorDict(
+        {
+            "prompts": prompt,
+            "responses": torch.ones(rows, width, dtype=torch.int64),
+            "attention_mask": torch.cat([prompt, mask.long()], dim=-1),
+            "response_mask": mask.long(),
+            "log_prob": log_prob,
+            # Some ratios pi / pi_old lie inside PPO's clip range and some outside it.
+            "old_log_probs": log_prob + 0.2 * normal(),
+            # Large enough that losses which select tokens by covariance with the advantage select some.
+            "advantages": 3.0 * normal()[:, :1].expand(rows, width).contiguous(),
+            "ref_log_prob": log_prob + 0.1 * normal(),
+        },
+        batch_size=rows,
+    )
+    factor = 2.0 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    factor[1] = 0.0  # a masked row
+    return batch, factor * mask
+
+
+def _run(
+    actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
+) -> tuple[Tensor, Tensor]:
+    """Summed loss and (B, T) gradient at log_prob of the policy term, over micro-batches of the given sizes."""
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    start = 0
+    for size in pieces:
+        torch.manual_seed(0)  # some losses select tokens at random
+        rows = slice(start, start + size)
+        piece = mb.with_tensors(batch[rows], **{mb.WEIGHTS: factor[rows]})
+        tu.assign_non_tensor(
+            piece,
+            dp_size=1,
+            batch_num_tokens=int(batch["response_mask"].sum()),
+            global_batch_size=len(_LENGTHS),
+        )
+        mask = piece["response_mask"].bool()
+        # verl's layout: log-probs flat over prompt and response, shifted left by one token.
+        model_output = {"log_probs": torch.cat([_shifted(r[m]) for r, m in zip(log_prob[rows], mask, strict=True)])}
+        # A split must not change the padded width unless it does so in a run, where it is the longest row.
+        loss = loss + ppo_loss(actor_config, model_output, _trim(piece))[0]
+        start += size
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def _shifted(response: Tensor) -> Tensor:
+    return torch.cat([response, response.new_zeros(1)])
+
+
+def _trim(piece: TensorDict) -> TensorDict:
+    width = int(piece["response_mask"].sum(-1).max())
+    trimmed = piece.copy()
+    for key, value in piece.items():
+        if isinstance(value, Tensor) and key not in {"prompts", "attention_mask"}:
+            trimmed[key] = value[:, :width]
+    trimmed["attention_mask"] = piece["attention_mask"][:, : width + 1]
+    return trimmed
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())

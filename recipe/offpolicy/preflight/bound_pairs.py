@@ -1,0 +1,62 @@
+"""Numbers with an underscore on the command line, which Hydra reads as another number than they look like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ..correction import Problem
+from ..correction.problem import set_to
+from .verl_keys.keys import VERL, WORKERS
+
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
+_BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
+"""Names of keys that a pair of bounds may be meant for; elsewhere an underscore groups digits."""
+_SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
+
+
+def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
+    """Find bounds that became another number: 0.5_2 is 0.52, 1_01 is 101, unless they stand in quotes of Hydra's."""
+    last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
+    for override in last.values():
+        found = _OVERRIDE.fullmatch(override)
+        if found is None or not found["key"].startswith(_SECTIONS):
+            continue
+        key, value = found["key"], found["value"]
+        owner, _, name = key.rpartition(".")
+        bound = _BOUND.fullmatch(name)
+        if bound is None:
+            continue
+        try:
+            number = float(value)
+        except ValueError:  # 0.5_2.0, which stays a string
+            continue
+        reason = f"Hydra reads {value} as this: an underscore inside a number is nothing."
+        if key.endswith(("_threshold", "_threshold_lower")):
+            fix = f"Set it to '{value}', in quotes that the shell leaves."
+            yield Problem(key, number, reason, fix, parts=_parts(key), overrides=(set_to(key, value),))
+            continue
+        lower, upper, *_ = value.split("_")
+        pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
+        bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
+        if "." in value:
+            mends = bounds if pair else (f"{key}={lower}",)
+        else:  # more often a decimal comma than two bounds
+            mends = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
+        # Nobody writes a bound as 02, so that 1_02 is 1.02.
+        two = pair and mends != bounds and upper == (upper.lstrip("0") or "0")
+        other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
+        fix = f"Set {' and '.join(mends)}{other}."
+        yield Problem(key, number, reason, fix, parts=_parts(key), overrides=mends)
+
+
+def _parts(key: str) -> tuple[str, ...]:
+    """The part of a correction that a key belongs to, if it is of one."""
+    if key.startswith("offpolicy."):
+        return ()
+    if key.startswith("correction."):
+        names = key.split(".")
+        return (".".join(names[1:3]) if names[1] == "masks" else names[1],)
+    name = key.rpartition(".")[2]
+    owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
+    return (f"rollout_correction.{owner}",)

@@ -1,0 +1,120 @@
+"""Whether an agent loop hands the engine's log-probs on, read from the source of its class without importing it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .module_source import source_of
+
+_FIELD = "response_logprobs"
+_OUTPUT = "AgentLoopOutput"
+_VERL = "verl"
+_MOST = 200
+"""Definitions that are looked at."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the source of an agent loop shows.
+
+    Attributes:
+        log_probs: whether they are handed on; unknown where the source does not tell.
+        where: file and line of an output that is made without them; "" if there is none.
+    """
+
+    log_probs: Literal["returned", "left out", "unknown"]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class _Module:
+    file: Path
+    definitions: dict[str, ast.AST]
+    imported: dict[str, tuple[str, str]]
+
+
+def log_probs_of(target: str) -> Found:
+    """Look at a class and whatever of the same author's code it uses.
+
+    Args:
+        target: the class by its dotted name.
+    """
+    module, _, name = target.rpartition(".")
+    asked, seen, where = [(module, name)], set[tuple[str, str]](), ""
+    inherits, calls_above, unclear = False, False, False
+    while asked and len(seen) < _MOST:
+        module, name = asked.pop(0)
+        if (module, name) in seen or not module:
+            continue
+        seen.add((module, name))
+        if module.split(".")[0] == _VERL:
+            inherits |= name.endswith("AgentLoop")
+            continue
+        read = _module(module)
+        node = read.definitions.get(name) if read else None
+        if read is None or node is None:
+            if read is not None and name in read.imported:
+                asked.append(read.imported[name])
+            continue
+        if _hands_on(node):
+            return Found("returned")
+        for call in _outputs(node):
+            where = where or f"{read.file}, line {call.lineno}"
+            unclear |= any(keyword.arg is None for keyword in call.keywords)
+        names = set(_names(node))
+        calls_above |= "super" in names
+        asked += [(module, each) for each in names if each in read.definitions]
+        asked += [read.imported[each] for each in names if each in read.imported]
+    if where and not unclear and not (inherits and calls_above):
+        return Found("left out", where)
+    return Found("returned" if inherits and not where else "unknown")
+
+
+def _module(name: str) -> _Module | None:
+    file = source_of(name)
+    if file is None:
+        return None
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    definitions: dict[str, ast.AST] = {}
+    imported: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            imported |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            definitions[node.name] = node
+    return _Module(file, definitions, imported)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _outputs(node: ast.AST) -> Iterator[ast.Call]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] == _OUTPUT:
+            yield each
+
+
+def _hands_on(node: ast.AST) -> bool:
+    """Whether the field is given, set or named anywhere."""
+    for each in ast.walk(node):
+        match each:
+            case ast.keyword(arg=field) if field == _FIELD:
+                if not (isinstance(each.value, ast.Constant) and each.value.value is None):
+                    return True
+            case ast.Attribute(attr=field, ctx=ast.Store()) if field == _FIELD:
+                return True
+            case ast.Constant(value=field) if field == _FIELD:
+                return True
+    return False

@@ -1,0 +1,103 @@
+"""What of the path from the rollout to the gradient the correction cannot go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
+
+from verl_patches.execution_path import LEGACY, STRATEGY, USE_V1, V1_MODES, LivePath, live_path
+
+from ...correction import CorrectionSpec
+from ...correction.problem import EVERYTHING, Problem, set_to
+from ...correction.proximal import WITHOUT_FORWARD
+
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+"""Engines that are covered, and those that a legacy actor can have."""
+_SINCE_0_9_1 = "separate_async"
+_MODE = "trainer.v1.trainer_mode"
+_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
+_MEGATRON = "actor_rollout_ref.actor.megatron"
+_REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
+
+
+def covered_path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """What of the configured path is not covered."""
+    yield from uncovered(config, live_path(config))
+
+
+def uncovered(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """As ``covered_path``, of a path that is known."""
+    yield from _of_switches(config, path)
+    yield from _of_mode(config, path)
+    yield from _of_engine(config, path)
+
+
+def _problem(key: str, value: object, reason: str, fix: str, mend: object = False) -> Problem:
+    return Problem(key, value, reason, fix, "WRONG", EVERYTHING, (set_to(key, mend),))
+
+
+def _of_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    legacy = OmegaConf.select(config, LEGACY, default=None)
+    if legacy not in (None, "auto", "enable", "disable"):
+        yield _problem(LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them.", "auto")
+    elif legacy in ("auto", "enable") and Version(path.release) >= Version("0.8"):
+        reason = f"verl {path.release} has no legacy actors and does not read it."
+        yield _problem(LEGACY, legacy, reason, "Set it to disable.", "disable")
+    if OmegaConf.select(config, USE_V1, default=False) and Version(path.release) < Version("0.9"):
+        yield _problem(USE_V1, True, f"verl {path.release} has no V1 trainer and does not read it.", "Set it to false.")
+
+
+def _of_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
+    covered = [each for each in V1_MODES if each != _SINCE_0_9_1 or Version(path.release) >= Version("0.9.1")]
+    if path.trainer == "v1" and mode not in covered:
+        reason = "not covered by the correction."
+        if mode == _SINCE_0_9_1:
+            reason = f"verl {path.release} runs it in another way than 0.9.1, with which the correction was tested."
+        yield _problem(_MODE, mode, reason, f"Set one of {', '.join(covered)}.", "sync")
+    elif mode == _SINCE_0_9_1 and (key := _aliased_snapshot(config, path)):
+        reason = (
+            "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
+            "offloaded: restoring them undoes updates."
+        )
+        yield _problem(key, True, reason, f"Set it to false, or {_SYNC_STEP}=1.")
+
+
+def _of_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    if path.strategy not in STRATEGIES:
+        reason = "another engine than FSDP and Megatron is not covered by the correction."
+        fix = "Set fsdp2 or megatron, as model_engine=dp and model_engine=megatron do."
+        # Where there is no section for FSDP, the whole actor is another engine's.
+        dense = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config") is not None
+        override = set_to(STRATEGY, "fsdp2") if dense else set_to("model_engine", "dp")
+        yield Problem(STRATEGY, path.strategy, reason, fix, "WRONG", EVERYTHING, (override,))
+    key = "actor_rollout_ref.actor.use_prefix_grouper"
+    if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
+        reason = "the legacy actor's update cannot read what its forward pass returns."
+        yield _problem(key, True, reason, "Set it to false.")
+    key = f"{_MEGATRON}.dynamic_context_parallel"
+    if path.strategy == "megatron" and path.worker == "engine" and OmegaConf.select(config, key, default=False):
+        reason = "the correction is not tested with how it gathers metrics."
+        yield _problem(key, True, reason, "Set it to false.")
+    key = f"{_MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm"
+    if path.strategy == "megatron" and path.worker == "legacy" and OmegaConf.select(config, key, default=False):
+        reason = "its schedule takes a micro-batch while the loss of another is computed."
+        yield _problem(key, True, reason, "Set it to false.")
+    padded = not OmegaConf.select(config, _REMOVE_PADDING)
+    if path.release.startswith("0.7.") and path.worker == "engine" and padded:
+        reason = "verl 0.7.1's engine masks attention by the loss mask, and gets other log-probs than the model's."
+        yield _problem(_REMOVE_PADDING, False, reason, f"Set it to true, or {LEGACY}=enable.", True)
+
+
+def _aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
+    """The key by which weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
+    if OmegaConf.select(config, "trainer.device") == "cpu":  # where verl_patches.cpu makes them copies
+        return None
+    if OmegaConf.select(config, _SYNC_STEP) == 1 or OmegaConf.select(config, "correction.proximal") in WITHOUT_FORWARD:
+        return None
+    if path.strategy != "fsdp2":
+        return None
+    keys = (f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
+    return next((key for key in keys if OmegaConf.select(config, key)), None)

@@ -1,0 +1,280 @@
+"""The loss around the correction: KL, denominators, baselines, distillation, and the base loss itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ...correction import CorrectionSpec
+from ...correction.baseline import GROUP_ESTIMATORS
+from ...correction.denominator import HAS_DENOMINATOR
+from ...correction.problem import EVERYTHING, Problem, remove, set_to
+from ..verl_keys.keys import BYPASS, active, part
+from .config_reader import ACTOR
+
+logger = logging.getLogger("verl.offpolicy")
+
+_KL_CLIP = ("kl_clip",)
+_DEMANDED = "ppo_micro_batch_size_per_gpu"
+_SECTION = re.compile(r"full_key: ([\w.]+)")
+"""Where verl's instantiation of a section failed, as Hydra's message ends."""
+
+
+def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A clip of a KL loss that is not there, has no weight, or no gradient."""
+    if spec.kl_clip is None:
+        return
+    actor = config.actor_rollout_ref.actor
+    shown = spec.to_mapping()["kl_clip"]
+    if not actor.use_kl_loss:
+        yield Problem(
+            "correction.kl_clip",
+            shown,
+            "there is no KL loss to clip.",
+            "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_clip=null.",
+            "INERT",
+            _KL_CLIP,
+            (set_to(f"{ACTOR}.use_kl_loss", True),),
+        )
+    elif actor.kl_loss_type in ("kl", "k1"):
+        yield Problem(
+            "actor_rollout_ref.actor.kl_loss_type",
+            actor.kl_loss_type,
+            "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct.",
+            "Set kl_loss_type=k3+ or k2.",
+            "INERT",
+            _KL_CLIP,
+            (set_to(f"{ACTOR}.kl_loss_type", "k3+"),),
+        )
+    elif actor.kl_loss_coef == 0:
+        key = f"{ACTOR}.kl_loss_coef"
+        reason, fix = "the KL loss that is clipped counts nothing.", "Set it to 0.001, or correction.kl_clip=null."
+        yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
+
+
+def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``denominator=kept`` of a loss without a count, or with rows that are dealt anew."""
+    if spec.denominator == "original":
+        return
+    actor = config.actor_rollout_ref.actor
+    parts = ("denominator",)
+    if actor.loss_agg_mode not in HAS_DENOMINATOR:
+        key = "actor_rollout_ref.actor.loss_agg_mode"
+        reason = "it divides by no count, so that original and kept are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.denominator=original."
+        override = set_to(key, "token-mean")
+        yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
+    if actor.shuffle:
+        key = "actor_rollout_ref.actor.shuffle"
+        reason = "denominator=kept counts by mini-batch before the update, and shuffling deals them anew."
+        yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
+
+
+def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``baseline=exclude`` of an estimator without groups."""
+    if spec.baseline == "include":
+        return
+    key = "algorithm.adv_estimator"
+    estimator = OmegaConf.select(config, key)
+    if estimator not in GROUP_ESTIMATORS:
+        yield Problem(
+            key,
+            estimator,
+            "baseline=exclude takes rejected siblings out of a group, and this estimator has none or mixes them.",
+            f"Set one of {', '.join(GROUP_ESTIMATORS)}, or correction.baseline=include.",
+            "INERT",
+            ("baseline",),
+            (set_to("correction.baseline", "include"),),
+        )
+    elif (rows := OmegaConf.select(config, "actor_rollout_ref.rollout.n")) == 1:
+        yield Problem(
+            "actor_rollout_ref.rollout.n",
+            rows,
+            "baseline=exclude takes rejected siblings out of a group, and each prompt has one rollout alone.",
+            "Set 2 or more rollouts a prompt, or correction.baseline=include.",
+            "INERT",
+            ("baseline",),
+            (set_to("correction.baseline", "include"),),
+        )
+
+
+def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """verl's distillation loss, which would be overwritten."""
+    key = "distillation.enabled"
+    if OmegaConf.select(config, key, default=False):
+        reason = "verl's distillation loss and the corrected loss take the same place in the worker."
+        fix = "Set distillation.enabled=false, which gives up the distillation, or launch verl.trainer.main_ppo."
+        yield Problem(key, True, reason, fix, overrides=(set_to(key, False),))
+
+
+def base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A base loss that does not take weights as they are meant, tried on a small batch."""
+    if spec.is_none:
+        return
+    yield from _probed(config, EVERYTHING)
+
+
+def base_loss_of_verls_own(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
+    asked = active(config)
+    if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
+        for problem in _probed(config, (part("rollout_is"),)):
+            if "micro-batches" not in problem.reason:  # which verl's own does not claim
+                yield problem
+
+
+def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from ..base_loss_probe import probe
+
+    actor = config.actor_rollout_ref.actor
+    try:
+        actor_config: Any = omega_conf_to_dataclass(actor)
+    except Exception as error:
+        cause = error.__cause__ or error
+        section = _SECTION.search(str(error))
+        unknown = _unknown_keys(config, section[1], parts) if section else None
+        yield unknown or _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
+        return
+    try:
+        wrong = probe(actor_config)
+    except Exception as error:
+        wrong = f"it fails on a small batch: {error}"
+    if wrong:
+        without_scale = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
+        fix = (
+            "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
+            if without_scale
+            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo. "
+            f"It trains another objective than {actor.policy_loss.loss_mode}."
+        )
+        override = (
+            set_to(f"{ACTOR}.loss_scale_factor", config.data.max_response_length)
+            if without_scale
+            else set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+        )
+        yield Problem(
+            f"{ACTOR}.policy_loss.loss_mode",
+            actor.policy_loss.loss_mode,
+            f"{wrong}.",
+            fix,
+            parts=parts,
+            overrides=(override,),
+            beside={f"{ACTOR}.loss_agg_mode": actor.loss_agg_mode},
+        )
+
+
+def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
+    """All keys of a section that the class which verl makes of it does not have; None where there is none.
+
+    A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
+    """
+    node = OmegaConf.select(config, section)
+    target = node.get("_target_") if isinstance(node, DictConfig) else None
+    if target is None:
+        return None
+    known = {field.name for field in dataclasses.fields(get_class(target))}
+    extra = [str(name) for name in node if name not in known and name != "_target_"]
+    if not extra:
+        return None
+    overrides: list[str] = []
+    sentences: list[str] = []
+    for name in extra:
+        key, value = f"{section}.{name}", node[name]
+        overrides += remove(key, value)
+        instead = next((place for place in _places(config, name) if place != key), None)
+        if instead is None:
+            sentences.append(f"Remove {key}; what it asks for is then not done.")
+        else:
+            overrides.append(set_to(instead, value))
+            sentences.append(f"Set {instead} in the place of {key}.")
+    reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."
+    key, fix = f"{section}.{extra[0]}", " ".join(sentences)
+    return Problem(key, node[extra[0]], reason, fix, parts=parts, overrides=(*overrides,))
+
+
+def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
+    """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
+    reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
+    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
+    name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
+    if name.endswith(_DEMANDED):
+        given = OmegaConf.select(config, f"{ACTOR}.ppo_micro_batch_size") is not None
+        override = set_to(f"{ACTOR}.ppo_micro_batch_size", None) if given else set_to(f"{ACTOR}.{_DEMANDED}", 1)
+    elif name == f"{ACTOR}.loss_agg_mode":
+        override = set_to(name, "token-mean")
+    elif (default := _shipped(config, name)) is not None:
+        name, override = default
+    elif name:
+        return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
+    else:
+        fix = f"Mend what of {ACTOR} verl's message is about."
+        return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
+    return _problem(config, name, reason, f"Set {override}.", parts, override)
+
+
+def _shipped(config: DictConfig, name: str) -> tuple[str, str] | None:
+    """A key, the named one before others, at whose own default verl takes the actor, and the override for that."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    for key, default in sorted(_defaults(config), key=lambda each: each[0] != name):
+        if OmegaConf.select(config, key) == default:
+            continue
+        changed = copy.deepcopy(config)
+        OmegaConf.update(changed, key, default, merge=False)
+        try:
+            omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
+        except Exception as error:  # whatever verl raises: this key does not mend it
+            logger.debug("%s=%s: %s", key, default, error)
+            continue
+        return key, set_to(key, default)
+    return None
+
+
+def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Keys of the actor and its sections, with the defaults of verl's dataclasses where these are plain values."""
+    actor = config.actor_rollout_ref.actor
+    for section in _sections(actor):
+        node = OmegaConf.select(actor, section) if section else actor
+        target = node.get("_target_")
+        for field in dataclasses.fields(get_class(target)) if target else ():
+            plain = field.default is None or isinstance(field.default, bool | int | float | str)
+            if field.name in node and plain and field.default != MISSING:
+                yield ".".join(filter(None, (ACTOR, section, field.name))), field.default
+
+
+def _below(config: DictConfig, name: str) -> str | None:
+    """The key of the actor, or of a section of it, that has this name."""
+    return next(_places(config, name), None)
+
+
+def _places(config: DictConfig, name: str) -> Iterator[str]:
+    """Keys of the actor and of its sections that have this name."""
+    actor = config.actor_rollout_ref.actor
+    places = (f"{section}.{name}" if section else name for section in _sections(actor))
+    return (f"{ACTOR}.{place}" for place in places if _has(actor, place))
+
+
+def _sections(node: DictConfig, place: str = "") -> Iterator[str]:
+    """The place of a section, "" of the whole, and of all below it."""
+    yield place
+    for name in map(str, node):
+        if isinstance(below := OmegaConf.select(node, name), DictConfig):
+            yield from _sections(below, f"{place}.{name}" if place else name)
+
+
+def _has(actor: DictConfig, place: str) -> bool:
+    section, _, name = place.rpartition(".")
+    return name in (OmegaConf.select(actor, section) if section else actor)
+
+
+def _problem(config: DictConfig, key: str, reason: str, fix: str, parts: tuple[str, ...], *overrides: str) -> Problem:
+    return Problem(key, OmegaConf.select(config, key), reason, fix, "WRONG", parts, overrides)

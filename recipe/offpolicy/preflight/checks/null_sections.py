@@ -1,0 +1,43 @@
+"""Sections of verl's configuration that are null, of which every other check and verl itself read keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ...correction.problem import Problem
+from .config_reader import ACTOR, ROLLOUT
+
+_SECTIONS = (
+    "actor_rollout_ref",
+    "actor_rollout_ref.model",
+    ACTOR,
+    f"{ACTOR}.policy_loss",
+    ROLLOUT,
+    "algorithm",
+    "data",
+    "ray_kwargs",
+    "trainer",
+)
+_OF_V1 = ("trainer.v1",)
+
+
+def null_sections(config: DictConfig) -> Iterator[Problem]:
+    """Sections that are there and hold no keys; to be asked before any check, which would fail on them."""
+    of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
+    for key in (*_SECTIONS, *of_v1):
+        owner, _, name = key.rpartition(".")
+        node = _resolved(config, owner) if owner else config
+        if isinstance(node, DictConfig) and name in node and not isinstance(_resolved(node, name), DictConfig):
+            reason = "this section of verl's configuration holds keys that every launch reads."
+            yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
+
+
+def _resolved(config: DictConfig, key: str) -> object:
+    """The value at a key, None where it is an interpolation of nothing."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None

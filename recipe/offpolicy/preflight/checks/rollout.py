@@ -1,0 +1,103 @@
+"""What the rollout engine samples from, and what it says that it has sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import CorrectionSpec
+from ...correction.problem import MU, Problem, set_to
+from ..verl_keys.keys import active
+from .config_reader import ENGINE, ROLLOUT, looks_at_mu
+
+_NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+_GENERATION = f"{ENGINE}.override_generation_config"
+# vLLM takes its arguments with either spelling.
+_MODES = tuple(
+    f"{owner}.{name}"
+    for owner, name in ((ROLLOUT, "logprobs_mode"), (ENGINE, "logprobs_mode"), (ENGINE, "logprobs-mode"))
+)
+
+
+def rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """mu that is not there, or is not checked."""
+    if not looks_at_mu(config, spec):
+        return
+    key = f"{ROLLOUT}.calculate_log_probs"
+    if not OmegaConf.select(config, key):
+        reason = "without the engine's log-probs there is no mu to correct with."
+        value = OmegaConf.select(config, key)
+        yield Problem(key, value, reason, "Set it to true.", "INERT", MU, (set_to(key, True),))
+    # verl has no default for the engine, and says so itself when it is left out.
+    key = f"{ROLLOUT}.name"
+    if (engine := OmegaConf.select(config, key)) not in (None, "vllm"):
+        reason = "what other engines return as log-probs is not checked."
+        yield Problem(key, engine, reason, "Set it to vllm.", parts=MU, overrides=(set_to(key, "vllm"),))
+
+
+def raw_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """mu of the logits before temperature."""
+    if not (looks_at_mu(config, spec) or active(config)):
+        return
+    for key in _MODES:
+        mode = OmegaConf.select(config, key, default="processed_logprobs")
+        if mode != "processed_logprobs":
+            reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
+            override = set_to(key, "processed_logprobs")
+            yield Problem(key, mode, reason, "Set processed_logprobs.", parts=MU, overrides=(override,))
+
+
+def sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Distributions that no ratio of full policies can correct."""
+    if not (looks_at_mu(config, spec) or active(config)):
+        return
+    temperature = config.actor_rollout_ref.rollout["temperature"]
+    if not OmegaConf.select(config, f"{ROLLOUT}.do_sample", default=True) or not temperature:
+        yield Problem(
+            f"{ROLLOUT}.temperature",
+            temperature,
+            "greedy decoding samples from no distribution that a ratio could correct.",
+            f"Set {ROLLOUT}.do_sample=true and a temperature > 0.",
+            parts=MU,
+            overrides=(set_to(f"{ROLLOUT}.do_sample", True), set_to(f"{ROLLOUT}.temperature", temperature or 1.0)),
+        )
+    key = f"{_GENERATION}.temperature"
+    of_engine = OmegaConf.select(config, key, default=None)
+    if of_engine is not None and of_engine != temperature:
+        yield Problem(
+            key,
+            of_engine,
+            f"a request that names no temperature is sampled at this one, and the trainer divides its logits by "
+            f"{ROLLOUT}.temperature={temperature}.",
+            f"Set {ROLLOUT}.temperature={of_engine}, and leave this out.",
+            parts=MU,
+            overrides=(set_to(f"{ROLLOUT}.temperature", of_engine), f"~{key}"),
+        )
+    if not spec.allow_truncated_sampling:
+        yield from _truncated(config)
+
+
+def unread_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """A consent to truncated sampling where nothing reads mu."""
+    if spec.allow_truncated_sampling and not (looks_at_mu(config, spec) or active(config)):
+        key = "correction.allow_truncated_sampling"
+        reason = "there is no correction whose mu it could be about."
+        yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
+
+
+def _truncated(config: DictConfig) -> Iterator[Problem]:
+    for name, values in _NEUTRAL.items():
+        for owner in (ROLLOUT, ENGINE, _GENERATION):
+            key = f"{owner}.{name}"
+            value = OmegaConf.select(config, key, default=None)
+            if value is not None and value not in values:
+                yield Problem(
+                    key,
+                    value,
+                    "mu is renormalised over the tokens that are left, and pi_old is not: the ratio is off by the "
+                    "mass that was cut.",
+                    f"Set {key}={values[0]}, or say that it is meant: correction.allow_truncated_sampling=true.",
+                    parts=MU,
+                    overrides=(set_to(key, values[0]),),
+                )

@@ -1,0 +1,36 @@
+"""The environment of Ray's workers, as the launch would put it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import LivePath, live_path
+from verl_patches.runtime_env import KEY, ContradictionError, forward
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, remove
+
+
+def groups_of(path: LivePath) -> list[str]:
+    """The groups of patches that the workers of this path load, asked for or not."""
+    return ["legacy"] if path.worker == "legacy" else []
+
+
+def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Variables that the configuration, or the submitted job, sets to another value than this process has."""
+    given = OmegaConf.select(config, KEY)
+    if given is not None and not isinstance(given, DictConfig):
+        yield Problem(KEY, given, "not a mapping, as Ray's runtime environment is.", "", overrides=(f"{KEY}={{}}",))
+        return
+    tried = OmegaConf.create({})
+    if given is not None:
+        OmegaConf.update(tried, KEY, OmegaConf.to_container(given, resolve=True), force_add=True)
+    try:
+        forward(tried, groups_of(live_path(config)))
+    except ContradictionError as error:
+        if error.key:
+            yield Problem(error.key, error.value, error.reason, error.fix, overrides=remove(error.key, error.value))
+        else:
+            yield Problem("", None, str(error))

@@ -1,0 +1,67 @@
+"""The seams of the path from the rollout to the gradient, and what its release does not note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from omegaconf import DictConfig
+from packaging.version import Version
+
+import verl_patches
+from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
+from verl_patches.contract import Contract, PatchError
+from verl_patches.execution_path import LivePath, live_path
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, set_to
+from .config_reader import SHADOW, shadows_of
+
+Hold = Callable[[Iterable[Contract]], None]
+"""Holds contracts against the installed verl; raises PatchError where one does not hold."""
+
+
+def seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Every seam of the live path, imported and held against its contract."""
+    yield from seams_held(live_path(config), engine_loss.check)
+
+
+def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
+    """As ``seams``, by another way to hold what is not of the legacy actors."""
+    trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
+    try:
+        verl_patches.status()
+        hold(engine_loss.SEAMS)
+        hold(trainer.SEAMS)
+        if path.worker == "legacy":
+            legacy.check(path.strategy)
+    except PatchError as error:
+        yield Problem("verl", path.release, str(error), "")
+
+
+def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """``level=version`` where nobody notes versions."""
+    where = live_path(config)
+    reason = None
+    if Version(where.release) < Version("0.9"):
+        reason = f"verl {where.release} does not note which version of the weights sampled a row."
+    elif where.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
+        reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
+    if reason is None:
+        return
+    for key in _levels(spec):
+        fix = f"Set {key}=turn or {key}=sequence."
+        part = key.removeprefix("correction.").removesuffix(".level")
+        yield Problem(key, "version", reason, fix, "WRONG", (part,), (set_to(key, "sequence"),))
+    shadows = shadows_of(config)
+    left = [name for name, shadow in shadows.items() if "version" not in shadow.levels]
+    for name in shadows:
+        if name not in left:
+            said = f"its level is version, and {reason}"
+            override = set_to(SHADOW, left)
+            yield Problem(SHADOW, name, said, f"Set {override}.", "WRONG", (f"shadow.{name}",), (override,))
+
+
+def _levels(spec: CorrectionSpec) -> Iterator[str]:
+    if spec.weight is not None and spec.weight.level == "version":
+        yield "correction.weight.level"
+    yield from (f"correction.masks.{name}.level" for name, mask in spec.masks if mask.level == "version")

@@ -1,0 +1,184 @@
+"""Whether a run needs a forward pass for pi_old: not where pi_old is the policy that the loss computes anyway.
+
+With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
+between the two was read in verl 0.7.1, 0.8.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and the legacy
+FSDP actor: one function computes both log-probs, of the same rows in the same order, and in the same micro-batches
+where these are configured alike. Whatever else could tell the two apart is a condition here, and what is not known
+counts as different.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..correction import CorrectionSpec, SpecError
+from ..correction.problem import shown
+from ..correction.proximal import Proximal
+from .dropout import noise_of
+from .verl_keys.estimators import WITHOUT_PI_OLD
+from .verl_keys.keys import ACTOR, ROLLOUT, active
+from .verl_keys.router_replay import asked_for
+
+AUTO = "auto"
+"""Value of ``correction.proximal``: ``reuse`` where that is exact, else ``recompute``."""
+KEY = "correction.proximal"
+_SIZES = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
+ONE_ROW_A_SAMPLE = ("single_turn_agent", "tool_agent")
+"""verl's agent loops; one of the user's own may return several rows, which make several mini-batches."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``auto`` is.
+
+    Attributes:
+        proximal: ``reuse`` or ``recompute``.
+        said: why, in a line; empty where there is nothing to choose, as with several gradient steps on a batch.
+    """
+
+    proximal: Literal["reuse", "recompute"]
+    said: str = ""
+
+
+def correction_of(config: DictConfig) -> Any:
+    """The plain values under ``correction`` for ``CorrectionSpec.from_mapping``, with ``auto`` resolved; None if there
+    are none.
+
+    Raises:
+        SpecError: ``proximal`` is nothing that there is.
+    """
+    node = config.get("correction")
+    values: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
+    if not isinstance(values, dict) or "proximal" not in values:
+        return values
+    options = (AUTO, *get_args(Proximal))
+    if (given := values["proximal"]) not in options:
+        near = difflib.get_close_matches(str(given), options, 1)
+        fix = f"Set one of {', '.join(options)}."
+        raise SpecError("no such choice.", fix, key=KEY, value=given, mend={KEY: (*near, AUTO)[0]})
+    return values | {"proximal": choose(config).proximal} if given == AUTO else values
+
+
+def choose(config: DictConfig) -> Choice:
+    """What ``auto`` is in a run, of which shadows and fallbacks are resolved."""
+    values: Any = OmegaConf.to_container(config.correction, resolve=True)
+    values |= {"proximal": "recompute"}
+    if _refused(values) or CorrectionSpec.from_mapping(values).is_none or not _one_step(config):
+        return Choice("recompute")
+    if why := next(_reasons(config, values), ""):
+        return Choice("recompute", f"{KEY}=auto is recompute, although a batch gets one gradient step: {why}.")
+    return Choice("reuse", f"{KEY}=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old.")
+
+
+def gradient_steps(config: DictConfig) -> float:
+    """Optimizer steps that each batch gets, by its configured size."""
+    actor = config.actor_rollout_ref.actor
+    steps: float = config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+    return steps
+
+
+def one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
+    """Hold a batch of ``rows`` to what ``reuse`` takes for granted; a rollout may return more than it was asked for.
+
+    Raises:
+        SpecError: it makes several mini-batches.
+    """
+    expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    if spec.proximal == "reuse" and rows > expected:
+        raise SpecError(
+            f"a batch of {rows} rows came, and a mini-batch takes {expected}, so that it would get several gradient "
+            f"steps, of which only the first starts at pi_old.",
+            key=KEY,
+            value="reuse",
+            mend={KEY: "recompute"},
+        )
+
+
+def _one_step(config: DictConfig) -> bool:
+    sizes = [OmegaConf.select(config, key) for key in _SIZES]
+    return all(isinstance(size, int) and size > 0 for size in sizes) and gradient_steps(config) == 1
+
+
+def _reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    """Why a single gradient step does not see pi_old, from the cheapest to find to the dearest."""
+    yield from _of_path(config)
+    yield from _read_before_the_loss(config)
+    yield from _of_corrections(config, values)
+    yield from _of_micro_batches(config)
+    if noise := noise_of(config):
+        yield noise
+
+
+def _of_path(config: DictConfig) -> Iterator[str]:
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in ("fsdp", "fsdp2"):
+        yield f"{ACTOR}.strategy={strategy}, where it was not shown to be exact"
+    if OmegaConf.select(config, "trainer.use_v1"):
+        mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+        if (updates := OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step") or 1) != 1:
+            yield f"pi_old is that of the first of {updates} updates"
+        loop = OmegaConf.select(config, f"{ROLLOUT}.agent.default_agent_loop")
+        if loop not in ONE_ROW_A_SAMPLE:
+            yield f"the agent loop {loop} may return several rows a sample"
+    if OmegaConf.select(config, f"{ACTOR}.shuffle"):
+        yield f"{ACTOR}.shuffle=true puts other rows together"
+    if replay := asked_for(config):
+        yield f"{replay}: routes of the two passes may differ"
+
+
+def _read_before_the_loss(config: DictConfig) -> Iterator[str]:
+    if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
+        yield "the KL in the reward reads it"
+    estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
+    if estimator not in WITHOUT_PI_OLD:
+        yield f"algorithm.adv_estimator={estimator} may read it"
+    if OmegaConf.select(config, f"{ACTOR}.calculate_sum_pi_squared"):
+        yield f"{ACTOR}.calculate_sum_pi_squared=true is computed with it"
+    if active(config):
+        yield "verl's own correction reads it"
+
+
+def _of_corrections(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    if why := _refused({**values, "proximal": "reuse"}):
+        yield why
+    shadows = OmegaConf.select(config, "offpolicy.shadow") or ()
+    for name in shadows:
+        if not isinstance(shadows, DictConfig) or _refused({**_plain(shadows[name]), "proximal": "reuse"}):
+            yield f"the shadow {name} may need it"
+    for name, alarm in (OmegaConf.select(config, "offpolicy.alarms") or {}).items():
+        fallback = alarm.get("fallback") if isinstance(alarm, DictConfig) else None
+        if fallback and (not isinstance(fallback, DictConfig) or fallback.correction.get("proximal") != "reuse"):
+            yield f"the fallback of alarm {name} may need it"
+
+
+def _of_micro_batches(config: DictConfig) -> Iterator[str]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    pairs = [("use_dynamic_bsz", "log_prob_use_dynamic_bsz")]
+    if actor.use_dynamic_bsz:
+        pairs.append(("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"))
+    else:
+        pairs.append(("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"))
+    for ours, theirs in pairs:
+        trained, scored = actor.get(ours), rollout.get(theirs)
+        if trained is None or trained != scored:
+            yield f"{ROLLOUT}.{theirs}={scored} with {ACTOR}.{ours}={trained}: kernels may round differently"
+
+
+def _refused(values: Mapping[str, Any]) -> str:
+    """Why the values make no correction; empty where they do."""
+    try:
+        CorrectionSpec.from_mapping(values)
+    except SpecError as error:
+        problem = error.problem
+        return f"{problem.key}={shown(problem.value)}" if problem.key else problem.reason
+    return ""
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    return values

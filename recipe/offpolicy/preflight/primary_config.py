@@ -1,0 +1,122 @@
+"""The primary configuration that the command line names: one with our sections, and verl's own within its reach."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from ..correction import SpecError
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
+_OURS = {"dense": "offpolicy_trainer", "megatron": "offpolicy_megatron_trainer"}
+_VERLS = ("ppo_trainer", "ppo_megatron_trainer")
+_VERLS_FOLDER = ("verl", "trainer", "config")
+_SECTIONS = "offpolicy_base"
+_GROUP = "correction"
+_SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
+_NEEDED = "pkg://verl.trainer.config"
+
+
+class _Unread(Exception):
+    """Flags that Hydra does not take either, which it says itself."""
+
+
+def check_primary(arguments: Sequence[str]) -> None:
+    """Refuse a primary configuration that is not found, or in which no correction has a place.
+
+    Args:
+        arguments: of the command line of our program.
+
+    Raises:
+        SpecError: names the one of ours to take.
+    """
+    flags = _flags(arguments)
+    if flags is None or flags.config_name is None:
+        return
+    name = flags.config_name.removesuffix(".yaml")
+    beside = CONFIG_DIR if flags.config_path is None else CONFIG_DIR.parent / flags.config_path
+    if flags.config_path is not None and "://" in flags.config_path:
+        return
+    folders = [*([Path(flags.config_dir)] if flags.config_dir else []), beside]
+    file = _file(name, folders)
+    if name in _VERLS and (file is None or file.resolve().parts[-4:-1] == _VERLS_FOLDER):
+        _refuse(flags.config_name, "verl's own primary configuration, which has no section for a correction.", name)
+    if file is None:
+        if any(map(_SEARCH_PATH.fullmatch, arguments)):
+            return  # which may lead to it
+        places = " or ".join(map(str, folders))
+        _refuse(flags.config_name, f"there is no such file in {places}.", name)
+    if not _has_sections(file, folders):
+        reason = f"{file} has no section for a correction."
+        _refuse(flags.config_name, reason, name, f", or put the lines of {_OURS['dense']}.yaml into it")
+
+
+def keep_search_path(arguments: Sequence[str]) -> list[str]:
+    """Arguments in which a search path of the user's has verl's configuration too, which ours is composed of."""
+    return [_with_verls(argument) for argument in arguments]
+
+
+def _with_verls(argument: str) -> str:
+    found = _SEARCH_PATH.fullmatch(argument)
+    if found is None or _NEEDED in found["places"]:
+        return argument
+    places = [place for place in (found["places"].strip(), _NEEDED) if place]
+    return f"{found['start']}{','.join(places)}]"
+
+
+def _refuse(given: str, reason: str, name: str, otherwise: str = "") -> NoReturn:
+    ours = _OURS["megatron" if "megatron" in name else "dense"]
+    fix = f"Give --config-name={ours}, and no --config-path{otherwise}."
+    raise SpecError(reason, fix, key="--config-name", value=given)
+
+
+class _Flags:
+    config_name: str | None
+    config_path: str | None
+    config_dir: str | None
+
+
+def _flags(arguments: Sequence[str]) -> _Flags | None:
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise _Unread(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    try:
+        return cast(_Flags, parser.parse_known_intermixed_args(list(arguments))[0])
+    except _Unread:
+        return None
+
+
+def _file(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
+
+
+def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = frozenset()) -> bool:
+    """Whether a configuration, or one of its defaults beside it, takes our sections in."""
+    try:
+        content = OmegaConf.load(file)
+    except (OSError, ValueError, YAMLError):
+        return True  # Hydra says what is wrong with it
+    if not isinstance(content, DictConfig) or file in seen:
+        return False
+    defaults = [*_defaults(content)]
+    if _GROUP in content or {_GROUP, _SECTIONS} & set(defaults):
+        return True
+    inner = filter(None, (_file(name, [*folders, CONFIG_DIR]) for name in defaults))
+    return any(_has_sections(each, folders, seen | {file}) for each in inner)
+
+
+def _defaults(content: DictConfig) -> Iterator[str]:
+    """The names of a defaults list: configurations, and groups of which one is chosen."""
+    plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
+    for default in plain.get("defaults") or ():
+        for name in default if isinstance(default, dict) else (default,):
+            yield str(name).removeprefix("override ").split("@")[0].strip("/ ")

@@ -1,0 +1,124 @@
+"""Keys on the command line that resemble ours, or are given the name of a correction, and that nothing would read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from ..correction import Problem
+
+SECTIONS = ("correction", "offpolicy", "setup")
+_EVERYWHERE = ("correction",)
+"""Sections whose name nobody else gives to a key; ``offpolicy`` and ``setup`` are ours at the top alone."""
+_ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
+"""Keys of verl's below which every name is another program's."""
+_BELOW = {
+    "correction": ("weight", "masks", "proximal", "denominator", "baseline", "kl_clip", "skyrl_compat"),
+    "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
+}
+"""Keys of our sections that mean nothing at the top."""
+_COMMON = frozenset({"none", "auto", "bypass", "reuse"})
+"""Options whose names are words that other keys take too."""
+_OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
+_CLOSE = 0.85
+
+
+def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Iterator[Problem]:
+    """Find overrides whose key resembles one of our sections and is none.
+
+    Hydra answers ``corection=gsm`` by the advice to append the key, after which the run would train uncorrected.
+
+    Args:
+        arguments: of the command line, flags among them.
+        options: of the group ``correction``.
+    """
+    names = set(options)
+    for sign, key, value in _overrides(arguments):
+        section, _ = _resembled(key)
+        if section:
+            reason = f"no key of ours, and nothing would read it; it resembles {section}."
+            yield Problem(f"{sign}{key}", _read(value), reason, _spelling(section, key, value, names), parts=())
+
+
+def find_stray_options(
+    arguments: Iterable[str], options: Iterable[str], exists: Callable[[str], bool]
+) -> Iterator[Problem]:
+    """Find keys that an override adds, with the name of a correction, or at the top where they are below a section.
+
+    Args:
+        arguments, options: as of ``find_similar_keys``.
+        exists: tells whether the configuration has a key without the overrides that add it.
+    """
+    names = set(options)
+    for sign, key, value in _overrides(arguments):
+        top = key.split(".")[0]
+        if sign not in ("+", "++") or top in SECTIONS or exists(key):
+            continue
+        owner = next((section for section, below in _BELOW.items() if top in below), None)
+        if owner is not None and not exists(top):
+            reason = f"an added key that nothing of ours reads; ours is below {owner}."
+            fix = f"Write {owner}.{key}={value} in its place, or give a key of your own another name."
+        elif _is_option(value, names - _COMMON):
+            reason = "an added key that nothing of ours reads, with the name of a correction."
+            fix = _spelling("correction", key, value, names)
+        else:
+            continue
+        yield Problem(f"{sign}{key}", _read(value), reason, fix, parts=())
+
+
+def _overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Sign, key and value of each override that is not another program's."""
+    for argument in arguments:
+        found = _OVERRIDE.fullmatch(argument.strip())
+        if found and not argument.startswith("--") and not set(_ELSEWHERE) & set(_segments(found["key"])):
+            yield found["sign"], found["key"], found["value"].strip()
+
+
+def _read(value: str) -> Any:
+    """A value as Hydra reads it."""
+    try:
+        return OverridesParser.create().parse_override(f"key={value}").value()
+    except HydraException:
+        return value
+
+
+def _segments(key: str) -> list[str]:
+    return re.split(r"[./@]", key)
+
+
+def _resembled(key: str) -> tuple[str, int]:
+    """The section that a key was meant for and is not in, and the place of its name in the key.
+
+    The section is empty where the key is ours, or somebody else's.
+    """
+    segments = _segments(key)
+    # A group below ours, or ours put into another package, is none of ours.
+    if segments[0] in SECTIONS and not re.search("[@/]", key):
+        return "", 0
+    for place, segment in enumerate(segments):
+        for section in SECTIONS if place == 0 else _EVERYWHERE:
+            bare = segment.lower().replace("_", "").replace("-", "")
+            close = difflib.SequenceMatcher(None, bare, section).ratio() >= _CLOSE
+            if close or re.match(rf"{section}[_-]", segment):
+                return section, place
+    return "", 0
+
+
+def _is_option(value: str, options: set[str]) -> bool:
+    """Whether a value is one of the options, or a list that holds one."""
+    return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
+
+
+def _spelling(section: str, key: str, value: str, options: set[str]) -> str:
+    """The sentence that says how it is written."""
+    if section == "correction" and _is_option(value, options):
+        return f"Write correction={value} in its place."
+    segments, (_, at) = _segments(key), _resembled(key)
+    beside = re.match(rf"{section}[_-](.+)", segments[at])
+    below = [*([beside[1]] if beside else []), *segments[at + 1 :]]
+    return f"Write {'.'.join([section, *below])}={value} in its place, or give a key of your own another name."

@@ -1,0 +1,125 @@
+"""verl's bypass mode: what it leaves to the worker has to be in the worker's own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import LivePath
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, set_to, shown
+from .keys import ACTOR, BYPASS, DEFAULTS, LOSS_MODE, VERL, WORKERS, changes, own, part, plain, value_of, workers_own
+
+_BYPASS = f"{VERL}.{BYPASS}"
+
+
+def bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
+    """Weights, rejections and the loss's type beside ``bypass_mode``."""
+    asked_of = own(config)
+    if not spec.is_none or not asked_of.get(BYPASS):
+        return
+    asked = {key: value for key, value in changes(config).items() if key in DEFAULTS and key != BYPASS}
+    held = workers_own(config)
+    if value_of(config, LOSS_MODE) != BYPASS:
+        why = (
+            "the trainer writes it to actor.policy_loss after the workers have got their copy"
+            if path.trainer == "v0"
+            else "the V1 trainer hands it to no worker"
+        )
+        into_the_worker = _into_the_worker(asked_of, {**DEFAULTS, **plain(OmegaConf.select(config, WORKERS))})
+        for key, value in asked.items():
+            yield Problem(
+                f"{VERL}.{key}",
+                value,
+                f"in bypass mode the worker applies it, and {why}: the loss stays {value_of(config, LOSS_MODE)} "
+                f"around mu.",
+                f"Take it from {VERL} and set correction=bypass with a weight or mask, or one of "
+                f"correction=verl_bypass_*, which are proved live.",
+                "INERT",
+                (part(_owner(key)),),
+                into_the_worker,
+            )
+        return
+    for key in DEFAULTS:
+        if key != BYPASS and (value := asked_of.get(key, DEFAULTS[key])) != held[key]:
+            yield Problem(
+                f"{VERL}.{key}",
+                value,
+                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {shown(held[key])}.",
+                f"Set +{WORKERS}.{key}={shown(value)}, or one of correction=verl_bypass_* without {VERL}.",
+                "WRONG",
+                (part(_owner(key)),),
+                (set_to(f"{WORKERS}.{key}", value, add=True),),
+            )
+
+
+def _owner(key: str) -> str:
+    """The part that a key belongs to: bounds and normalisation to the weight or the rejection."""
+    return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
+
+
+def _into_the_worker(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
+    """Overrides that say the worker's copy the same, under the loss that reads it."""
+    said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
+    differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
+    return (
+        set_to(LOSS_MODE, BYPASS),
+        *(set_to(f"{WORKERS}.{key}", value, add=True) for key, value in differing.items()),
+    )
+
+
+def bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """The worker's loss of bypass mode, and the keys that it alone reads."""
+    mode = value_of(config, LOSS_MODE)
+    if spec.is_none and mode == BYPASS and not own(config).get(BYPASS):
+        yield Problem(
+            LOSS_MODE,
+            mode,
+            f"this loss takes pi_old for mu, and {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
+            f"the mismatch is not corrected.",
+            f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla.",
+            "WRONG",
+            (LOSS_MODE,),
+            (set_to(_BYPASS, True),),
+        )
+    node = OmegaConf.select(config, WORKERS)
+    if node is not None and mode != BYPASS:
+        yield Problem(
+            WORKERS,
+            plain(node),
+            f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {mode}.",
+            f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true.",
+            "INERT",
+            (WORKERS,),
+            (f"~{WORKERS}",),
+        )
+
+
+def mu_in_the_legacy_actor(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """``actor.use_rollout_log_probs``, which one worker reads, and without which that worker loses mu."""
+    key = f"{ACTOR}.use_rollout_log_probs"
+    reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
+    if value_of(config, key) and not reads:
+        yield Problem(
+            key,
+            True,
+            f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}.",
+            "Remove it; for mu in pi_old's place set correction=bypass.",
+            "INERT",
+            (key,),
+            (set_to(key, False, add=True),),
+        )
+    actor = config.actor_rollout_ref.actor
+    one_step = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
+    if reads and one_step and own(config).get(BYPASS) and not value_of(config, key):
+        yield Problem(
+            _BYPASS,
+            True,
+            "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost.",
+            f"Set +{key}=true, or correction=bypass without {VERL}.",
+            "INERT",
+            (part(BYPASS),),
+            (set_to(key, True, add=True),),
+        )

@@ -1,0 +1,74 @@
+"""Names that verl reads no more, or reads nowhere on this path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from verl_patches.execution_path import LivePath
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, remove, set_to
+from .keys import ACTOR, DEFAULTS, VERL, own, part, value_of
+
+_TRAINER_MODE = "trainer.v1.trainer_mode"
+
+OBSOLETE = {
+    "rollout_is_threshold_lower": "rollout_is_threshold='lower_upper', a string, which verl >= 0.8 reads",
+    "rollout_rs_threshold_lower": "rollout_rs_threshold='lower_upper', a string",
+    "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
+    "use_policy_gradient": "loss_type=reinforce",
+}
+"""Names of verl 0.6 and 0.7.0 -> what says the same."""
+
+FORMER = {
+    "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_is_threshold_lower": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_is_level": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_is_mode": "algorithm.rollout_correction.rollout_is or rollout_rs",
+    "algorithm.rollout_is_veto_threshold": "algorithm.rollout_correction.rollout_rs",
+    f"{ACTOR}.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
+}
+"""Keys of verl before 0.6 -> where they have gone."""
+
+
+def trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    mode = value_of(config, _TRAINER_MODE)
+    if path.trainer == "v0" and mode not in (None, "sync"):
+        yield Problem(
+            _TRAINER_MODE,
+            mode,
+            f"this is {path}, which is synchronous and reads no mode.",
+            "Set trainer.use_v1=true.",
+            "INERT",
+            (_TRAINER_MODE,),
+            (set_to("trainer.use_v1", True, add=True),),
+        )
+
+
+def former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Each is reported as a correction of its own: what it asks for is nowhere else."""
+    reason = "verl reads no key of this name any more."
+    for key, value in own(config).items() if spec.is_none else ():
+        if key not in DEFAULTS and key != "_target_":
+            instead = OBSOLETE.get(key)
+            fix = f"In its place: {instead}." if instead else f"verl reads {', '.join(DEFAULTS)}."
+            yield Problem(f"{VERL}.{key}", value, reason, fix, "INERT", (part(key),), remove(f"{VERL}.{key}", value))
+    for key, instead in FORMER.items():
+        if (value := value_of(config, key)) is not None:
+            overrides = _moved(key, value, instead)
+            yield Problem(key, value, reason, f"In its place: {instead}.", "INERT", (key,), overrides)
+
+
+def _moved(key: str, value: object, instead: str) -> tuple[str, ...]:
+    """The key taken away and, where one key says the same by the same value, put in its place."""
+    same = instead if key.rpartition(".")[2] == instead.rpartition(".")[2] else None
+    level = instead if key.endswith("rollout_is_level") else None
+    target = same or level
+    if key.endswith("tis_imp_ratio_cap"):
+        return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
+    if key == "algorithm.rollout_is" and value is True:  # the level stood in a key of its own
+        return (f"~{key}", set_to(instead, "token"))
+    return (f"~{key}", *((set_to(target, value),) if target and value is not True and value is not False else ()))

@@ -1,0 +1,324 @@
+"""The worker's half of the proof of life: what one micro-batch can show.
+
+``prove`` compares the gradient that arrives at the log-probs in the engine's own backward with weight x keep x verl's
+own gradient. Because a dead correction looks alive where mu and pi_old agree, it then calls the installed loss again
+with log-probs shifted just beyond and just inside each bound, where the gradient to expect follows from the bound
+alone. ``liveness.verify`` judges the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch import micro_batch as mb
+from ..batch.plan import SharedPlan
+from ..correction import BatchConstants, CorrectionSpec
+from ..correction.moving_bounds import Side
+from .trials import BEYOND, Trial, mask_trials, weight_trials
+
+BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""Takes (model_output, data)."""
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Greatest relative error of a gradient in the dtype of the log-probs."""
+
+
+class Adapter(Protocol):
+    """The loss under proof, see ``worker_loss.OffPolicyLoss``."""
+
+    spec: CorrectionSpec
+    prove: bool
+    shadows: dict[str, CorrectionSpec]
+    moving: dict[str, Side]
+    verl_loss: BoundLoss
+    base_loss: BoundLoss
+
+    def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
+
+
+@dataclass
+class Shift:
+    """One correction made to act by shifted log-probs.
+
+    Attributes:
+        error: greatest difference between the gradient seen and the one demanded, relative to the greater of the
+            one demanded and the uncorrected one.
+        vacuous: the uncorrected gradient is zero, so that nothing could be seen.
+    """
+
+    error: float
+    vacuous: bool
+
+
+@dataclass
+class Proof:
+    """What one micro-batch proved; plain Python.
+
+    Attributes:
+        tokens: response tokens.
+        identical_tokens: of these, tokens whose mu equals pi_old to the bit.
+        tolerance: for every error here, by the dtype of the log-probs.
+        log_prob_bits: bits of the coarsest of mu, pi_old and pi.
+        distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
+            token and the token after; they tell a mu that is off by one where it was made. Where pi_old is not
+            computed, pi takes its place.
+        shifts: correction name -> what the shifted micro-batch showed.
+        gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
+        gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
+            infinite when nothing of the loss was differentiated.
+    """
+
+    tokens: int
+    identical_tokens: int
+    tolerance: float
+    log_prob_bits: int
+    distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    shifts: dict[str, Shift] = field(default_factory=dict)
+    gradient_tokens: int = 0
+    gradient_error: float | None = None
+
+
+def prove(
+    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
+) -> Proof:
+    """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
+
+    Args:
+        adapter: the loss that is installed; shifted micro-batches go through the same code.
+        batch: the padded tensors of the micro-batch.
+        loss: what the engine is about to differentiate, maybe after scaling it.
+    """
+    mask = batch.response_mask
+    proof = Proof(
+        tokens=int(mask.sum()),
+        identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
+        tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
+        log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
+    )
+    if not proof.tokens:
+        return proof
+    trainer = batch.old_log_prob if adapter.spec.proximal == "recompute" else batch.log_prob.detach()
+    proof.distances = _distances(trainer, batch)
+    step = mb.decide(adapter.spec, batch, measure="nothing")
+    factor = mb.factor(adapter.spec, batch, step)
+    seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
+    predicted, policy = _demanded(adapter, seen, model_output, data, factor)
+    proof.gradient_tokens = int((policy != 0).sum())
+    _watch(proof, model_output["log_probs"], loss, predicted, _scale(predicted, policy))
+    for name, spec in each_alone(adapter.spec):
+        proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
+    return proof
+
+
+def _identical(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (torch.isnan(one) & torch.isnan(other))
+
+
+def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, float]:
+    """|log trainer's policy - log mu| summed over inner tokens of rows, against mu one token before, here and after."""
+    old, mu = trainer.float(), batch.rollout_log_prob.float()
+    usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
+    inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
+    here = old[:, 1:-1]
+    before, same, after = (
+        float(torch.where(inner, (here - other).abs(), 0.0).sum()) for other in (mu[:, :-2], mu[:, 1:-1], mu[:, 2:])
+    )
+    return before, same, after
+
+
+def each_alone(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
+    """Each configured correction by itself, as (Hydra path below ``correction``, spec)."""
+    parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
+    if spec.weight is not None:
+        parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+    if spec.proximal != "recompute":
+        parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
+    if spec.kl_clip is not None:
+        parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
+    return parts
+
+
+def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
+    stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
+    return torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
+
+
+def _base_gradient(
+    base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+) -> Tensor:
+    """Gradient of a loss of verl's at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
+    output, leaf = mb.as_leaf(model_output)
+    changed = mb.with_tensors(
+        data,
+        old_log_probs=batch.old_log_prob,
+        advantages=batch.advantages,
+        **{mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype)},
+    )
+    loss, _ = base_loss(output, changed)
+    return torch.autograd.grad(loss, leaf)[0]
+
+
+def _demanded(
+    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
+
+    The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
+    verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
+    """
+    rest = _base_gradient(adapter.base_loss, batch, model_output, data, torch.zeros_like(factor))
+    policy = _base_gradient(adapter.base_loss, batch, model_output, data, torch.ones_like(factor)) - rest
+    spread = _spread(factor, model_output, data)
+    return spread * policy + rest, policy
+
+
+def _spread(factor: Tensor, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
+    """(B, T) factors at the positions of the flat log-probs that they belong to: (total tokens,)."""
+    output, leaf = mb.as_leaf(model_output)
+    padded = mb.padded(output, data)
+    # The gather from flat to padded is linear, so its transpose puts each factor back where its log-prob came from.
+    return torch.autograd.grad(padded, leaf, factor.to(padded.dtype))[0]
+
+
+def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, scale: Tensor) -> None:
+    upstream: list[Tensor] = []
+
+    def at_loss(gradient: Tensor) -> None:
+        upstream.append(gradient.detach())
+
+    def at_log_probs(gradient: Tensor) -> None:
+        factor = upstream[-1] if upstream else gradient.new_zeros(())
+        error = (mb.flat(gradient.detach()) - predicted * factor).abs().max()
+        # A loss that is not differentiated, or times zero, leaves nothing to compare.
+        proof.gradient_error = _relative(error, scale * factor.abs()) if factor else math.inf
+
+    loss.register_hook(at_loss)
+    log_probs.register_hook(at_log_probs)
+
+
+def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
+    """What an error is relative to: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    return torch.maximum(demanded.abs().max(), policy.abs().max())
+
+
+def _relative(error: Tensor, scale: Tensor) -> float:
+    return float(error / scale) if float(scale) else float(error)
+
+
+def _tried(
+    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
+) -> Shift:
+    """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
+    detached = replace(batch, log_prob=batch.log_prob.detach())
+    batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
+    if spec.kl_clip is not None:
+        return _tried_kl(adapter, spec, batch, model_output, data)
+    errors = []
+    seen: dict[str, bool] = {}
+    for trial in _trials(spec, batch):
+        output = mb.with_log_prob(model_output, trial.batch.log_prob, data)
+        moved = replace(trial.batch, old_log_prob=_expected_proximal(spec, trial.batch))
+        demanded, policy = _demanded(adapter, moved, output, data, trial.factor)
+        gradient = _adapter_gradient(adapter, spec, trial, output, data)
+        errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
+        if spec.proximal != "recompute":
+            # Were the value in pi_old's place read after all, would the gradient be another?
+            decoy, _ = _demanded(adapter, trial.batch, output, data, trial.factor)
+            visible = bool((decoy != demanded).any())
+        else:
+            acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
+            visible = bool((acts & (policy != 0)).any())
+        if trial.label:
+            seen[trial.label] = seen.get(trial.label, False) or visible
+    return Shift(error=max(errors), vacuous=not all(seen.values()))
+
+
+def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
+    if spec.proximal != "recompute":
+        return [_proximal_trial(batch)]
+    return weight_trials(spec.weight, batch) if spec.weight is not None else mask_trials(*spec.masks[0], batch)
+
+
+def _proximal_trial(batch: mb.MicroBatch) -> Trial:
+    """mu a little above pi, where no clip is, and in pi_old's place what must not be read."""
+    log_prob = batch.log_prob.double()
+    moved = replace(
+        batch,
+        old_log_prob=(log_prob + 30 * BEYOND).float(),
+        rollout_log_prob=(log_prob + 5 * BEYOND).float(),
+        advantages=torch.ones_like(batch.advantages),
+        scale=None,
+    )
+    return Trial("pi_old", moved, torch.ones_like(log_prob), BatchConstants())
+
+
+def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
+    # Not proximal_log_prob, which the adapter uses: what is under proof does not say what is to be proved.
+    if spec.proximal == "recompute":
+        return batch.old_log_prob
+    if spec.proximal == "loglinear":
+        assert spec.alpha is not None
+        pi, mu = batch.log_prob.detach().double(), batch.rollout_log_prob.double()
+        return (pi * spec.alpha + mu * (1.0 - spec.alpha)).to(batch.log_prob.dtype)
+    return batch.rollout_log_prob if spec.proximal == "bypass" else batch.log_prob.detach()
+
+
+def _adapter_gradient(
+    adapter: Adapter, spec: CorrectionSpec, trial: Trial, model_output: Mapping[str, Any], data: TensorDict
+) -> Tensor:
+    output, leaf = mb.as_leaf(model_output)
+    moved = trial.batch
+    changed = mb.with_tensors(
+        data,
+        old_log_probs=moved.old_log_prob,
+        advantages=moved.advantages,
+        **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
+    )
+    changed = mb.with_plan(changed, SharedPlan(step=moved.plan.step if moved.plan else 1, constants=trial.constants))
+    loss, _ = _alone(adapter, spec)(output, changed)
+    return torch.autograd.grad(loss, leaf)[0]
+
+
+def _alone(adapter: Adapter, spec: CorrectionSpec) -> Adapter:
+    """The very adapter that the engine calls, with one correction and no proof of its own."""
+    alone = copy.copy(adapter)
+    alone.spec, alone.prove, alone.shadows, alone.moving = spec, False, {}, {}
+    return alone
+
+
+def _tried_kl(
+    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
+) -> Shift:
+    """The KL term's gradient under ratios beyond and inside its clip, against verl's own at ratio 1."""
+    assert spec.kl_clip is not None
+    lower, upper = spec.kl_clip
+    log_prob = batch.log_prob.double()
+    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
+    data = mb.with_tensors(data, ref_log_prob=(log_prob + apart).float())
+    errors, scales = [], []
+    for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
+        moved = replace(
+            batch,
+            old_log_prob=(log_prob - math.log(ratio)).float(),
+            rollout_log_prob=(log_prob - math.log(ratio)).float(),
+            advantages=torch.ones_like(batch.advantages),
+            scale=None,
+        )
+        zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
+        kl = _base_gradient(adapter.verl_loss, moved, model_output, data, zeros)
+        policy = _base_gradient(adapter.verl_loss, moved, model_output, data, ones) - kl
+        # Clipped where the loss would fall further: beyond the upper side for a negative slope, and the other way.
+        clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
+        demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
+        gradient = _adapter_gradient(adapter, spec, Trial("", moved, ones, BatchConstants()), model_output, data)
+        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
+        scales.append(float(kl.abs().max()))
+    return Shift(error=max(errors), vacuous=not all(scales))

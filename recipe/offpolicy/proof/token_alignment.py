@@ -1,0 +1,279 @@
+"""Whether mu belongs to the tokens that it came with: held against the trainer's own log-probs, over whole batches.
+
+Of two rows that differ at a position, the one that the rollout engine finds likelier is as a rule the one that the
+trainer finds likelier, whatever the mismatch and however stale the weights: the share of such agreements is near 1.
+Log-probs of other rows agree by chance, in half of the pairs; log-probs that are off by one token agree better with
+the token beside. Signs alone are counted, so that no drift common to all tokens and no single extreme token matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..correction.deferred import Reading, fetch
+
+MARGIN = 0.1
+"""Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
+MOST_ELEMENTS = 1 << 18
+"""Elements of a batch that are looked at; of more, rows are left out evenly."""
+MOST_POSITIONS = 512
+"""Of a row, those that are looked at."""
+LEAST_PAIRS = 128
+"""Pairs at a lag below which its concordance is not looked at."""
+LEAST_ROWS, ENOUGH_ROWS = 32, 128
+"""Rows that a judgement takes, and rows after which the next begins; between them updates are judged together."""
+ROWS_OF_A_GROUP = 2
+"""Rows that the rows of one prompt count for, next to those of another."""
+BETTER_BESIDE = 0.2
+"""How much better the token beside has to agree before mu is called off by one; more where rows are few."""
+
+LAGS = (-1, 0, 1)
+KINDS = ("rows", "siblings", "tokens")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Pairs that say something, and those of them in which both policies agree, with mu taken at each of ``LAGS``.
+
+    Attributes:
+        rows: that have such a pair at lag 0, as far as they tell independently.
+    """
+
+    pairs: tuple[int, ...] = (0, 0, 0)
+    agreeing: tuple[int, ...] = (0, 0, 0)
+    rows: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        pairs = tuple(map(sum, zip(self.pairs, other.pairs, strict=True)))
+        agreeing = tuple(map(sum, zip(self.agreeing, other.agreeing, strict=True)))
+        return Count(pairs, agreeing, self.rows + other.rows)
+
+    def concordance(self, lag: int = 0) -> float:
+        """Agreements less disagreements over pairs: 1 always, 0 by chance; 0.0 without pairs."""
+        place = LAGS.index(lag)
+        return 2.0 * self.agreeing[place] / self.pairs[place] - 1.0 if self.pairs[place] else 0.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Agreement between mu and the trainer's policy; plain Python, adds up over micro-batches and updates.
+
+    Attributes:
+        rows: of two rows at the same position.
+        siblings: the same, of two rows of one prompt; counted where groups are given.
+        tokens: of two neighbouring tokens of a row.
+    """
+
+    rows: Count = Count()
+    siblings: Count = Count()
+    tokens: Count = Count()
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.rows + other.rows, self.siblings + other.siblings, self.tokens + other.tokens)
+
+
+def tally(
+    trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
+) -> Tally:
+    """``agreements`` on the host."""
+    (found,) = fetch([agreements(trainer_log_prob, rollout_log_prob, response_mask, groups)])
+    assert isinstance(found, Tally)
+    return found
+
+
+@torch.no_grad()
+def agreements(
+    trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
+) -> Reading[Tally]:
+    """Count agreements on one batch, or on rows of it.
+
+    Args:
+        trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached.
+        rollout_log_prob: (B, T) log mu.
+        response_mask: (B, T) bool or 0/1.
+        groups: of each row, its prompt; so that rows mixed up within one prompt are seen as well.
+    """
+    # Many rows tell more than many tokens of a few.
+    trainer, mu = (t[:, :MOST_POSITIONS].float() for t in (trainer_log_prob, rollout_log_prob))
+    usable = response_mask[:, :MOST_POSITIONS].bool() & torch.isfinite(trainer) & torch.isfinite(mu)
+    chosen = _chosen(len(mu), mu.shape[-1], groups)
+    if chosen is not None:
+        trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
+    alike, kinds = None, 0
+    if groups is not None:
+        names = {name: number for number, name in enumerate(sorted(set(groups)))}
+        rows = range(len(groups)) if chosen is None else chosen.tolist()
+        alike, kinds = torch.tensor([names[groups[row]] for row in rows], device=mu.device), len(names)
+    strangers, siblings = [], []
+    for offset in _offsets(len(mu)):
+        there = tuple(t.roll(offset, 0) for t in (trainer, mu, usable))
+        if alike is None:
+            strangers.append(((trainer, mu, usable), there))
+            continue
+        same = (alike == alike.roll(offset, 0))[:, None]
+        siblings.append(((trainer, mu, usable & same), there))
+        strangers.append(((trainer, mu, usable & ~same), there))
+    later, earlier = (tuple(t[:, cut] for t in (trainer, mu, usable)) for cut in (slice(1, None), slice(None, -1)))
+    counts = [_count(strangers, mu, alike, kinds), _count(siblings, mu), _count([(later, earlier)], mu)]
+    return Reading(torch.cat(counts), _tally)
+
+
+def _tally(numbers: list[int]) -> Tally:
+    return Tally(*(Count(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:])))
+
+
+class AlignmentError(RuntimeError):
+    """The rollout's log-probs are not those of the tokens that they came with."""
+
+
+@dataclass
+class AlignmentWatch:
+    """Judges tallies, one or more updates together until there are pairs enough.
+
+    Args:
+        allow_unrelated: never raise, only measure.
+    """
+
+    allow_unrelated: bool = False
+    _pending: Tally = Tally()
+
+    def judge(self, tally: Tally) -> dict[str, float]:
+        """Take in the tally of one update.
+
+        Returns:
+            Metrics: the concordance of each kind of pair that there are enough of.
+
+        Raises:
+            AlignmentError: mu is off by one token, or that of other rows.
+        """
+        together = self._pending + tally
+        enough = {
+            kind: count for kind in KINDS if (count := getattr(together, kind)).rows >= LEAST_ROWS or _long(count)
+        }
+        kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < ENOUGH_ROWS}
+        self._pending = Tally(**kept)
+        for kind, count in enough.items():
+            if not self.allow_unrelated:
+                _judge(kind, count)
+        return {f"concordance_{kind}": count.concordance() for kind, count in enough.items()}
+
+
+def by_chance(rows: int) -> float:
+    """Concordance below which the log-probs of this many rows are taken for those of others.
+
+    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
+    rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.
+    """
+    return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
+
+
+def _judge(kind: str, count: Count) -> None:
+    beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _known(count, lag) else -2.0)
+    here, there = count.concordance(), count.concordance(beside)
+    numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
+    better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16)))
+    if _known(count, beside) and there > max(here, 0.0) + better:
+        raise AlignmentError(
+            f"rollout_log_probs are off by one token: {numbers}, and by {there:.2f} with mu of the token "
+            f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces rollout_log_probs "
+            f"drops or repeats a token."
+        )
+    if kind != "tokens" and _known(count, 0) and here < by_chance(count.rows):
+        raise AlignmentError(
+            f"rollout_log_probs are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
+            f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
+            f"more; either way no correction can be made of them. If this is meant, set "
+            f"offpolicy.allow_unrelated_log_probs=true."
+        )
+
+
+def _known(count: Count, lag: int) -> bool:
+    return count.pairs[LAGS.index(lag)] >= LEAST_PAIRS
+
+
+def _long(count: Count) -> bool:
+    """Few rows with so many tokens that they tell by themselves, as far as tokens do."""
+    return max(count.pairs) >= 8 * LEAST_PAIRS
+
+
+Side = tuple[Tensor, ...]
+"""(trainer, mu, usable), each (B, T)."""
+
+
+def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0) -> Tensor:
+    """Pairs of equal (row, position) in both sides, with mu of both taken at each lag.
+
+    Args:
+        like: on the device of all.
+        groups: (B,) numbers below ``kinds``, of each row its prompt; None: each row tells by itself.
+
+    Returns:
+        (7,) int64 of a ``Count``: pairs and agreeing by lag, and rows.
+    """
+    nothing = torch.zeros((), dtype=torch.int64, device=like.device)
+    pairs, agreeing, rows = [nothing] * len(LAGS), [nothing] * len(LAGS), None
+    for here, there in sides:
+        apart, valid = here[0] - there[0], here[2] & there[2]
+        mu_apart_here = here[1] - there[1]
+        clear, mu_clear = valid & (apart.abs() > MARGIN), valid & (mu_apart_here.abs() > MARGIN)
+        greater, mu_greater = apart > 0, mu_apart_here > 0
+        for place, lag in enumerate(LAGS):
+            telling = clear & _moved(mu_clear, lag)
+            pairs[place] = pairs[place] + telling.sum()
+            agreeing[place] = agreeing[place] + (telling & (greater == _moved(mu_greater, lag))).sum()
+            if lag == 0:
+                rows = telling.any(-1) if rows is None else rows | telling.any(-1)
+    counted = nothing if rows is None else rows.sum()
+    if rows is not None and groups is not None:
+        # Rows of one prompt differ from those of another all in the same way, and tell little more than one.
+        telling_groups = torch.zeros(kinds, dtype=torch.int64, device=like.device)
+        telling_groups.scatter_reduce_(0, groups, rows.long(), "amax")
+        counted = torch.minimum(counted, ROWS_OF_A_GROUP * telling_groups.sum())
+    return torch.stack([*pairs, *agreeing, counted])
+
+
+def _moved(values: Tensor, lag: int) -> Tensor:
+    """``values`` at t + lag, zero where that is outside."""
+    moved = torch.zeros_like(values)
+    if lag == 0:
+        return values
+    if lag > 0:
+        moved[:, :-lag] = values[:, lag:]
+    else:
+        moved[:, -lag:] = values[:, :lag]
+    return moved
+
+
+def _sorted(groups: Sequence[str]) -> list[int]:
+    return sorted(range(len(groups)), key=lambda row: groups[row])
+
+
+def _chosen(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
+    """Indices of the rows to look at, those of one prompt side by side; None: all, in their own order."""
+    spread = _spread(rows, width)
+    if groups is None:
+        return spread
+    order = torch.tensor(_sorted(groups), dtype=torch.long)
+    return order if spread is None else order[spread]
+
+
+def _spread(rows: int, width: int) -> Tensor | None:
+    """Places of the rows to look at: None for all, or runs of 4 neighbours, evenly, where the batch is large."""
+    most = max(16, MOST_ELEMENTS // max(1, width))
+    if rows <= most:
+        return None
+    starts = torch.linspace(0, rows - 4, most // 4).long()
+    return (starts[:, None] + torch.arange(4)).flatten().unique()
+
+
+def _offsets(rows: int) -> Iterator[int]:
+    """By how many rows partners are apart: near ones, which are siblings where groups are known, and far ones."""
+    yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})
+
+
+__all__ = ["AlignmentError", "AlignmentWatch", "Count", "Tally", "agreements", "tally"]

@@ -1,0 +1,232 @@
+"""Micro-batches on which one correction must act in a known way, whatever the policies at hand.
+
+Each trial moves mu, pi_old and, for differences of probabilities, pi, so that some units lie just beyond or just
+inside a bound and the others nowhere near, and says by which factor the correction then multiplies each token's
+gradient. The factor follows from the bound and the vocabulary alone; none of the correction's own code is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..batch.micro_batch import MicroBatch
+from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
+
+BEYOND = 0.01
+"""Nats beyond a bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
+
+_MEAN_WEIGHT = 2.0
+_HIGH = 0.95  # the higher of two probabilities that differ
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A moved micro-batch and what is demanded of it.
+
+    Attributes:
+        label: the bound that it looks at; at least one trial of each bound must be able to show it. Empty for none.
+        batch: ``log_prob`` is what the policy says there, detached.
+        factor: (B, T) factor of the uncorrected gradient of each token's policy term.
+        constants: what the trainer would have fixed for the batch.
+    """
+
+    label: str
+    batch: MicroBatch
+    factor: Tensor
+    constants: BatchConstants
+
+
+def weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Raw weights beyond and inside each bound, on every other unit; the rest has weight 1."""
+    demanded = {0.5: 0.5} if spec.lower is None else {2.0: 2.0} if spec.upper is None else {}
+    for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
+        if bound is not None:
+            demanded |= {beyond * bound: 0.0 if spec.kind == "reject" else bound, math.sqrt(bound): math.sqrt(bound)}
+    if spec.upper is None:
+        demanded[2.0] = 2.0
+    mean = _MEAN_WEIGHT if spec.normalize else 1.0
+    constants = BatchConstants(weight_mean=mean)
+    units = _unit_ids(spec.level, batch)
+    hit = units % 2 == 0
+    # On one token: spread over thousands, the rounding of each would add up to more than the proof tolerates.
+    first = hit & _opens(units, batch.response_mask)
+    size = _sizes(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
+    for raw, weight in demanded.items():
+        shift = torch.where(first, math.log(raw) * size, 0.0)
+        # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
+        # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
+        old_log_prob = batch.log_prob.double() + BEYOND
+        numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
+        moved = _moved(batch, old=old_log_prob, mu=numerator - shift, advantages=torch.ones_like(shift))
+        factor = torch.where(hit, weight / mean, 1.0 / mean)
+        acts = bool((factor != 1).any())
+        yield Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
+
+
+def mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Every other unit beyond each bound, and inside it, for advantages of either sign."""
+    constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
+    signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
+    for side, bound in _bounds(spec):
+        for sign in signs:
+            for beyond in (True, False):
+                yield _mask_trial(spec, batch, constants, side, _near(spec, bound, side, beyond), sign, beyond)
+        if spec.when != "any":
+            there = _near(spec, bound, side, True)
+            yield _mask_trial(spec, batch, constants, side, there, -signs[0], beyond=False)
+            yield _mixed_signs(spec, batch, constants, side, there, signs[0])
+
+
+def _bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
+    """(-1 for a lower and +1 for an upper side, bound in nats of log ratio or as it is)."""
+    if spec.delta is not None:
+        yield -1.0, -spec.delta
+    elif spec.budget is not None:
+        yield 1.0, 0.04
+    else:
+        on_ratio = spec.aggregate in ("product", "geometric", "any")
+        for side, bound in ((-1.0, spec.lower), (1.0, spec.upper)):
+            if bound is not None:
+                yield side, math.log(bound) if on_ratio else bound
+
+
+def _near(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
+    if not beyond:
+        return bound / 2
+    # Differences of probabilities and squares of small ratios need a finer step than nats do.
+    step = BEYOND if spec.aggregate in ("product", "geometric", "any") else min(BEYOND, 0.1 * abs(bound) + 1e-4)
+    return bound + side * step
+
+
+def _mask_trial(
+    spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float, beyond: bool
+) -> Trial:
+    advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
+    moved, hit = _placed(spec, batch, value, side, advantages)
+    factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
+    return Trial(f"side {side:+.0f}" if beyond else "", moved, factor, constants)
+
+
+def _mixed_signs(
+    spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
+) -> Trial:
+    """Rows whose mean advantage has the sign that the mask looks at and whose later tokens do not."""
+    mask = batch.response_mask
+    first = mask & (mask.cumsum(-1) == 1)
+    count = mask.sum(-1, keepdim=True).double()
+    advantages = torch.where(first, sign * (count + 1), -sign)
+    moved, hit = _placed(spec, batch, value, side, advantages)
+    looked_at = hit if spec.sign == "row" else hit & (advantages * sign > 0)
+    return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
+
+
+def _placed(
+    spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor
+) -> tuple[MicroBatch, Tensor]:
+    """Policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the units that are hit.
+
+    The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient.
+    """
+    mask = batch.response_mask
+    units = _unit_ids(spec.level, batch)
+    hit = (units % 2 == 0) & mask
+    # A greatest value can only be low where all values are.
+    first = hit if spec.aggregate == "k1_max" else hit & _opens(units, mask)
+    if spec.aggregate == "binary_tv":
+        return _probabilities(spec, batch, first, value, advantages), hit
+    size = _sizes(units, mask) if spec.aggregate.endswith(("mean", "geometric")) else torch.ones_like(units).double()
+    # Where PPO never clips: up for a negative advantage and down for a positive one.
+    free = -advantages.sign()
+    shift = torch.where(first, _log_ratio(spec.aggregate, value * size, side, free), 0.0)
+    # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
+    # otherwise beyond or inside a bound.
+    drift = free * 1.5 * shift.abs()
+    # A token by itself has to keep a gradient of its own, within PPO's second clip of large ratios.
+    drift = torch.where(_sizes(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
+    ppo, rollout = {
+        "rollout": (drift, shift),
+        "full": (drift, shift - drift),
+        "ppo": (shift, -1.5 * shift),
+    }[spec.ratio]
+    old_log_prob = batch.log_prob.double() - ppo
+    return _moved(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
+
+
+def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
+    """The log-ratio of one token at which the aggregate's sum is ``value``; its sign is ``free`` where it may be."""
+    match aggregate.split("_")[0]:
+        case "k1":
+            return -value
+        case "k2" | "second":
+            root = value if aggregate == "second_moment" else 2 * value
+            return free * root.clamp(min=0).sqrt()
+        case "tv":
+            up = torch.log1p(2 * value)
+            return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
+        case "k3":
+            return torch.where(free > 0, _k3_inverse(value, 1.0), _k3_inverse(value, -1.0))
+        case _:
+            return value
+
+
+def _k3_inverse(value: Tensor, sign: float) -> Tensor:
+    """l of the given sign with exp(l) - 1 - l = value, by bisection."""
+    low, high = torch.zeros_like(value), value + 2.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        too_small = torch.expm1(sign * middle) - sign * middle < value
+        low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
+    return sign * high
+
+
+def _probabilities(spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float, advantages: Tensor) -> MicroBatch:
+    """The first token of each unit that is hit has p_numerator - p_denominator = gap; all three are equal elsewhere."""
+    high, low = math.log(_HIGH), math.log(_HIGH - abs(gap))
+    numerator, denominator = (high, low) if gap > 0 else (low, high)
+    level = torch.full_like(batch.log_prob, high, dtype=torch.float64)
+    pi = torch.where(first, numerator, level) if spec.ratio != "rollout" else level
+    old = {
+        "rollout": torch.where(first, numerator, level),
+        "full": pi,
+        "ppo": torch.where(first, denominator, level),
+    }[spec.ratio]
+    mu = torch.where(first, denominator, level) if spec.ratio != "ppo" else old
+    return _moved(replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages)
+
+
+def _moved(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:
+    return replace(
+        batch,
+        old_log_prob=old.float(),
+        rollout_log_prob=mu.float(),
+        advantages=advantages.to(batch.advantages.dtype),
+        scale=None,
+    )
+
+
+def _unit_ids(level: str, batch: MicroBatch) -> Tensor:
+    """(B, T) int64, the unit of each response token counted from 0 in its row."""
+    mask = batch.response_mask
+    if level == "token":
+        return (mask.cumsum(-1) - 1).clamp(min=0)
+    # Rows have one version each, see micro_batch.decide.
+    return turns(mask) if level == "turn" else torch.zeros_like(mask, dtype=torch.int64)
+
+
+def _opens(units: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) bool: the first token of each unit."""
+    before = torch.full_like(units, -1)
+    before[:, 1:] = torch.where(mask, units, -1).cummax(-1).values[:, :-1]
+    return mask & (units > before)
+
+
+def _sizes(units: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) float64: how many tokens the unit of each token has, at least 1."""
+    counts = torch.zeros(units.shape, dtype=torch.float64, device=units.device)
+    counts.scatter_add_(1, units, mask.double())
+    return counts.gather(1, units).clamp(min=1)

@@ -1,0 +1,208 @@
+"""The trainer's half of the proof of life: judges what the workers' first update showed, and stops the run.
+
+Nothing may be missing: every micro-batch reports, holds the trainer's spec, used the mu that was sampled, and showed
+each configured correction acting in the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from ..correction import CorrectionSpec
+from ..correction.moving_bounds import bounds_of, fingerprint
+from .gradient import Proof, each_alone
+
+if TYPE_CHECKING:
+    from ..worker.metrics import Packet
+
+
+class LivenessError(RuntimeError):
+    """A correction is configured and was not seen to act; the message says which and what was seen instead."""
+
+
+def verify(
+    packets: Sequence[Packet],
+    spec: CorrectionSpec,
+    *,
+    sampled_rows: Sequence[int],
+    epochs: int = 1,
+    allow_identical: bool = False,
+    moving: Collection[str] = (),
+) -> dict[str, float]:
+    """Judge the first update.
+
+    Args:
+        packets: one per micro-batch, from every rank.
+        spec: what the trainer wants, under the bounds of this update.
+        sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.row_checksums``.
+        epochs: how often the worker visits each row.
+        allow_identical: mu bit-identical to pi_old is meant.
+        moving: parts whose bounds came with this update, and which the fingerprint leaves out.
+
+    Returns:
+        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
+        advantages are zero; then the next one has to be judged.
+
+    Raises:
+        LivenessError: anything is missing or wrong.
+    """
+    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving)
+    structure = float(fingerprint(spec, moving))
+    if spec.is_none:
+        return {"fingerprint": structure}
+    proofs = [packet.proof for packet in packets if packet.proof is not None]
+    if len(proofs) < len(packets):
+        raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
+    _verify_alignment(proofs)
+    proofs = [proof for proof in proofs if proof.tokens]
+    if not proofs:
+        return {"proved": 0.0, "fingerprint": structure}
+    if spec.proximal != "recompute":
+        _verify_mu_in_place_of_old(proofs, spec)
+    elif not allow_identical:
+        _verify_two_policies(proofs)
+    gradient_error = _verify_gradient(proofs)
+    # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
+    unread = (spec.weight is not None or bool(spec.masks)) and not _seen(proofs, "proximal")
+    names = [name for name, _ in each_alone(spec) if not (unread and name == "proximal")]
+    shift_error = max(_verify_shift(proofs, name) for name in names)
+    moved = sum(proof.gradient_tokens for proof in proofs)
+    tokens = sum(proof.tokens for proof in proofs)
+    return {
+        "proved": float(moved > 0),
+        "fingerprint": structure,
+        "rows": float(sum(len(packet.rows) for packet in packets)),
+        "gradient_tokens": float(moved),
+        "gradient_error": gradient_error,
+        "shift_error": shift_error,
+        "parts": float(len(names)),
+        "identical_share": sum(proof.identical_tokens for proof in proofs) / tokens,
+        "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
+    }
+
+
+def verify_update(
+    packets: Sequence[Packet],
+    spec: CorrectionSpec,
+    *,
+    sampled_rows: Sequence[int],
+    epochs: int = 1,
+    moving: Collection[str] = (),
+) -> None:
+    """What is judged at every update: each micro-batch came from the adapter, holding the trainer's spec under the
+    trainer's bounds, and the mu that was used is the mu that was sampled.
+
+    Raises:
+        LivenessError: anything is missing or wrong.
+    """
+    _verify_fingerprint(packets, spec, moving)
+    if not spec.is_none:
+        _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
+
+
+def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec, moving: Collection[str]) -> None:
+    if not packets:
+        raise LivenessError(
+            "the update came back without a word from the correction: the loss that the worker ran is not ours."
+        )
+    expected = fingerprint(spec, moving)
+    if wrong := {packet.fingerprint for packet in packets} - {expected}:
+        raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
+    bounds = bounds_of(spec, moving)
+    for packet in packets:
+        if packet.bounds != bounds:
+            raise LivenessError(
+                f"a worker used other bounds than the trainer sent with this update: {packet.bounds}, the trainer's "
+                f"are {bounds}."
+            )
+
+
+def _verify_rows(used: Counter[int], sampled: Counter[int]) -> None:
+    if used != sampled:
+        raise LivenessError(
+            f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
+            f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
+            f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
+            f"casts or permutes rollout_log_probs."
+        )
+
+
+def _verify_alignment(proofs: Sequence[Proof]) -> None:
+    before, same, after = (sum(proof.distances[i] for proof in proofs) for i in range(3))
+    if 2.0 * min(before, after) < same:
+        raise LivenessError(
+            f"mu is off by one token: log pi_old differs from it by {same:.3g} nats in all, and from the mu of the "
+            f"token {'before' if before < after else 'after'} by {min(before, after):.3g}. Whatever produces "
+            f"rollout_log_probs drops or repeats a token."
+        )
+
+
+def _verify_two_policies(proofs: Sequence[Proof]) -> None:
+    tokens = sum(proof.tokens for proof in proofs)
+    if tokens == sum(proof.identical_tokens for proof in proofs):
+        raise LivenessError(
+            f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
+            f"rollout ratio is 1 and nothing is corrected. If that is meant, set "
+            f"offpolicy.allow_identical_log_probs=true."
+        )
+
+
+def _verify_mu_in_place_of_old(proofs: Sequence[Proof], spec: CorrectionSpec) -> None:
+    tokens = sum(proof.tokens for proof in proofs)
+    identical = sum(proof.identical_tokens for proof in proofs)
+    if identical != tokens:
+        raise LivenessError(
+            f"correction.proximal={spec.proximal}: mu stands in for pi_old until the loss, and {tokens - identical} of "
+            f"{tokens} tokens arrived with another value. Something computes old_log_probs after all."
+        )
+
+
+def _verify_gradient(proofs: Sequence[Proof]) -> float:
+    """The greatest relative error of the gradient in the engine's own backward."""
+    errors = []
+    for proof in proofs:
+        if proof.gradient_error is None:
+            raise LivenessError("no gradient reached the log-probs in the engine's backward.")
+        if proof.gradient_error == math.inf:
+            raise LivenessError("the engine's backward did not go through the corrected loss, or scaled it by zero.")
+        # Written so that NaN fails.
+        if not proof.gradient_error <= proof.tolerance:
+            raise LivenessError(
+                f"the gradient at the log-probs is not weight x keep x verl's own: relative error "
+                f"{proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
+            )
+        errors.append(proof.gradient_error)
+    return max(errors)
+
+
+def _seen(proofs: Sequence[Proof], name: str) -> bool:
+    return any(name in proof.shifts and not proof.shifts[name].vacuous for proof in proofs)
+
+
+def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
+    """The greatest relative error of one correction on shifted log-probs."""
+    errors = []
+    seen = False
+    for proof in proofs:
+        shift = proof.shifts.get(name)
+        if shift is None:
+            raise LivenessError(f"{name} was not tried on every micro-batch.")
+        if not shift.error <= proof.tolerance:
+            raise LivenessError(
+                f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by a share of "
+                f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
+            )
+        errors.append(shift.error)
+        seen = seen or not shift.vacuous
+    if not seen:
+        why = (
+            "verl's loss has the same gradient whatever pi_old is."
+            if name == "proximal"
+            else "just beyond its bound verl's loss has no gradient left to remove. Either its own clip is narrower, "
+            "and the correction changes nothing, or no row has two tokens."
+        )
+        raise LivenessError(f"{name} cannot be seen to act: {why}")
+    return max(errors)

@@ -1,0 +1,113 @@
+"""``run.json``: what was run, without what belongs to nobody else."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import live_path
+
+from ..correction import CorrectionSpec
+from ..fault_tolerance.checkpoints import Folder
+from .recording import CARD, read_json, step_of
+from .redaction import HIDDEN, redacted, redacted_text
+from .schema import VERSION
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+
+
+def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
+    """The card of a run.
+
+    Returns:
+        ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
+        ``model``, ``sampling``, ``checkpoints`` and the resolved ``config``, without environment variables and secrets.
+    """
+    path = live_path(config)
+    return {
+        "schema": VERSION,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "correction": spec.to_mapping(),
+        "fingerprint": spec.fingerprint(),
+        "shadows": {name: shadow.to_mapping() for name, shadow in shadows.items()},
+        "release": path.release,
+        "path": str(path),
+        "model": redacted_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
+        "sampling": sampling_of(config),
+        "checkpoints": str(Folder.of(config).path),
+        "config": redacted(_plain(OmegaConf.to_container(config, resolve=True))),
+    }
+
+
+def sampling_of(config: DictConfig) -> dict[str, Any]:
+    """How responses were sampled: engine, and the keys that are set, the engine's own last."""
+    sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
+    for name in _SAMPLING:
+        for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
+            if (value := OmegaConf.select(config, key)) is not None:
+                sampling[name] = value
+    return sampling
+
+
+def resumed_from(config: DictConfig) -> str | None:
+    """The directory whose checkpoints the run will resume; None for a new run."""
+    mode = OmegaConf.select(config, "trainer.resume_mode")
+    if mode == "resume_path":
+        return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
+    folder = Folder.of(config)
+    try:
+        return str(folder.path) if mode == "auto" and folder.tracked() is not None else None
+    except ValueError:
+        return str(folder.path)
+
+
+def foreign(directory: str, config: DictConfig) -> str | None:
+    """Why a run may not record into ``directory``; None where it may.
+
+    Raises:
+        RecordingError: its card is not readable.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return None
+    card = read_json(path / CARD)
+    if not card and not any(step_of(each.name) for each in path.iterdir()):
+        return None
+    if card and _goes_on(card, config):
+        return None
+    return "it holds the recording of another run, of which this one resumes no checkpoint."
+
+
+def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
+    """Whether the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
+    there = resumed_from(config)
+    if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
+        there = str(Folder.of(config).path)
+    known = card.get("checkpoints")
+    return there is not None and isinstance(known, str) and os.path.realpath(known) == os.path.realpath(there)
+
+
+def _saves(card: Mapping[str, Any]) -> bool:
+    """Whether the run of the card was to leave a checkpoint: it was cut short where there is none."""
+    found: Any = card
+    for key in ("config", "trainer", "save_freq"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return isinstance(found, int) and found > 0
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, without environment variables."""
+    if isinstance(value, Mapping):
+        return {str(key): HIDDEN if key == "env_vars" else _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    plain = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)

@@ -1,0 +1,148 @@
+"""What of verl's micro-batch is recorded: the adapter between the worker's loss and the recorder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from ..batch import micro_batch as mb
+from ..batch.plan import REWARD, UID
+from ..correction import CorrectionSpec, Statistic, StepStage
+from ..correction.ratios import valid_tokens
+from ..correction.statistics import Reduction
+from .pack import Seen, pack
+from .ranks import Place, place
+from .recorder import Recorder, recorder_of
+from .settings import SECTION, RecordSettings
+
+_SCORES = ("token_level_scores", "rm_scores")
+"""verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""
+
+
+def recorded(
+    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, data: TensorDict
+) -> dict[str, Statistic]:
+    """Record what the loss sees of a micro-batch, if it is one to record.
+
+    Args:
+        batch: as the loss reads it; what the trainer's plan does not announce, such as a trial, is not recorded.
+        step: what was decided on it.
+        data: verl's micro-batch.
+
+    A failure stops the recorder, see ``Recorder.stop``.
+
+    Returns:
+        ``record/...``, see ``statistics``; nothing where nothing is announced.
+    """
+    plan = batch.plan
+    if plan is None or plan.update is None or not torch.is_grad_enabled():
+        return {}
+    here = place(tu.get_non_tensor_data(data, "dp_size", 1))
+    recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
+    if here.writes and settings.records(plan.step):
+        started = recorder.clock()
+        rows = len(batch.response_mask)
+        mini_batch = recorder.admit(plan.step, plan.update, rows)
+        if mini_batch is not None:
+            try:
+                seen = _seen(settings, spec, batch, step, data)
+                packed = pack(seen, _chosen(settings.share, seen.uids))
+                recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
+            except Exception as error:  # whatever it is: training goes on
+                recorder.stop(error, rows)
+        recorder.spent(recorder.clock() - started)
+    return statistics(recorder, here)
+
+
+def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
+    """What the recorder did since it was last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
+    counters = recorder.take()
+    sums = {
+        "rows": counters.rows,
+        "dropped_rows": counters.dropped_rows,
+        "bytes": counters.bytes,
+        "seconds": counters.seconds,
+    }
+    found = {f"record/{name}": Statistic(Reduction.SUM, (float(value),)) for name, value in sums.items()}
+    stopped = float(here.writes and recorder.stopped is not None)
+    return found | {"record/stopped": Statistic(Reduction.MAX, (stopped, 1.0))}
+
+
+def _seen(
+    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, data: TensorDict
+) -> Seen:
+    old_log_prob = mb.proximal(spec, batch)
+    versions = batch.versions
+    return Seen(
+        response_ids=batch.responses,
+        response_mask=batch.response_mask,
+        rollout_log_prob=batch.rollout_log_prob,
+        old_log_prob=old_log_prob,
+        log_prob=batch.log_prob.detach(),
+        advantages=batch.advantages,
+        weight=step.weight,
+        valid=valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
+        rejected=step.rejected,
+        uids=_uids(data),
+        reward=_reward(data),
+        versions=None if versions is None else (versions.oldest, versions.newest),
+        prompts=_prompts(data, batch.responses.shape[1]) if settings.prompts else None,
+    )
+
+
+def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
+    if UID in data.keys():
+        return data[UID]
+    if "uid" not in data.keys():
+        return None
+    found = tu.get(data, "uid")
+    uids = [found] * len(data) if isinstance(found, str) else found
+    if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
+        shown = str(found)[:80]
+        raise TypeError(f"uid in the micro-batch is {shown!r}, expected a string for each of {len(data)} rows.")
+    return uids
+
+
+def _reward(data: TensorDict) -> Tensor | None:
+    if REWARD in data.keys():
+        return data[REWARD]
+    for name in _SCORES:
+        if name in data.keys():
+            return data.select(name).to_padded_tensor()[name].sum(-1)
+    return None
+
+
+def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
+    """Token ids end to end and the length of each prompt; ``width`` is that of the responses."""
+    prompts = data["prompts"] if "prompts" in data.keys() else None
+    if prompts is not None and prompts.is_nested:
+        return prompts.values(), prompts.offsets().diff()
+    if "attention_mask" not in data.keys():
+        return None
+    if prompts is None:
+        # The legacy actors get prompt and response in one.
+        prompts = data["input_ids"][:, :-width]
+    mask = data["attention_mask"][:, : prompts.shape[1]].bool()
+    return prompts[mask], mask.sum(-1)
+
+
+def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
+    """(B,) bool: rows of the prompts that are recorded, the same on every rank; None: all."""
+    if share >= 1:
+        return None
+    if uids is None:
+        raise KeyError(f"uid is not in the micro-batch that reached the loss: set {SECTION}.share=1.")
+    if isinstance(uids, Tensor):
+        uids = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in uids.cpu().numpy()]
+    return torch.tensor([chosen(uid, share) for uid in uids])
+
+
+def chosen(uid: str, share: float) -> bool:
+    """Whether the prompt ``uid`` is among the ``share`` of all that are recorded."""
+    digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

@@ -1,0 +1,67 @@
+"""One HTML page about a recorded run, to send to a colleague:
+
+python -m recipe.offpolicy.analysis.report DIR [--out report.html] [--spec OVERRIDE ...]
+
+Exit status: 0, or 2 where the recording or an argument is no good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .command_line import need, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    need("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
+    import torch
+
+    from .analysis.calibration.scores import recorded_spec
+    from .analysis.pages import PageError, check_target
+    from .analysis.report.page import Found, page_of
+    from .analysis.report.sample import sample_of
+    from .analysis.report.studies import studies_of
+    from .analysis.report.timeline import timeline_of
+    from .correction import SpecError
+    from .recording import Recording, RecordingError
+    from .recording.redaction import redacted
+
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    torch.set_num_threads(1)
+    try:
+        check_target("--out", options.out, "report.html")
+        recording = Recording(options.directory)
+        sample = sample_of(recording)
+        timeline = timeline_of(part for step in sample.timeline for part in recording.corrections(step))
+        if not timeline.steps:
+            raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
+        spec = recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
+        studies = studies_of(recording, sample, spec, spec=options.spec)
+        card, proof = redacted(recording.card), redacted(recording.proof)
+        found = Found(str(options.directory), card, proof, sample, timeline, studies)
+        size = page_of(found).write(options.out)
+    except (RecordingError, SpecError, PageError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    print(f"{options.out}: {size:,} bytes. {sample.sentence}")  # noqa: T201
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.analysis.report", description="One HTML page about a recorded run."
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run("report", main))

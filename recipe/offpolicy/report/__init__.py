@@ -1,1 +1,0 @@
-"""One page about a recorded run, to send to a colleague: python -m recipe.offpolicy.report DIR."""

@@ -1,0 +1,1 @@
+"""verl's trainers and task runners with corrections, and the supervision of their updates."""

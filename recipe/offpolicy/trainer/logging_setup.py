@@ -1,0 +1,25 @@
+"""Sets up the logger of this package where verl sets up none.
+
+verl's V1 trainer sets up the logger ``verl``; around its V0 trainer nobody sets up any, and whatever is logged at INFO,
+such as that a correction is live, would be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("verl.offpolicy")
+LEVEL = "VERL_LOGGING_LEVEL"
+"""verl's own variable for the level of its loggers."""
+
+
+def set_up_logger() -> None:
+    """Give the logger a handler of its own where verl's has none; idempotent."""
+    if logging.getLogger("verl").handlers or logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(os.environ.get(LEVEL, "INFO"))
+    logger.propagate = False

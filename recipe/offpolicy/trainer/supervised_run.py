@@ -1,0 +1,101 @@
+"""What every corrected trainer does around verl's own: it is watched over, and its checkpoints stay loadable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import DictConfig
+
+from ..fault_tolerance.checkpoints import before_loading, saving
+from ..fault_tolerance.watchdog import watch
+from ..monitor.active_correction import differences
+from ..preflight.checks import spec_of
+from ..proof.verify import LivenessError
+from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
+from .logging_setup import set_up_logger
+
+if TYPE_CHECKING:
+    from .supervision import Supervision
+
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+def demand_corrected(trainer: Any) -> None:
+    """Stops verl's task runner where it builds a trainer past the one that was put in its place.
+
+    Raises:
+        LivenessError
+    """
+    if not isinstance(trainer, SupervisedRun):
+        found = type(trainer)
+        raise LivenessError(
+            f"the task runner builds {found.__module__}.{found.__qualname__}, which would train without the "
+            "correction and without its proof. Fix: let it build the trainer that it looks up under verl's own name, "
+            "or derive yours from that one."
+        )
+
+
+def demand_trained() -> None:
+    """Stops a run that came to its end without a corrected trainer, whatever it may have trained.
+
+    Raises:
+        LivenessError
+    """
+    if SupervisedRun.fits == 0:
+        raise LivenessError(
+            "verl's task runner has ended, and no trainer with the correction has run in its process. What it trained "
+            "is not corrected."
+        )
+
+
+class SupervisedRun:
+    """Mixed into verl's V0 and V1 trainers.
+
+    Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
+    and what ``watchdog.PHASES`` lists.
+    """
+
+    fits: ClassVar[int] = 0
+    """Trainings that were begun in this process."""
+    config: DictConfig
+    global_steps: int
+    recording: RunRecord | None = None
+    supervision: Supervision
+    _resumed: Mapping[str, Any] | None = None
+    """What a checkpoint that was loaded says of alarms and bounds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        set_up_logger()
+        super().__init__(*args, **kwargs)
+        watch(self, self.config)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        SupervisedRun.fits += 1
+        patience = AFTER_FAILURE
+        try:
+            result = super().fit(*args, **kwargs)  # type: ignore[misc]
+            patience = PATIENCE
+            return result
+        finally:
+            # Workers are killed once this returns or raises: the update that decided may not be written yet.
+            self._finish_recording(patience)
+
+    def _finish_recording(self, patience: float) -> None:
+        try:
+            if self.recording is not None:
+                self.recording.finish(patience)
+        except Exception:  # never in the place of what ended the run
+            logger.warning("cannot see whether the last step is recorded.", exc_info=True)
+
+    def _save_checkpoint(self) -> None:
+        state = self.supervision.steering.state()
+        with saving(self.config, self.global_steps, spec_of(self.config), state):
+            super()._save_checkpoint()  # type: ignore[misc]
+
+    def _load_checkpoint(self) -> Any:
+        self._resumed = before_loading(self.config, spec_of(self.config), partial(differences, self.config))
+        return super()._load_checkpoint()  # type: ignore[misc]

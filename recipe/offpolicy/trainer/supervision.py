@@ -1,0 +1,171 @@
+"""What a trainer keeps between updates: whether the correction is proved yet, and what the last update showed.
+
+The same for every trainer; where batches and metrics come from is the trainer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+from tensordict import TensorDict
+
+from ..correction import CorrectionSpec
+from ..correction.moving_bounds import path_of
+from ..correction.statistics import Statistic, merge_all
+from ..monitor.active_correction import Steering
+from ..monitor.mismatch.recent import RecentFloor
+from ..proof.gradient import each_alone
+from ..proof.rollout_checks import SampleWatch
+from ..proof.verify import LivenessError, verify, verify_update
+from ..worker.metrics import take_packets
+
+logger = logging.getLogger("verl.offpolicy")
+
+_COARSE = (
+    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
+    "reject by it. Let the trainer compute log-probs in float32."
+)
+
+
+class Supervision:
+    """Judges updates by the packets that the workers' loss sent.
+
+    Args:
+        spec: the correction as it is configured.
+        config: the composed configuration of the run.
+
+    Attributes:
+        proving: the workers are to prove the correction at the next update.
+        proof: of life, if the last update brought it: in a sentence, and what was seen.
+        steering: which correction that is, and under which bounds.
+    """
+
+    def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
+        self.steering = Steering(spec, config)
+        self.proving = True
+        self._epochs = config.actor_rollout_ref.actor.ppo_epochs
+        self._allow_identical = config.offpolicy.allow_identical_log_probs
+        self._floor = RecentFloor()
+        self._samples = SampleWatch(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
+        self._sampled_rows: list[int] = []
+        self._live: dict[str, float] = {}
+        self._statistics: dict[str, float] = {}
+        self._step: dict[str, Statistic] = {}
+        self.proof: tuple[str, dict[str, float]] | None = None
+
+    @property
+    def spec(self) -> CorrectionSpec:
+        """The correction that is in force, which the workers are to run at the next update."""
+        return self.steering.spec
+
+    @property
+    def wants_sampled(self) -> bool:
+        """Whether ``sampled`` and ``aligned`` have to see each batch."""
+        return not self.spec.is_none
+
+    def sampled(self, rows: TensorDict) -> None:
+        """Look at the rollout ``rows``, which hold ``SAMPLED``, and remember it, before anything can touch it.
+
+        Raises:
+            ArrivalError: its log-probs are missing or are none.
+        """
+        self._sampled_rows = self._samples.sampled(rows)
+
+    def aligned(self, rows: TensorDict, uids: Sequence[str]) -> None:
+        """Hold the rollout's log-probs against the trainer's own, see ``sample_watch.SampleWatch.aligned``.
+
+        Raises:
+            AlignmentError: they are off by one token or those of other rows.
+        """
+        self._samples.aligned(rows, uids)
+
+    def collect(self, metrics: dict[str, Any]) -> bool:
+        """Take the packets of one update out of the workers' ``metrics`` and judge them.
+
+        Returns:
+            Whether the workers need another loss for the next update: this one proved the correction, so that the next
+            need not, or another correction is in force.
+
+        Raises:
+            LivenessError: the correction is configured and was not seen to act.
+            AlarmError: an alarm ends the run.
+        """
+        packets = take_packets(metrics)
+        proved, self.proof = False, None
+        moving = self.steering.moving
+        if self.proving:
+            self._live = verify(
+                packets,
+                self.spec,
+                sampled_rows=self._sampled_rows,
+                epochs=self._epochs,
+                allow_identical=self._allow_identical,
+                moving=moving,
+            )
+            proved = self.spec.is_none or bool(self._live["proved"])
+            self.proving = not proved
+            self._say(proved)
+            self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
+        else:
+            verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
+        if self.spec.proximal != "recompute":
+            self._samples.judge(packet.alignment for packet in packets)
+        merged = merge_all(packet.statistics for packet in packets)
+        self._step = merge_all([self._step, merged])
+        measured = {name: statistic.value() for name, statistic in merged.items()}
+        switched = self.steering.after_update(measured, merge_all(packet.histograms for packet in packets))
+        self.proving = self.proving or switched
+        self._statistics = self._values(merged)
+        self._floor.take(merged)
+        return proved or switched
+
+    def begin_step(self) -> None:
+        """Forget the last step: one can make several updates."""
+        self._step = {}
+
+    def step_metrics(self) -> dict[str, float]:
+        """What all updates since ``begin_step`` showed together; empty where there was none."""
+        return {f"offpolicy/{name}": value for name, value in self._values(self._step).items()} if self._step else {}
+
+    def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
+        values = {name: statistic.value() for name, statistic in merged.items()}
+        live = {f"live/{name}": value for name, value in self._live.items()}
+        return values | self._floor.shares(merged) | live | self._samples.metrics() | self.steering.metrics()
+
+    def begin(self) -> None:
+        """Forget the last update, so that one which goes past the correction is noticed."""
+        self._statistics = {}
+
+    def metrics(self) -> dict[str, float]:
+        """What the update since ``begin`` showed, by the names that the logger gets.
+
+        Raises:
+            LivenessError: nothing was collected.
+        """
+        if not self._statistics:
+            raise LivenessError("the update went past the correction: nothing was collected from the workers.")
+        return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
+
+    def _say(self, proved: bool) -> None:
+        if not proved:
+            logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
+            return
+        logger.info(_sentence(self.spec, self._live))
+        if moving := ", ".join(map(path_of, self.steering.moving)):
+            logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
+        if self._live.get("log_prob_bits", 32) < 32:
+            logger.warning(_COARSE)
+
+
+def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
+    if spec.is_none:
+        return "no correction is configured; statistics only."
+    parts = [name for name, _ in each_alone(spec)]
+    names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
+    return (
+        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
+        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
+    )

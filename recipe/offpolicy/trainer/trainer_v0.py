@@ -1,0 +1,228 @@
+"""verl's V0 trainer, ``RayPPOTrainer``, with a correction: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
+
+Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
+``compute_advantage`` around which ``fit`` is one block, and ``update_actor`` / ``compute_log_prob`` / ``set_loss_fn``
+of the actor's worker group. Batches are DataProto; the engine's workers get the loss by ``set_loss_fn``, the legacy
+actors take it from a ``Handover`` in ``meta_info``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl import DataProto
+
+from verl_patches.execution_path import live_path
+from verl_patches.legacy.handover import HANDOVER
+from verl_patches.trainer_v0 import around_advantage, before_any, substitute
+
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.plan import COLUMNS, PLAN, REWARD, UID, Dealing, SharedPlan, groups_without_rejected, planned
+from ..batch.weight_versions import VERSIONS
+from ..correction import CorrectionSpec
+from ..correction.proximal import WITHOUT_FORWARD
+from ..monitor.step_cost import StepCost
+from ..preflight.checks import shadows_of, spec_of
+from ..preflight.old_log_prob import one_mini_batch
+from ..proof.verify import LivenessError
+from ..recording.run import RunRecord
+from ..worker.legacy_handover import Handover
+from ..worker.loss import loss_of
+from .supervised_run import SupervisedRun, demand_corrected
+from .supervision import Supervision
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
+    f"training/{name}": math.nan
+    for name in (
+        "rollout_probs_diff_max",
+        "rollout_probs_diff_mean",
+        "rollout_probs_diff_std",
+        "rollout_actor_probs_pearson_corr",
+    )
+}
+"""What verl itself logs of mu and pi_old where they cannot be compared."""
+
+
+class OffPolicyRayTrainer(SupervisedRun):
+    """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
+
+    actor_rollout_wg: Any
+    recording: RunRecord
+
+    def init_workers(self) -> None:
+        super().init_workers()  # type: ignore[misc]
+        self.shadows = shadows_of(self.config)
+        spec = spec_of(self.config)
+        self.supervision = Supervision(spec, self.config)
+        self.recording = RunRecord(self.config, spec, self.shadows)
+        self._by_engine = live_path(self.config).worker == "engine"
+        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
+        self._hand_over_loss()
+        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        self._advantage_metrics: dict[str, float] = {}
+        around_advantage(self._around_advantage)
+
+    def _load_checkpoint(self) -> Any:
+        loaded = super()._load_checkpoint()
+        if self._resumed is not None:
+            self.supervision.steering.restore(self._resumed)
+            self._hand_over_loss()
+        return loaded
+
+    @property
+    def correction(self) -> CorrectionSpec:
+        """The correction in force."""
+        return self.supervision.spec
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """Of the running step."""
+        return StepCost()
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        self.cost.begin()
+        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
+        if self.supervision.wants_sampled:
+            self.supervision.sampled(batch.batch)
+        if self.correction.proximal in WITHOUT_FORWARD:
+            # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
+            # entropy of the forward pass that there is none of.
+            mu = batch.batch[ROLLOUT_LOG_PROBS]
+            unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
+            return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
+        with self.cost.of_pi_old():
+            old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+        if self.supervision.wants_sampled:
+            rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
+            rows["old_log_probs"] = old.batch["old_log_probs"]
+            self.supervision.aligned(rows, [str(uid) for uid in batch.non_tensor_batch["uid"]])
+        return old, mfu
+
+    def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        if self.correction.baseline == "include":
+            return compute(data, *args, **kwargs)
+        data.batch[VERSIONS] = _versions(data, self.global_steps)
+        uids = data.non_tensor_batch["uid"]
+        groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
+        data.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
+        data = compute(data, *args, **kwargs)
+        data.non_tensor_batch["uid"] = uids
+        loud = ~torch.tensor(groups.silent)
+        for name in ("advantages", "returns"):
+            data.batch[name] = data.batch[name] * loud[:, None].to(data.batch[name].dtype)
+        self._advantage_metrics = groups.metrics
+        return data
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        self.supervision.begin()
+        if self.correction.baseline == "exclude" and not self._advantage_metrics:
+            raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
+        output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
+        metrics = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics()
+        if self.correction.proximal in WITHOUT_FORWARD:
+            # By now verl has compared mu with what stands in for pi_old, and found no difference.
+            metrics |= NOT_COMPARED
+        output.meta_info["metrics"].update(metrics)
+        self._advantage_metrics = {}
+        self.cost.begin()
+        return output
+
+    def _with_plan(self, batch: DataProto) -> DataProto:
+        """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
+        one_mini_batch(self.correction, self.config, len(batch))
+        versions = _versions(batch, self.global_steps)
+        batch.batch[VERSIONS] = versions
+        plan, columns = planned(
+            self.correction,
+            self.shadows,
+            step=self.global_steps,
+            rows=lambda: _rows(batch),
+            dealing=self._dealing,
+            bounds=self.supervision.steering.bounds,
+        )
+        plan = self.recording.announced(plan, rows=len(batch), dealing=self._dealing)
+        if plan.update is not None and not self._by_engine:
+            columns |= row_identity(batch)
+        for name, column in columns.items():
+            batch.batch[name] = column
+        handed: SharedPlan | Handover = plan
+        if not self._by_engine:
+            handed = Handover(
+                self.correction,
+                plan,
+                self.supervision.proving,
+                self.shadows,
+                self.recording.settings,
+                self.supervision.steering.moving,
+            )
+        batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
+        self.cost.add({VERSIONS: versions, **columns}, handed)
+        return batch
+
+    def _dealing(self) -> Dealing:
+        return Dealing.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
+
+    def _hand_over_loss(self) -> None:
+        if self._by_engine:
+            proving, moving = self.supervision.proving, self.supervision.steering.moving
+            loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
+            self.actor_rollout_wg.set_loss_fn(loss)
+
+    def _update_and_collect(self, update: Any, batch: Any) -> Any:
+        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        output = update(batch)
+        metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
+        if self.supervision.collect(metrics):
+            self._hand_over_loss()
+        if self.supervision.proof is not None:
+            self.recording.proved(self.global_steps, *self.supervision.proof)
+        return output
+
+
+def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    return type(f"OffPolicy{trainer.__name__}", (OffPolicyRayTrainer, trainer), {})
+
+
+def install_trainer() -> None:
+    """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent.
+
+    From then on another trainer of verl's kind stops the process when it is built.
+    """
+    substitute(with_correction)
+    before_any(demand_corrected)
+
+
+def row_identity(batch: DataProto) -> dict[str, Tensor]:
+    """Columns of each row's uid and reward, for workers that get no others than tensors of our own."""
+    uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
+    width = max(map(len, uids))
+    padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
+    return {UID: padded.reshape(len(uids), width), REWARD: batch.batch["token_level_scores"].sum(-1)}
+
+
+def _rows(batch: DataProto) -> TensorDict:
+    present = [name for name in (*COLUMNS, VERSIONS) if name in batch.batch.keys()]
+    return batch.batch.select(*present)
+
+
+def _versions(batch: DataProto, step: int) -> Tensor:
+    """(B, 2) int64: the versions of the weights that sampled a row's first and last token.
+
+    Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
+    between an update and the next rollout, so that all rows of a step were sampled by what the step before left.
+    """
+    spans = [batch.non_tensor_batch.get(f"{end}_global_steps") for end in ("min", "max")]
+    if any(span is None or any(version is None for version in span) for span in spans):
+        return torch.full((len(batch), 2), step - 1, dtype=torch.int64)
+    return torch.tensor([[int(version) for version in span] for span in spans]).T.contiguous()

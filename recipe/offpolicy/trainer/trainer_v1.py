@@ -1,0 +1,187 @@
+"""verl's V1 trainer with a correction: hands the loss to the workers and stops the run unless it is proved live.
+
+Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
+``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
+``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, the number
+``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
+``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
+``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transfer_queue as tq
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from verl_patches import separate_async_logger
+from verl_patches.execution_path import V1_MODES
+from verl_patches.trainer_v1 import before_any, substitute
+
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
+from ..correction import CorrectionSpec
+from ..correction.proximal import WITHOUT_FORWARD
+from ..monitor.step_cost import StepCost
+from ..preflight.checks import shadows_of, spec_of
+from ..preflight.old_log_prob import one_mini_batch
+from ..proof.rollout_checks import ALIGNED, SAMPLED, naming_missing
+from ..recording.run import RunRecord
+from ..worker.loss import loss_of
+from .supervised_run import SupervisedRun, demand_corrected
+from .supervision import Supervision
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+
+class OffPolicyTrainer(SupervisedRun):
+    """Mixed into one of verl's V1 trainers by ``with_correction``."""
+
+    actor_rollout_wg: Any
+    recording: RunRecord
+
+    def on_init_end(self) -> None:
+        self.shadows = shadows_of(self.config)
+        spec = spec_of(self.config)
+        self.supervision = Supervision(spec, self.config)
+        if self._resumed is not None:
+            self.supervision.steering.restore(self._resumed)
+        self.recording = RunRecord(self.config, spec, self.shadows)
+        self._hand_over_loss()
+        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
+        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        super().on_init_end()  # type: ignore[misc]
+
+    @property
+    def correction(self) -> CorrectionSpec:
+        """The correction in force."""
+        return self.supervision.spec
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """Of the running step."""
+        return StepCost()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self.supervision.begin_step()
+        self.cost.begin()
+        batch = super().step(metrics, timing_raw)  # type: ignore[misc]
+        # Where a step makes several updates, verl averages their metrics or takes a maximum, by name.
+        metrics.update(self.supervision.step_metrics() | self.cost.metrics())
+        return batch
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
+        if self.supervision.wants_sampled:
+            with naming_missing():
+                rows = _columns(batch, *SAMPLED)
+            self.supervision.sampled(rows)
+        if self.correction.proximal in WITHOUT_FORWARD:
+            # What the loss takes for pi_old is decided there; until then mu stands in its place.
+            mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
+            return _put(batch, old_log_probs=mu)
+        with self.cost.of_pi_old():
+            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        if self.supervision.wants_sampled:
+            rows = _columns(batch, *ALIGNED, "uid")
+            self.supervision.aligned(rows.exclude("uid"), [str(uid) for uid in rows["uid"]])
+        return batch
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self.correction.baseline == "include":
+            return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        rows = _columns(batch, *COLUMNS, "uid")
+        uids = [str(uid) for uid in rows["uid"]]
+        groups = groups_without_rejected(self.correction, rows, uids)
+        regrouped = _put(batch, uid=NonTensorStack(*groups.uids))
+        batch = super()._compute_advantage(regrouped, metrics)  # type: ignore[misc]
+        results = _columns(batch, "advantages", "returns")
+        silenced = {name: _zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
+        metrics.update(groups.metrics)
+        return _put(batch, uid=NonTensorStack(*uids), **silenced)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self.supervision.begin()
+        batch = super()._update_actor(self._with_plan(batch), metrics)  # type: ignore[misc]
+        metrics.update(self.supervision.metrics())
+        return batch
+
+    def _with_plan(self, batch: Any) -> Any:
+        """The batch with what its workers have to know of the whole of it."""
+        one_mini_batch(self.correction, self.config, len(batch.keys))
+        plan, columns = planned(
+            self.correction,
+            self.shadows,
+            step=self.global_steps,
+            rows=lambda: _columns(batch, *COLUMNS),
+            dealing=self._dealing,
+            bounds=self.supervision.steering.bounds,
+        )
+        if columns:
+            batch = _put(batch, **columns)
+        plan = self.recording.announced(
+            plan,
+            rows=len(batch.keys),
+            dealing=self._dealing,
+            updates=self.parameter_sync_step,  # type: ignore[attr-defined]
+        )
+        batch.extra_info[PLAN] = plan
+        self.cost.add(columns, plan)
+        return batch
+
+    def _dealing(self) -> Dealing:
+        # verl's trainer has filled this in when it balanced the batch.
+        return Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
+
+    def _hand_over_loss(self) -> None:
+        proving, moving = self.supervision.proving, self.supervision.steering.moving
+        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
+        self.actor_rollout_wg.set_loss_fn(loss)
+
+    def _update_and_collect(self, update: Any, batch: Any) -> Any:
+        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        output = update(batch)
+        if self.supervision.collect(output["metrics"]):
+            self._hand_over_loss()
+        if self.supervision.proof is not None:
+            self.recording.proved(self.global_steps, *self.supervision.proof)
+        return output
+
+
+def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
+    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
+
+
+def install_trainers(mode: str) -> None:
+    """Put the corrected trainers under verl's own mode names, in this process; idempotent.
+
+    From then on another trainer of verl's kind stops the process when it is built.
+
+    Args:
+        mode: that the run asks for.
+    """
+    if mode == "separate_async":
+        separate_async_logger.install()
+    for name in V1_MODES:
+        substitute(name, with_correction)
+    before_any(demand_corrected)
+
+
+def _columns(batch: Any, *names: str) -> TensorDict:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+
+
+def _put(batch: Any, **columns: Any) -> Any:
+    fields = TensorDict(columns, batch_size=len(batch.keys))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def _zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
+    rows = [row * (not quiet) for row, quiet in zip(nested.unbind(), silent, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -1,0 +1,204 @@
+"""verl's rollout-correction helper, computed by us, for a fork of verl that wants to swap its own for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..correction import SpecError
+from ..correction.dialects.verl import verl_rejections, verl_weight_bounds
+from ..correction.ratios import EXP_CLAMP
+from ..correction.rows import Rows, rows_of
+from .by_torch import TorchBatch
+from .columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
+from .metrics import Metrics, mismatch_metrics, rejection_metrics, total_rejection_metrics, weight_metrics
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+_LEAST_MEAN = 1e-8  # below it verl does not normalise
+
+
+def verl_rollout_correction(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: str | float | None = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: str | float | None = None,
+) -> tuple[DataProto | None, Tensor, dict[str, float]]:
+    """Weights, mask and metrics as verl's ``compute_rollout_correction_and_rejection_mask`` names them.
+
+    Sums are float64, and no padded position is read. A token whose log-prob is not finite leaves weights, mask and
+    metrics; a row without a token leaves the metrics. On the CPU, where numba is installed, each row is read once and
+    nothing of the batch's size is made but what is returned; the loops are compiled at the first call on a machine,
+    which takes seconds.
+
+    Tensors are (B, T) padded, or all of them jagged nested ones of the same rows, which are read as they come.
+
+    Args:
+        old_log_prob: log pi_old, any float dtype; in bypass mode the current policy's.
+        rollout_log_prob: log mu.
+        response_mask: bool, integer or float 0/1.
+        rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
+        rollout_is_threshold: a cap, or "lower_upper".
+        rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, of all ranks where
+            torch.distributed runs; ranks have to call together then.
+        rollout_rs: None, or verl's options separated by commas.
+        rollout_rs_threshold: one for all of them, or one each.
+
+    Returns:
+        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 off the mask, or None; the mask in its
+        own dtype without what is rejected, which is the given tensor where that is nothing; metrics under
+        ``rollout_corr/``. Weights and mask lie as the arguments do.
+
+    Raises:
+        ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
+    """
+    tensors = (old_log_prob, rollout_log_prob, response_mask)
+    rows = rows_of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    if rollout_is not in (None, "token", "sequence"):
+        raise SpecError("no such choice.", "Set one of null, token, sequence.", key="rollout_is", value=rollout_is)
+    weight = _weight(rollout_is_threshold) if rollout_is else None
+    options = verl_rejections(rollout_rs, rollout_rs_threshold, "")
+    limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
+    of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
+    of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
+
+    batch = _batch(rows, *tensors)
+    columns, by_token = batch.sweep([*of_weight, *of_tokens.values()])
+    filled = columns.tokens > 0
+    if not filled.any():
+        raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
+    some = slice(None) if filled.all() else filled
+    tokens = columns.tokens[some]
+
+    metrics: Metrics = {}
+    weights = None
+    if weight is not None:
+        if of_weight:
+            measures, row_values = by_token.pick(slice(0, 2)), None
+            total, count = measures.total[1].sum(), columns.tokens.sum()
+        else:
+            measures, row_values = _of_rows(weight, columns)
+            total, count = row_values[some].sum(), len(tokens)
+        factor = _batch_mean(total, count, batch.device) if rollout_is_batch_normalize else 1.0
+        if row_values is None:
+            weights = batch.token_weights(weight, factor)
+        else:
+            weights = batch.row_weights(row_values / factor)
+        measures = measures.where(some)
+        metrics = weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
+        if weight.kind == "banded":
+            metrics["rollout_is_oob_ratio"] = float((measures.above[0] + measures.below[0]).sum() / tokens.sum())
+        if rollout_is_batch_normalize:
+            metrics["rollout_is_batch_norm_factor"] = factor
+
+    mask, gone = response_mask, np.zeros(rows.count)
+    rejected: Truths = np.zeros(rows.count, dtype=np.bool_)
+    touched = bool((columns.tokens < columns.response).any())
+    if options:
+        statistics = _statistics(limits, columns, by_token.pick(slice(len(of_weight), None)))
+        outside = (statistics.above + statistics.below) > 0
+        rejected = np.any(outside[~statistics.of_tokens], axis=0)
+        touched |= bool(outside.any())
+        metrics |= rejection_metrics(limits, tokens, statistics.where(some))
+    if touched:
+        mask, gone = batch.kept(rejected, list(of_tokens.values()))
+    if options:
+        metrics |= total_rejection_metrics(tokens, gone[some])
+
+    metrics |= mismatch_metrics(columns.where(some))
+    return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _batch(rows: Rows, *tensors: Tensor) -> Batch:
+    """Compiled loops where they can run; both give the same numbers."""
+    if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
+        from .by_sweep import SweptBatch
+
+        return SweptBatch(rows, *tensors)
+    return TorchBatch(rows, *tensors)
+
+
+@functools.cache
+def _can_compile() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def _weight(threshold: str | float | None) -> Quantity:
+    """The weight as it is applied. A cap has no lower bound; verl's metrics hold raw weights against its inverse."""
+    lower, upper = verl_weight_bounds(threshold, "rollout_is_threshold")
+    floor = 1 / upper if lower is None else lower
+    return Quantity("capped" if lower is None else "banded", math.log(floor), math.log(upper), (floor, upper))
+
+
+def _of_rows(weight: Quantity, columns: Columns) -> tuple[Measures, Numbers]:
+    """Raw and applied weights by sequence, and the applied one of each row, (B,)."""
+    outside = beyond(np.stack([columns.log_ratio] * 2), np.full(2, weight.lower), np.full(2, weight.upper))
+    raw = np.exp(np.clip(columns.log_ratio, -EXP_CLAMP, EXP_CLAMP))
+    inside = ~(outside[0][0] | outside[1][0])
+    applied = raw * inside if weight.kind == "banded" else np.minimum(raw, weight.bounds[1])
+    clamp = np.full(2, weight.clamp[0]), np.full(2, weight.clamp[1])
+    both = np.stack([raw, applied])
+    return measure_rows(both, columns.tokens, outside, clamp=clamp, about=weight.about), applied
+
+
+def _batch_mean(total: float, count: float, device: torch.device) -> float:
+    """Mean weight over tokens or rows, of all ranks; 1 where next to no weight is left."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        parts = torch.tensor([total, count], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(parts)
+        total, count = parts.tolist()
+    mean = float(total / count)
+    return mean if mean > _LEAST_MEAN else 1.0
+
+
+def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
+    """Bounds of k1, k2 or k3 in nats; verl's pairs are of the ratio, and k1 = -log rho."""
+    return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
+
+
+def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
+    kinds: dict[str, Kind] = {"k1": "k1", "k2": "k2", "k3": "k3"}
+    return Quantity(kinds[option[-2:]], -math.inf if lower is None else lower, upper)
+
+
+def _statistics(limits: dict[str, tuple[float | None, float]], columns: Columns, by_token: Measures) -> Measures:
+    """The statistic of each rejection option, in the order of ``limits``."""
+    of_rows = [option for option in limits if not option.startswith("token")]
+    if not of_rows:
+        return by_token
+    bounds = [limits[option] for option in of_rows]
+    lower = np.array([-math.inf if low is None else low for low, _ in bounds])
+    upper = np.array([high for _, high in bounds])
+    values = np.stack([_of_option(option, columns) for option in of_rows])
+    clamp = np.array([0.0 if low is None else low for low, _ in bounds]), upper
+    measures = measure_rows(values, columns.tokens, beyond(values, lower, upper), clamp=clamp, about=0.0)
+    found = [*(option for option in limits if option.startswith("token")), *of_rows]
+    return by_token.beside(measures).pick([found.index(option) for option in limits])
+
+
+def _of_option(option: str, columns: Columns) -> Numbers:
+    """The statistic of one rejection option by sequence, (B,)."""
+    name = option[-2:]
+    if "max" in option:
+        return columns.k2_max if name == "k2" else columns.k3_max
+    value = {"k1": -columns.log_ratio, "k2": columns.k2, "k3": columns.k3}[name]
+    return value / np.maximum(columns.tokens, 1) if "mean" in option else value
+
+
+def _proto(weights: Tensor | None) -> DataProto | None:
+    if weights is None:
+        return None
+    from verl.protocol import DataProto
+
+    return DataProto.from_dict(tensors={"rollout_is_weights": weights})

@@ -1,1 +1,0 @@
-"""verl's ``rollout_corr`` metrics and masks from one pass over a batch, for ``translate.verl_rollout_correction``."""

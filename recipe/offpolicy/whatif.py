@@ -1,0 +1,80 @@
+"""The command line: Hydra overrides in, tables, a picture, a page or JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .command_line import need, needed_to_show, run
+
+MISMATCH, BAD_INPUT = 1, 2
+"""Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
+_NAME = "python -m recipe.offpolicy.analysis.whatif"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status, 0 where everything is well."""
+    given = _parser().parse_args(arguments)
+    shown = needed_to_show(json=given.json, png=bool(given.png), html=bool(given.html))
+    need("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
+    import torch
+
+    from .analysis.pages import PageError, check_target
+    from .analysis.whatif.candidates import UNCORRECTED
+    from .analysis.whatif.command import replayed, show_result
+    from .correction import SpecError
+    from .recording import RecordingError
+
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    torch.set_num_threads(1)
+    try:
+        if given.png:
+            check_target("--png", given.png, "whatif.png")
+        if given.html:
+            check_target("--html", given.html, "whatif.html")
+        result = replayed(given)
+        show_result(result, given)
+    except BrokenPipeError:
+        raise
+    except (RecordingError, SpecError, PageError) as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or given.directory}: {error.strerror or error}.")
+    if all(outcome.candidate.label == UNCORRECTED for outcome in result.outcomes):
+        return BAD_INPUT
+    return 0 if result.fidelity.agrees else MISMATCH
+
+
+def _refuse(reason: str) -> int:
+    sys.stderr.write(f"whatif: {reason}\n")
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_NAME,
+        description="Replay corrections over recorded steps: what they keep, weigh and cost.",
+        epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which "
+        "still get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it "
+        "costs are the bias columns, distances from the untruncated weights pi / mu.",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
+    parser.add_argument(
+        "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
+        help="Hydra overrides of one correction, as for a launch, or 'recorded', what acted; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
+        help="values to try of a key; several are crossed, on every --spec that has the key",
+    )  # fmt: skip
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="both included; default: all")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run("whatif", main))

@@ -1,0 +1,48 @@
+"""The correction as verl's legacy actors are handed it with each batch, in ``meta_info``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..batch.plan import SharedPlan
+from ..correction import CorrectionSpec
+from ..correction.moving_bounds import Side
+from ..recording.settings import RecordSettings
+
+if TYPE_CHECKING:
+    from .legacy_loss import LegacyUpdate
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The correction, by value, and what is fixed for the batch that it travels with.
+
+    It is what ``verl_patches.legacy.handover`` calls a Handover.
+
+    Attributes:
+        spec: the correction.
+        prove: report the proof of life at every micro-batch.
+        shadows: corrections to report on without applying them, by name.
+        plan: what the trainer fixed for the whole batch.
+        record: what to record.
+        moving: parts whose bounds come with the plan, and the sides that move.
+    """
+
+    spec: CorrectionSpec
+    plan: SharedPlan
+    prove: bool = False
+    shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
+    record: RecordSettings | None = None
+    moving: Mapping[str, Side] = field(default_factory=dict)
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        return not self.spec.is_none
+
+    def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
+        # Imported where it is used, in the worker: it imports verl's losses.
+        from .legacy_loss import LegacyUpdate
+
+        return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)

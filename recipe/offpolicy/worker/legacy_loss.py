@@ -1,0 +1,241 @@
+"""The engine's loss for verl's legacy actors, which put their own together from three functions of verl's.
+
+A legacy actor asks ``core_algos`` for a policy loss, aggregates entropy and KL itself, and multiplies the sum by the
+micro-batch's share of the mini-batch, so that its denominators are those of the micro-batch. A ``LegacyUpdate``
+answers these three calls during one update: the policy term comes from the code that the engine path runs, every
+denominator is that of the mini-batch over all ranks, and the actor's own share is divided out beforehand.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
+from verl.workers.utils.losses import ppo_loss
+
+from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
+
+from ..batch import micro_batch as mb
+from ..batch.plan import PLAN
+from ..correction import StepStage
+from ..correction.moving_bounds import with_bounds
+from ..proof.gradient import prove
+from .kl_loss import BoundLoss, clipped_kl
+from .loss import OffPolicyLoss
+from .metrics import METRIC_KEY
+
+if TYPE_CHECKING:
+    from .legacy_handover import Handover
+
+_ROWS = (
+    "responses",
+    "response_mask",
+    "old_log_probs",
+    "advantages",
+    "ref_log_prob",
+    "input_ids",
+    "attention_mask",
+    mb.ROLLOUT_LOG_PROBS,
+    mb.WEIGHTS,
+)
+_PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
+
+
+def padded_ppo_loss(
+    config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
+    log_probs = model_output["log_probs"]
+    rows, width = log_probs.shape
+    # A prompt of one token: a row of log-probs is then the response's, shifted left by one.
+    flat = torch.nn.functional.pad(log_probs, (0, 1)).flatten()
+    data = mb.with_tensors(
+        data,
+        prompts=torch.ones(rows, 1, dtype=torch.int64),
+        attention_mask=torch.ones(rows, width + 1, dtype=torch.int64),
+    )
+    # In a mini-batch without any token every sum is 0, and so is the loss.
+    tu.assign_non_tensor(data, batch_num_tokens=max(data["batch_num_tokens"], 1))
+    return ppo_loss(config, {**model_output, "log_probs": flat}, data, dp_group)
+
+
+class LegacyLoss(OffPolicyLoss):
+    """The engine's loss on padded log-probs: policy and KL term, which is what the proof holds the actor's own against.
+
+    Args:
+        handover: the correction and what is to be reported.
+        actor_config: verl's ActorConfig; it is not changed.
+
+    Attributes:
+        policy: the policy term alone, for an actor that adds the KL term itself.
+        old_log_prob: (B, T) pi_old as the micro-batch before saw it.
+    """
+
+    policy: LegacyLoss
+    old_log_prob: Tensor
+
+    def __init__(self, handover: Handover, actor_config: Any) -> None:
+        # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
+        config = replace(actor_config, global_batch_info={})
+        super().__init__(
+            with_bounds(handover.spec, handover.plan.bounds),
+            config,
+            prove=handover.prove,
+            shadows=handover.shadows,
+            record=handover.record,
+            moving=handover.moving,
+            base_loss=padded_ppo_loss,
+        )
+        self.policy = copy.copy(self)
+        alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
+        self.policy.base_loss = self.policy.verl_loss = alone
+
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
+        handed = super().hand_over(batch, step, data)
+        self.old_log_prob = handed["old_log_probs"]
+        return handed
+
+
+@dataclass
+class _Running:
+    """The micro-batch that the actor is at."""
+
+    rows: Mapping[str, Any]
+    scale: float
+    tokens: int
+    global_rows: int
+
+
+class LegacyUpdate:
+    """One update of a legacy actor under a handover: the answers to its calls into ``core_algos``.
+
+    With ``correction=none`` they are verl's own, to the bit.
+
+    Args:
+        handover: what the trainer sent with the batch.
+        actor_config: verl's ActorConfig, as the actor holds it.
+        dp_size: data-parallel ranks, over which the actor averages gradients.
+        upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
+    """
+
+    def __init__(self, handover: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
+        self.handover = handover
+        self.spec = handover.spec
+        self.loss = LegacyLoss(handover, actor_config)
+        self.config = actor_config
+        self.dp_size = dp_size
+        self.upstream = upstream
+        self._micro: _Running | None = None
+
+    def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
+        """Take up a micro-batch, before its loss is computed.
+
+        Args:
+            rows: verl's micro-batch: padded (B, T) tensors, the columns of ``mini_batch_columns``, and whatever else
+                of the trainer's begins with ``PREFIX``.
+            scale: what the actor multiplies the micro-batch's loss by.
+
+        Raises:
+            ValueError: the rows belong to several mini-batches.
+        """
+        numbers = torch.stack([rows[MINI_TOKENS], rows[MINI_ROWS]], dim=-1).unique(dim=0)
+        if len(numbers) != 1:
+            raise ValueError(f"a micro-batch spans mini-batches: (tokens, rows) of them are {numbers.tolist()}.")
+        tokens, global_rows = numbers[0].tolist()
+        self._micro = _Running(rows, scale, tokens, global_rows)
+
+    @property
+    def micro(self) -> _Running:
+        if self._micro is None:
+            raise RuntimeError("verl's actor computes a loss before the forward pass of a micro-batch.")
+        return self._micro
+
+    def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """In place of verl's function of that name: a policy loss with the correction in it."""
+        if self.spec.is_none:
+            return partial(self._uncorrected, original(name))
+        return self._corrected
+
+    def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """In place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
+        if self.spec.is_none:
+            return original(*args, **kwargs)
+        loss: Tensor = original(
+            *args,
+            **kwargs,
+            dp_size=self.dp_size,
+            batch_num_tokens=max(self.micro.tokens, 1),
+            global_batch_size=self.micro.global_rows,
+            loss_scale_factor=self.config.loss_scale_factor,
+        )
+        return loss / self.micro.scale
+
+    def kl_penalty(
+        self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
+    ) -> Tensor:
+        """In place of verl's ``kl_penalty``: its value, (B, T), with the gradient of the clipped term if configured."""
+        penalty = original(logprob, ref_logprob, kl_penalty)
+        if self.spec.kl_clip is None:
+            return penalty
+        lower, upper = self.spec.kl_clip
+        old = self.loss.policy.old_log_prob
+        surrogate = clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
+        return surrogate - surrogate.detach() + penalty.detach()
+
+    def _uncorrected(self, policy_loss: Callable[..., Any], **call: Any) -> tuple[Tensor, dict[str, Any]]:
+        loss, metrics = policy_loss(**call)
+        packet = self.loss.uncorrected({"log_probs": call["log_prob"]}, self._data())
+        return loss, {**metrics, METRIC_KEY: packet}
+
+    def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The policy term of the mini-batch's mean, divided by what the actor is about to multiply it by.
+
+        What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
+        """
+        model_output, data = {"log_probs": log_prob}, self._data()
+        batch = mb.read(model_output, data)
+        packet = self.loss.packet_of(batch)
+        loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
+        if self.handover.prove and log_prob.requires_grad:
+            packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
+            loss.register_hook(partial(_same_scale, self.upstream))
+        plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
+        return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
+
+    def _data(self) -> TensorDict:
+        """The micro-batch as the engine hands it to its loss."""
+        rows = self.micro.rows
+        columns = {key: rows[key] for key in rows.keys() if key in _ROWS or key.startswith(PREFIX)}
+        data = TensorDict(columns, batch_size=len(rows["responses"]))
+        tu.assign_non_tensor(
+            data,
+            dp_size=self.dp_size,
+            batch_num_tokens=self.micro.tokens,
+            global_batch_size=self.micro.global_rows,
+            **{PLAN: self.handover.plan},
+        )
+        return data
+
+
+def _plain(value: Any) -> Any:
+    """A metric as the legacy actors report it: a number."""
+    return value.aggregate() if isinstance(value, Metric) else value
+
+
+def _same_scale(upstream: Callable[[], float], gradient: Tensor) -> None:
+    """Whether the actor multiplied by what was divided out."""
+    expected = upstream()
+    if not math.isclose(float(gradient), expected, rel_tol=1e-3):
+        raise RuntimeError(
+            f"verl's actor scales the loss of a micro-batch otherwise than expected: a gradient of {float(gradient):g} "
+            f"arrives at the corrected loss and not {expected:g}. The optimizer has not stepped."
+        )

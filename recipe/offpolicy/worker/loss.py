@@ -1,0 +1,205 @@
+"""The loss that runs in the worker: weight x keep into verl's own policy loss, statistics and proof out.
+
+The seam is verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, whose function the
+engine calls at each micro-batch. It is handed over by value, so the spec never travels through a config that workers
+copied earlier.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
+
+from ..batch import micro_batch as mb
+from ..correction import CorrectionSpec, Statistic, StepStage
+from ..correction.deferred import Reading, fetch
+from ..correction.moving_bounds import Side, bounds_of, fingerprint, with_bounds
+from ..proof.gradient import prove
+from ..proof.rollout_log_probs import zeros
+from ..recording.settings import RecordSettings
+from ..recording.worker_hook import recorded
+from .kl_loss import BaseLoss, BoundLoss, with_clipped_kl
+from .measurement import Observation
+from .metrics import METRIC_KEY, Ledger, Packet
+
+_FATAL = (
+    "log-probs of the current policy (its weights or its forward pass have diverged)",
+    "advantages (a reward or its normalisation is broken)",
+)
+
+
+class OffPolicyLoss:
+    """verl's ``ppo_loss`` with a correction in its policy term.
+
+    Args:
+        spec: the correction; with nothing configured the loss and its gradient are verl's own, to the bit.
+        actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
+        prove: report the proof of life at every micro-batch.
+        shadows: corrections to report on without applying them, by name.
+        record: what to record, where the trainer's plan announces it.
+        moving: parts whose bounds come with each update, in the trainer's plan, and the sides that move.
+        base_loss: takes (config, model_output, data, dp_group).
+
+    Attributes:
+        spec: the correction, under the bounds of the update that it last saw.
+        fingerprint: of what does not move.
+        verl_loss: the base loss as verl runs it.
+        base_loss: the same, with the KL term as the correction wants it.
+        ledger: of the packets that this process has made and not sent; None: they report nothing.
+        takes_padded: the base loss takes what ``micro_batch.with_padded`` gives.
+    """
+
+    def __init__(
+        self,
+        spec: CorrectionSpec,
+        actor_config: Any,
+        *,
+        prove: bool = False,
+        shadows: Mapping[str, CorrectionSpec] | None = None,
+        record: RecordSettings | None = None,
+        moving: Mapping[str, Side] | None = None,
+        base_loss: BaseLoss = ppo_loss,
+    ) -> None:
+        self.spec = spec
+        self.prove = prove
+        self.shadows = dict(shadows or {})
+        self.record = record
+        self.moving = dict(moving or {})
+        self.fingerprint = fingerprint(spec, self.moving)
+        self.ledger: Ledger | None = Ledger()
+        self.takes_padded = base_loss is ppo_loss
+        self.verl_loss: BoundLoss = partial(base_loss, actor_config)
+        self.base_loss: BoundLoss = self.verl_loss
+        if spec.kl_clip is not None:
+            lower, upper = spec.kl_clip
+            self.base_loss = with_clipped_kl(base_loss, actor_config, lower=lower, upper=upper)
+
+    def __call__(
+        self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
+
+        Raises:
+            FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
+                backward pass.
+        """
+        if self.spec.is_none:
+            loss, metrics = self.base_loss(model_output, data, dp_group)
+            packet = self.uncorrected(model_output, data)
+        else:
+            batch = mb.read(model_output, data)
+            if self.moving:
+                self.spec = with_bounds(self.spec, mb.bounds(batch, self.moving))
+            packet = self.packet_of(batch)
+            loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
+            if self.prove and torch.is_grad_enabled():
+                packet.proof = prove(self.for_trials(), batch, model_output, data, loss)
+        return loss, {**metrics, METRIC_KEY: packet}
+
+    def packet_of(self, batch: mb.MicroBatch) -> Packet:
+        """A packet that says what this micro-batch came with, and is going to say what it shows."""
+        packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
+        if self.ledger is not None:
+            trained = torch.is_grad_enabled() and not self.spec.is_none
+            rows = replace(batch, log_prob=batch.log_prob.detach(), layout=None)
+            observation = Observation(rows, self.spec, self.shadows, self.moving, trained)
+            self.ledger.enter(packet, observation, more=not batch.last)
+        return packet
+
+    def uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
+        """The packet of a micro-batch under ``correction=none``: statistics, where mu came with it."""
+        if mb.ROLLOUT_LOG_PROBS not in data.keys():
+            return Packet(self.fingerprint)
+        batch = mb.read(model_output, data)
+        packet = self.packet_of(batch)
+        if self.record is not None:
+            packet.statistics = recorded(self.record, self.spec, batch, self._decided(batch), data)
+        return packet
+
+    def corrected(
+        self,
+        batch: mb.MicroBatch,
+        model_output: Mapping[str, Any],
+        data: TensorDict,
+        dp_group: Any = None,
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
+        """verl's loss with the correction in it: (scalar loss, verl's metrics, what the recorder did)."""
+        if mb.WEIGHTS in data.keys():
+            raise ValueError(
+                f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
+                f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
+            )
+        step = self._decided(batch)
+        # The one transfer of a micro-batch: what has to be known before the backward pass.
+        fetch(self._guards(batch))
+        statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
+        if self.takes_padded:
+            model_output = mb.with_padded(model_output, batch)
+        loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
+        return loss, metrics, statistics
+
+    def for_trials(self) -> OffPolicyLoss:
+        """The very same loss, for calls whose packets nobody is to see."""
+        trial = copy.copy(self)
+        trial.ledger = None
+        return trial
+
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
+        """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
+        old_log_prob = mb.proximal(self.spec, batch)
+        stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
+        old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
+        handed = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        if data["advantages"].is_nested:
+            # verl's loss pads these itself, and longer than this takes.
+            handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
+        return mb.with_tensors(data, **handed)
+
+    def _decided(self, batch: mb.MicroBatch) -> StepStage:
+        return mb.decide(self.spec, batch, measure="nothing")
+
+    def _guards(self, batch: mb.MicroBatch) -> list[Reading[None]]:
+        guards = [_finite(batch)]
+        if batch.counted is not None:
+            guards.append(batch.counted)
+        if self.spec.proximal != "recompute" and torch.is_grad_enabled():
+            guards.append(zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
+        return guards
+
+
+def _finite(batch: mb.MicroBatch) -> Reading[None]:
+    lost = [~torch.isfinite(t.detach()) & batch.response_mask for t in (batch.log_prob, batch.advantages)]
+    return Reading(torch.stack(lost).sum((1, 2)), _judge_finite)
+
+
+def _judge_finite(counts: list[int]) -> None:
+    for bad, what in zip(counts, _FATAL, strict=True):
+        if bad:
+            raise FloatingPointError(
+                f"{bad} {what} are not finite, and no mask can keep that out of the gradient. "
+                f"The optimizer has not stepped."
+            )
+
+
+def loss_of(
+    config: DictConfig,
+    spec: CorrectionSpec,
+    shadows: Mapping[str, CorrectionSpec],
+    *,
+    prove: bool,
+    moving: Mapping[str, Side] | None = None,
+) -> OffPolicyLoss:
+    """The loss of a run, ready to be handed to the workers of the engine path."""
+    actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    record = RecordSettings.from_config(config)
+    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows, record=record, moving=moving)

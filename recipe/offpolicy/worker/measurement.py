@@ -1,0 +1,119 @@
+"""What micro-batches show of mu, pi_old and pi, measured on the device, of several micro-batches at a time.
+
+On a small micro-batch the number of operations is what measuring costs, and not the tokens: rows of many micro-batches
+measured together take little longer than those of one. Everything here adds up over rows but for the agreement of mu
+and pi, which compares rows with each other, and sees more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..batch import micro_batch as mb
+from ..batch.checksums import row_hashes
+from ..batch.weight_versions import RowVersions, token_versions
+from ..correction import CorrectionSpec
+from ..correction.deferred import Reading, of_statistics
+from ..correction.moving_bounds import Side
+from ..correction.proximal import OF_THE_TRAINER
+from ..monitor.bounds.histogram import measured
+from ..monitor.mismatch.statistics import attributed
+from ..proof.token_alignment import agreements
+
+Name = Literal["statistics", "attribution", "histograms", "alignment", "rows"]
+
+_COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Rows, and what is to be measured of them.
+
+    Attributes:
+        batch: the rows, detached.
+        spec: the correction that acted on them, under the bounds that it had.
+        shadows: corrections to report on without applying them, by name.
+        moving: parts whose bounds come with each update, and the sides that move.
+        trained: a gradient was made of the rows with this correction: its liveness and its bounds are judged by them.
+    """
+
+    batch: mb.MicroBatch
+    spec: CorrectionSpec
+    shadows: Mapping[str, CorrectionSpec]
+    moving: Mapping[str, Side]
+    trained: bool
+
+    def fits(self, other: Observation) -> bool:
+        """Whether both can be measured as one."""
+        mine, its = self.batch, other.batch
+        return (
+            (self.spec, self.shadows, self.moving, self.trained)
+            == (other.spec, other.shadows, other.moving, other.trained)
+            and mine.plan == its.plan
+            and (mine.versions is None) == (its.versions is None)
+            and all(getattr(mine, name).dtype == getattr(its, name).dtype for name in _COLUMNS)
+        )
+
+
+def together(observations: Sequence[Observation]) -> Observation:
+    """One observation of the rows of all, which fit each other, padded to the longest of them."""
+    first = observations[0]
+    if len(observations) == 1:
+        return first
+    batches = [observation.batch for observation in observations]
+    width = max(batch.width for batch in batches)
+    columns: dict[str, Any] = {
+        name: torch.cat([_widened(getattr(batch, name), width) for batch in batches]) for name in _COLUMNS
+    }
+    known = [batch.versions for batch in batches if batch.versions is not None]
+    if known:
+        columns["versions"] = RowVersions(
+            torch.cat([versions.oldest for versions in known]), torch.cat([versions.newest for versions in known])
+        )
+    # What is not named is the same for all, or read by no measurement.
+    return replace(first, batch=replace(first.batch, **columns))
+
+
+@torch.no_grad()
+def measure(observation: Observation) -> dict[Name, Reading[Any]]:
+    """All that is to be known of the rows, by the attribute of a packet that it belongs to."""
+    batch, spec = observation.batch, observation.spec
+    old_log_prob = mb.proximal(spec, batch)
+    policies = {
+        "rollout_log_prob": batch.rollout_log_prob,
+        "old_log_prob": old_log_prob,
+        "log_prob": batch.log_prob,
+        "response_mask": batch.response_mask,
+    }
+    staleness = mb.staleness(batch)
+    statistics, of_shadows = mb.decide_beside(spec, observation.shadows, batch)
+    readings: dict[Name, Reading[Any]] = {
+        "statistics": of_statistics(statistics | of_shadows),
+        "attribution": attributed(**policies, staleness=staleness if spec.proximal in OF_THE_TRAINER else None),
+    }
+    if not observation.trained:
+        return readings
+    readings["rows"] = Reading(row_hashes(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.checksums)
+    if spec.proximal != "recompute":
+        readings["alignment"] = agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
+    if observation.moving:
+        readings["histograms"] = measured(
+            spec,
+            observation.moving,
+            **policies,
+            advantages=batch.advantages,
+            segment_ids=batch.turns,
+            versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+            staleness=staleness,
+        )
+    return readings
+
+
+def _widened(column: Tensor, width: int) -> Tensor:
+    missing = width - column.shape[1]
+    return torch.nn.functional.pad(column, (0, missing)) if missing else column

@@ -1,0 +1,169 @@
+"""What the worker's loss reports to the trainer, past verl's own reduction of metrics.
+
+verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet
+rides along as one opaque object a micro-batch and is taken out before that reduction.
+
+Until it leaves the worker a packet holds the rows that it reports on, as tensors on their device. All packets of one
+loss share a ``Ledger``. verl gathers metrics after every mini-batch: a packet that leaves before the update's last
+mini-batch is left waiting here, and its copy goes without numbers. The first to leave after that, be it into
+``all_gather_object``, into Ray's answer, or into ``take_packets`` where nothing leaves the process, takes those of the
+whole update along: rows are measured together, and their numbers come to the host by one transfer. A packet that nobody
+wants, as on a rank that verl does not collect from, takes its rows with it, unmeasured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..correction import Statistic
+from ..correction.deferred import Reading, fetch
+from ..correction.statistics import merge_all
+from ..proof.gradient import Proof
+from ..proof.token_alignment import Tally
+from .measurement import Name, Observation, measure, together
+
+METRIC_KEY = "offpolicy"
+"""Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+AT_ONCE = 1 << 18
+"""Padded tokens that wait at most; more of them are measured before anybody asks, and their numbers wait."""
+
+
+@dataclass
+class Packet:
+    """What one micro-batch reports: plain Python once it is settled.
+
+    Attributes:
+        fingerprint: of the spec that the worker holds.
+        statistics: name -> typed statistic, in floats.
+        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
+        bounds: part -> the bounds that were used, of parts whose bounds move.
+        histograms: of these parts, see ``calibration.online_histogram``.
+        alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
+        proof: filled in by the engine's own backward when a proof was asked for.
+
+    Statistics, rows, histograms and alignment are those of all packets that waited with it.
+    """
+
+    fingerprint: int
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    histograms: dict[str, Statistic] = field(default_factory=dict)
+    alignment: Tally | None = None
+    proof: Proof | None = None
+
+    def __post_init__(self) -> None:
+        self._ledger: Ledger | None = None
+        self._observed: Observation | None = None
+        self._readings: list[dict[Name, Reading[Any]]] = []
+
+    def settle(self) -> None:
+        """Have everything on the host, of all packets that wait with this one."""
+        if self._ledger is not None:
+            self._ledger.settle(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._ledger is not None:
+            self._ledger.leave(self)
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _take(self, name: Name, found: Any) -> None:
+        match name:
+            case "statistics" | "attribution":
+                self.statistics = merge_all([self.statistics, found])
+            case "histograms":
+                self.histograms = merge_all([self.histograms, found])
+            case "alignment":
+                self.alignment = found if self.alignment is None else self.alignment + found
+            case "rows":
+                self.rows = self.rows + found
+
+
+class Ledger:
+    """The packets of one loss that are not settled. It never leaves its process.
+
+    It keeps none of them alive but those that have left before the last mini-batch of their update.
+    """
+
+    def __init__(self) -> None:
+        self._packets: list[weakref.ref[Packet]] = []
+        self._kept: list[Packet] = []
+        self._more = False
+
+    def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
+        return Ledger, ()
+
+    def enter(self, packet: Packet, observation: Observation, *, more: bool = False) -> None:
+        """Let ``packet`` report on ``observation``.
+
+        Args:
+            more: the update has another mini-batch after this one.
+        """
+        waiting = [other for other in self._alive() if other._observed is not None]
+        if waiting and not _fit(waiting, observation):
+            self._measure()
+        self._more = more
+        packet._ledger, packet._observed = self, observation
+        self._packets = [*(weakref.ref(other) for other in self._alive()), weakref.ref(packet)]
+        if observation.batch.response_mask.numel() >= AT_ONCE:
+            self._measure()
+
+    def leave(self, packet: Packet) -> None:
+        """Before a copy of ``packet`` goes: settle, or keep it until the last mini-batch."""
+        if not self._more:
+            self.settle(packet)
+        elif all(packet is not kept for kept in self._kept):
+            self._kept.append(packet)
+
+    def settle(self, packet: Packet) -> None:
+        """Measure what waits, fetch all numbers, and hand them to ``packet``."""
+        self._measure()
+        alive = self._alive()
+        readings = [pair for other in alive for found in other._readings for pair in found.items()]
+        for (name, _), found in zip(readings, fetch([reading for _, reading in readings]), strict=True):
+            packet._take(name, found)
+        for other in alive:
+            other._ledger, other._readings = None, []
+        self._packets, self._kept = [], []
+
+    def _alive(self) -> list[Packet]:
+        return [packet for reference in self._packets if (packet := reference()) is not None]
+
+    def _measure(self) -> None:
+        """Turn the rows that wait into numbers on the device, which the last of their packets keeps."""
+        waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
+        if not waiting:
+            return
+        waiting[-1][0]._readings.append(measure(together([observed for _, observed in waiting])))
+        for packet, _ in waiting:
+            packet._observed = None
+
+
+def _fit(waiting: list[Packet], observation: Observation) -> bool:
+    """Whether the rows can wait with those that do, and all of them are not too many."""
+    batches = [other._observed.batch for other in waiting if other._observed is not None] + [observation.batch]
+    padded = sum(len(batch.response_mask) for batch in batches) * max(batch.width for batch in batches)
+    first = waiting[0]._observed
+    return padded <= AT_ONCE and first is not None and first.fits(observation)
+
+
+def take_packets(metrics: dict[str, Any]) -> list[Packet]:
+    """Remove and return the packets of one update, settled, from every rank, mini-batch and micro-batch."""
+    packets = list(_flatten(metrics.pop(METRIC_KEY, [])))
+    for packet in packets:
+        packet.settle()
+    return packets
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value

@@ -1,0 +1,42 @@
+"""What is said during a run is heard, also where verl sets up no logger."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SAY = (
+    "from recipe.offpolicy.trainer.logging_setup import logger, set_up_logger\n"
+    "set_up_logger(); set_up_logger()\nlogger.info('it is live')\n"
+)
+
+
+def said(setup: str = "", **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", setup + SAY], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stderr
+
+
+def test_once_where_nobody_set_up_a_logger() -> None:
+    assert said().count("it is live") == 1
+
+
+def test_once_where_a_library_set_up_the_root_alone() -> None:
+    assert said("import logging; logging.basicConfig(level='WARNING')\n").count("it is live") == 1
+
+
+def test_by_verls_own_logger_where_there_is_one() -> None:
+    setup = (
+        "import logging, sys\nlogger = logging.getLogger('verl')\nlogger.setLevel('INFO')\n"
+        "handler = logging.StreamHandler()\nhandler.setFormatter(logging.Formatter('verl says %(message)s'))\n"
+        "logger.addHandler(handler)\n"
+    )
+    assert said(setup) == "verl says it is live\n"
+
+
+@pytest.mark.parametrize(("level", "times"), [("INFO", 1), ("WARN", 0)])
+def test_at_the_level_that_verl_was_told(level: str, times: int) -> None:
+    assert said(VERL_LOGGING_LEVEL=level).count("it is live") == times

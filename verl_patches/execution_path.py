@@ -1,0 +1,71 @@
+"""Which of verl's trainers and workers the configured run will go through: detected, never asked for.
+
+| verl | trainer | worker |
+|---|---|---|
+| 0.7.1 | ``RayPPOTrainer`` (V0) | legacy actor, or engine with ``trainer.use_legacy_worker_impl=disable`` |
+| 0.8.0 | V0 | engine |
+| 0.9.0, 0.9.1 | V1, or V0 with ``trainer.use_v1=false`` | engine |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
+
+from verl_patches.contract import PatchError, installed_release
+
+V1_MODES = ("sync", "colocate_async", "separate_async")
+"""verl's V1 trainers that are covered."""
+STRATEGY = "actor_rollout_ref.actor.strategy"
+"""The key that decides about the engine."""
+LEGACY = "trainer.use_legacy_worker_impl"
+USE_V1 = "trainer.use_v1"
+
+
+@dataclass(frozen=True)
+class LivePath:
+    """The path from the rollout to the gradient.
+
+    Attributes:
+        release: of the installed verl.
+        trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
+        worker: what computes the loss.
+        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or one that is not covered.
+    """
+
+    release: str
+    trainer: Literal["v0", "v1"]
+    worker: Literal["engine", "legacy"]
+    strategy: str
+
+    def __str__(self) -> str:
+        worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
+        return f"verl {self.release}, {self.trainer.upper()} trainer, {worker} on {self.strategy}"
+
+
+def live_path(config: DictConfig, release: str | None = None) -> LivePath:
+    """The path of a composed configuration; ``release`` is that of the verl that an import finds by default.
+
+    Raises:
+        PatchError: no verl is found.
+    """
+    release = release or installed_release("verl")
+    if release is None:
+        raise PatchError("no verl is found. Fix: install one, or put a checkout of it on PYTHONPATH.")
+    # Earlier and later releases read neither key, whatever it says.
+    with_legacy, with_v1 = Version(release) < Version("0.8"), Version(release) >= Version("0.9")
+    legacy = with_legacy and OmegaConf.select(config, LEGACY, default="auto") != "disable"
+    actor = config.actor_rollout_ref.actor
+    strategy = actor.strategy
+    if with_legacy and not legacy and strategy in ("fsdp", "fsdp2"):
+        # Its engine takes the version of FSDP from its own section alone.
+        strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
+    return LivePath(
+        release=release,
+        trainer="v1" if with_v1 and OmegaConf.select(config, USE_V1, default=False) else "v0",
+        worker="legacy" if legacy else "engine",
+        strategy=strategy,
+    )

@@ -1,0 +1,66 @@
+"""What a trainer sends with a batch so that a legacy actor trains with another loss; it brings its own behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+HANDOVER = "offpolicy_handover"
+"""Key of the ``Handover`` in a DataProto's ``meta_info``."""
+PREFIX = "offpolicy_"
+"""Of every column that travels past the actor's own list."""
+MINI_TOKENS = f"{PREFIX}batch_num_tokens"
+"""Column, (B,) int64: response tokens of the row's mini-batch, over all data-parallel ranks."""
+MINI_ROWS = f"{PREFIX}global_batch_size"
+"""Column, (B,) int64: rows of the row's mini-batch, over all data-parallel ranks."""
+
+
+class Update(Protocol):
+    """One update of an actor: it answers, in verl's place, what ``update_policy`` calls of ``core_algos``."""
+
+    def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
+        """Take up a micro-batch, whose loss the actor multiplies by ``scale``, before it is computed."""
+
+    def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]: ...
+
+    def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor: ...
+
+    def kl_penalty(
+        self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
+    ) -> Tensor: ...
+
+
+class Handover(Protocol):
+    """Travels by value, once a batch."""
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        """Whether mu has to be in the batch."""
+
+    def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> Update:
+        """Begin an update of an actor.
+
+        Args:
+            actor_config: verl's ActorConfig, as the actor holds it.
+            dp_size: data-parallel ranks, over which the actor averages gradients.
+            upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
+        """
+
+
+def mini_batch_columns(
+    response_mask: Tensor, mini_batch_rows: int, over_ranks: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Compute the denominators of each row's mini-batch, ``MINI_TOKENS`` and ``MINI_ROWS``, each (B,) int64.
+
+    Args:
+        response_mask: (B, T) of this rank's rows, cut in order into mini-batches.
+        mini_batch_rows: rows of a mini-batch on one rank; the last one may have fewer.
+        over_ranks: sums an int64 tensor over the data-parallel ranks.
+    """
+    pieces = response_mask.split(mini_batch_rows)
+    counts = over_ranks(torch.tensor([[int(piece.bool().sum()), len(piece)] for piece in pieces], dtype=torch.int64))
+    tokens, rows = counts.repeat_interleave(torch.tensor([len(piece) for piece in pieces]), dim=0).unbind(-1)
+    return {MINI_TOKENS: tokens.contiguous(), MINI_ROWS: rows.contiguous()}
