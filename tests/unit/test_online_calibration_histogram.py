@@ -19,9 +19,8 @@ from recordings import NONE
 from recipe.offpolicy.analysis.calibration.parts import parts_of
 from recipe.offpolicy.analysis.calibration.scores import scores_of
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.aggregates import extremes
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.correction.masks import outside
+from recipe.offpolicy.correction.masks import extremes, outside
 from recipe.offpolicy.correction.ratios import log_ratio, valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import units_of

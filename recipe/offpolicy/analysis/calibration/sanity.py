@@ -17,7 +17,7 @@ def furthest(part: Part) -> float:
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
-    return 1.0 if spec.aggregate == "binary_tv" else reach.furthest(spec)  # a difference of probabilities
+    return min(reach.furthest(spec), spec.entry.greatest)
 
 
 def absurd(part: Part, radius: float) -> str:
