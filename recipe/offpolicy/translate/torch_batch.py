@@ -1,4 +1,4 @@
-"""A batch read by torch operations, on any device; its temporaries are as large as the batch."""
+"""Torch backend of the batch sweep, for any device; its temporaries are as large as the batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens, weight_dtype
 from ..correction.rows import Rows
-from .columns import COLUMNS, MEASURES, Columns, Measures, Numbers, Quantity, Truths
+from .row_sums import COLUMNS, MEASURES, Numbers, Quantity, QuantitySums, RowSums, Truths
 
 
 class TorchBatch:
-    """See ``columns.Batch``.
+    """Backend of ``row_sums.Batch`` by torch operations.
 
     Args:
         rows: how the tensors lie.
@@ -32,7 +32,7 @@ class TorchBatch:
         self._log_rho = log_ratio(old, rollout, self._valid)
         self._dtype = weight_dtype(old, rollout)
 
-    def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         rows, valid = self._rows, self._valid
         above, k2, k3 = excess(self._log_rho), divergence("k2", self._log_rho), divergence("k3", self._log_rho)
         sums = [
@@ -49,7 +49,7 @@ class TorchBatch:
         # One transfer from the device for everything.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
-        return Columns.of(table[: len(COLUMNS)]), Measures.by_token(quantities, of_quantities)
+        return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         return self._rows.as_given(torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype))
@@ -66,7 +66,7 @@ class TorchBatch:
         return self._rows.as_given(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
-        """What each row has, given to its tokens."""
+        """Spread one value a row over the row's tokens."""
         return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
@@ -93,6 +93,6 @@ class TorchBatch:
         return raw
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
-        """Above and below inclusive bounds, compared in float32 as the masks compare."""
+        """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
         value = (self._log_rho if quantity.is_weight else divergence(quantity.kind, self._log_rho)).to(torch.float32)
         return value > quantity.upper, value < quantity.lower
