@@ -17,7 +17,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
 SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[3] / "recipe" / "offpolicy"
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "recipe" / "offpolicy"
 UNMENDED = {
     "alarms/fallback.py": (4, "which correction is safer is for the user to say"),
     "alarms/settings.py": (1, "a program that was not prepared"),
