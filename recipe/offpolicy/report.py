@@ -1,6 +1,6 @@
 """One HTML page about a recorded run, to send to a colleague:
 
-python -m recipe.offpolicy.analysis.report DIR [--out report.html] [--spec OVERRIDE ...]
+python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
 
 Exit status: 0, or 2 where the recording or an argument is no good.
 """
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.analysis.report", description="One HTML page about a recorded run."
+        prog="python -m recipe.offpolicy.report", description="One HTML page about a recorded run."
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")

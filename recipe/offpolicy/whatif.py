@@ -11,7 +11,7 @@ from .command_line import need, needed_to_show, run
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
-_NAME = "python -m recipe.offpolicy.analysis.whatif"
+_NAME = "python -m recipe.offpolicy.whatif"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -74,7 +74,7 @@ def replay(directory: Path, chosen: list[Candidate]) -> int:
 
 
 def seconds_to_start() -> float:
-    command = [sys.executable, "-m", "recipe.offpolicy.analysis.whatif", "--help"]
+    command = [sys.executable, "-m", "recipe.offpolicy.whatif", "--help"]
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start

@@ -134,7 +134,7 @@ def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.Monk
 def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 
-    module = importlib.import_module(f"recipe.offpolicy.task_runner_{version}")
+    module = importlib.import_module(f"recipe.offpolicy.trainer.task_runner_{version}")
     (runner,) = [value for name, value in vars(module).items() if name.startswith("OffPolicyTaskRunner")]
     for name in ("install_trainer", "install_trainers"):
         monkeypatch.setattr(module, name, lambda *mode: None, raising=False)

@@ -84,7 +84,7 @@ def test_a_reader_that_leaves_is_no_error(command: tuple[str, ...], recording: P
 
 def test_nor_is_it_behind_help() -> None:
     """Where Python keeps what is printed until the end, which PYTHONUNBUFFERED would change."""
-    program = [sys.executable, "-m", "recipe.offpolicy.analysis.report", "--help"]
+    program = [sys.executable, "-m", "recipe.offpolicy.report", "--help"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(program, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -135,7 +135,7 @@ def test_a_page_that_is_too_large_loses_no_table(
 
 def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path) -> None:
     directory, page = record(tmp_path / "run", drawn_rows([5, 9])), tmp_path / "a.html"
-    command = [sys.executable, "-m", "recipe.offpolicy.analysis.whatif", str(directory), "--html", str(page)]
+    command = [sys.executable, "-m", "recipe.offpolicy.whatif", str(directory), "--html", str(page)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -41,7 +41,7 @@ def test_the_card_of_a_run_names_the_configured_correction(
 ) -> None:
     if version == "v1":
         pytest.importorskip("transfer_queue")
-    module = import_module(f"recipe.offpolicy.trainer_{version}")
+    module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
     named: list[CorrectionSpec] = []
     monkeypatch.setattr(module, "RunRecord", lambda config, spec, shadows: named.append(spec))
     monkeypatch.setattr(module, "Supervision", Supervised)

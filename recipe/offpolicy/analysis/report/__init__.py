@@ -1,1 +1,1 @@
-"""One page about a recorded run, to send to a colleague: python -m recipe.offpolicy.analysis.report DIR."""
+"""One page about a recorded run, to send to a colleague: python -m recipe.offpolicy.report DIR."""

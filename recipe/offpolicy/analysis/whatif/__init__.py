@@ -1,6 +1,6 @@
 """What another correction would have done to recorded steps: the stages of training, replayed.
 
-    python -m recipe.offpolicy.analysis.whatif DIR \\
+    python -m recipe.offpolicy.whatif DIR \\
         --spec 'correction=[tis_token,gsm]' --grid correction.masks.gsm.upper=1.001,1.01,1.05
 
 A replay holds the run's data fixed. It says what a correction keeps, weighs and how far that is from what would be
