@@ -19,7 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from verl_patches import separate_async_logger
-from verl_patches.execution_path import V1_MODES
+from verl_patches.releases import V1_MODES
 from verl_patches.trainer_v1 import before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
