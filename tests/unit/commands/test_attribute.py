@@ -64,6 +64,7 @@ def test_json_says_everything(recorded: Path, capsys: pytest.CaptureFixture[str]
     assert len(found["causes"]) == 7
 
 
+@pytest.mark.slow
 def test_pictures(recorded: Path, tmp_path: Path) -> None:
     png, html = tmp_path / "a.png", tmp_path / "out" / "a.html"
     assert attribute.main([str(recorded), "--png", str(png), "--html", str(html), "--json"]) == 0
@@ -74,6 +75,7 @@ def test_pictures(recorded: Path, tmp_path: Path) -> None:
     assert len(page) < 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [0.0, 0.1])
 def test_pictures_of_policies_that_agree(apart: float, tmp_path: Path) -> None:
     """pi is mu, and pi_old is mu as well or lies ``apart``: there is nothing to share out."""

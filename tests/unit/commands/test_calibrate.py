@@ -150,6 +150,7 @@ def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.C
     assert "correction.masks.opsm.delta=" not in out
 
 
+@pytest.mark.slow
 def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png, page = tmp_path / "curves.png", tmp_path / "curves.html"
     arguments = ("--target-kept", 0.9, "--target-ess", 0.9985, "--png", png, "--html", page)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from verl.trainer.ppo.core_algos import agg_loss
 
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, kept_scale, mini_batches
+from tests.support.examples import at_most
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
 KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
@@ -58,7 +59,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(batch=batches())
 def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     mask, keep, loss = batch

@@ -22,6 +22,7 @@ from recipe.offpolicy.translate.by_sweep import SweptBatch
 from recipe.offpolicy.translate.by_torch import TorchBatch
 from recipe.offpolicy.translate.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
+from tests.support.examples import at_most
 
 pytest.importorskip("verl")
 
@@ -119,7 +120,7 @@ def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bo
     assert 0 < gone.sum() < reference[0].tokens.sum()
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(
     st.lists(st.integers(0, 600), min_size=1, max_size=4),
     st.integers(0, 10_000),
@@ -197,7 +198,7 @@ def test_by_hand() -> None:
         assert measures.greatest[m, 0] == pytest.approx(max(values), rel=1e-6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(st.integers(0, 10_000), st.sampled_from([1e-8, 1e-4, 0.24, 0.26, 3.0, 60.0]))
 def test_ratios_of_any_size(seed: int, scale: float) -> None:
     """The series near 1, exp beyond it, and the clamp at 20 nats meet without a step."""
@@ -278,7 +279,7 @@ def test_the_mask_is_copied_only_if_something_is_rejected() -> None:
         {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "2.0,0.1,0.4"},
     ],
 )
-@settings(max_examples=25)
+@settings(max_examples=at_most(25))
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=1, max_size=5).filter(sum),
     seed=st.integers(0, 10_000),

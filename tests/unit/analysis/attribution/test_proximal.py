@@ -92,6 +92,7 @@ def test_nothing_is_claimed_without_a_first_gradient_step(
     assert "64 rows are recorded, none at the first gradient step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pictures_without_a_drift(tmp_path: Path) -> None:
     recording = recorded_under("bypass", tmp_path / "run", concatenated(of_two_gradient_steps()))
     page = tmp_path / "a.html"

@@ -23,6 +23,7 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constan
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step
 from tests.support.corrections import on_host
+from tests.support.examples import at_most
 from tests.support.recordings import NONE, drawn_rows
 
 GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
@@ -157,7 +158,7 @@ def test_rejecting_weight() -> None:
     assert replayed_share(with_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(
     seed=st.integers(0, 10**6),
     aggregate=st.sampled_from(["product", "geometric", "any", "k1_sum", "k1_max", "k2_mean", "k3_sum", "tv_max"]),
