@@ -91,7 +91,7 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
     from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer, install_trainers
-    from verl_patches.execution_path import V1_MODES
+    from verl_patches.releases import V1_MODES
 
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", trainer_base.PPOTrainer.__init__)

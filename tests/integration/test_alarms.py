@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
 from omegaconf import DictConfig, OmegaConf
-from specs import GSM, OPSM, TIS_TOKEN
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.alarms.panel import AlarmError
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from tests.support import training_worker as tw
+from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import ROOT, train, trained
+
+from tests.support.whole_runs import ROOT, train, trained
 
 pytestmark = pytest.mark.slow
 
@@ -89,8 +89,8 @@ def test_a_tampered_run_stops_at_the_first_update(run_program: Callable[..., Any
         run_program,
         "correction=tis_token",
         "trainer.total_training_steps=3",
-        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,shift_mu",
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
+        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,tests.support.shift_mu",
+        PYTHONPATH=str(ROOT),
     )
     assert run.returncode == 1
     assert "the mu that the loss used is not the mu that the rollout sampled" in run.output

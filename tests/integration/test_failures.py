@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import LIMIT, ROOT, broken
+
+from tests.support.whole_runs import LIMIT, ROOT, broken
 
 pytestmark = pytest.mark.slow
 

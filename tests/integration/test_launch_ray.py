@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 LAUNCHER = str(ROOT / "scripts" / "launch_ray.sh")
 LIMIT = 300
 """Seconds after which one of the commands hangs."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import trained
+
+from tests.support.whole_runs import trained
 
 pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
 

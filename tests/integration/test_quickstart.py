@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_runs import LIMIT, LIMITS, ROOT
 
 from recipe.offpolicy.recording import Recording, Step
+from tests.support.whole_runs import LIMIT, LIMITS, ROOT
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 

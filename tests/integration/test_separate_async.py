@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import trained
+
+from tests.support.whole_runs import trained
 
 STEPS = 5
 

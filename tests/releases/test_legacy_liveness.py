@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import legacy_actor as la
 import numpy as np
 import pytest
 import torch
-from legacy_updates import (
+from omegaconf import OmegaConf
+
+from tests.support import legacy_actor as la
+from tests.support.legacy_updates import (
     GSM,
     KL,
     SPLITS,
@@ -21,15 +22,15 @@ from legacy_updates import (
     update,
     verdict,
 )
-from omegaconf import OmegaConf
-from specs import BATCH_WIDE, STACK, TIS_TOKEN
+from tests.support.paths import ROOT
+from tests.support.specs import BATCH_WIDE, STACK, TIS_TOKEN
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
 
 # The proof --------------------------------------------------------------------------------------------------
 
-OPTIONS = Path(__file__).parents[2] / "configs" / "correction"
+OPTIONS = ROOT / "configs" / "correction"
 
 
 def options() -> dict[str, Settings]:

@@ -13,7 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from tests.support.paths import ROOT
+
+CONFIGS = ROOT / "configs"
 OPTIONS = sorted(path.stem for path in (CONFIGS / "correction").glob("*.yaml"))
 # What verl itself demands of a launch.
 NEEDED = (

@@ -20,10 +20,10 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from tests.support.paths import ROOT
+
 MARK = "verl"
-SUPPORTED = sorted(
-    Version(path.stem.removeprefix("verl-")) for path in (Path(__file__).parents[2] / "requirements").glob("verl-*.txt")
-)
+SUPPORTED = sorted(Version(path.stem.removeprefix("verl-")) for path in (ROOT / "requirements").glob("verl-*.txt"))
 """The releases that have an environment."""
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from corrections import GSM, TIS, band, opsm, spec
 from torch import Tensor
 
 from recipe.offpolicy.correction import (
@@ -19,6 +18,7 @@ from recipe.offpolicy.correction import (
     step_stage,
 )
 from recipe.offpolicy.correction.shadow import compute_shadow_statistics
+from tests.support.corrections import GSM, TIS, band, opsm, spec
 
 NAN = math.nan
 REJECT = TIS | {"kind": "reject", "lower": 0.7, "upper": 1.4}

@@ -40,6 +40,10 @@ class CorrectedLoss(Protocol):
     moving: dict[str, Side]
     verl_loss: BoundLoss
     base_loss: BoundLoss
+    extensions: Mapping[str, Any]
+
+    @property
+    def extended_loss(self) -> BoundLoss: ...
 
     def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
 
@@ -74,6 +78,7 @@ class Proof:
         gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
             infinite when nothing of the loss was differentiated.
+        lost_tokens: of ``gradient_tokens``, those at which the loss with its extensions has none of that gradient.
     """
 
     tokens: int
@@ -84,6 +89,7 @@ class Proof:
     shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
     gradient_error: float | None = None
+    lost_tokens: int = 0
 
 
 def prove(
@@ -110,8 +116,14 @@ def prove(
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
-    predicted, policy = _demanded(adapter, seen, model_output, data, factor)
-    proof.gradient_tokens = int((policy != 0).sum())
+    predicted, policy = _demanded(adapter.base_loss, seen, model_output, data, factor)
+    moved = policy != 0
+    proof.gradient_tokens = int(moved.sum())
+    if adapter.extensions:
+        # What arrives has their terms in it. What of it is the correction's is told from verl's own loss alone.
+        predicted, extended = _demanded(adapter.extended_loss, seen, model_output, data, factor)
+        proof.lost_tokens = int((moved & (extended == 0)).sum())
+        policy = torch.maximum(policy.abs(), extended.abs())
     _watch(proof, model_output["log_probs"], loss, predicted, _scale(predicted, policy))
     for name, spec in isolate_parts(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
@@ -167,15 +179,15 @@ def _base_gradient(
 
 
 def _demanded(
-    adapter: CorrectedLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
+    base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
 
     The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
     verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
     """
-    rest = _base_gradient(adapter.base_loss, batch, model_output, data, torch.zeros_like(factor))
-    policy = _base_gradient(adapter.base_loss, batch, model_output, data, torch.ones_like(factor)) - rest
+    rest = _base_gradient(base_loss, batch, model_output, data, torch.zeros_like(factor))
+    policy = _base_gradient(base_loss, batch, model_output, data, torch.ones_like(factor)) - rest
     spread = _spread(factor, model_output, data)
     return spread * policy + rest, policy
 
@@ -230,12 +242,12 @@ def _tried(
     for trial in _trials(spec, batch):
         output = mb.with_log_prob(model_output, trial.batch.log_prob, data)
         moved = replace(trial.batch, old_log_prob=_expected_proximal(spec, trial.batch))
-        demanded, policy = _demanded(adapter, moved, output, data, trial.factor)
+        demanded, policy = _demanded(adapter.base_loss, moved, output, data, trial.factor)
         gradient = _adapter_gradient(adapter, spec, trial, output, data)
         errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
             # Were the value in pi_old's place read after all, would the gradient be another?
-            decoy, _ = _demanded(adapter, trial.batch, output, data, trial.factor)
+            decoy, _ = _demanded(adapter.base_loss, trial.batch, output, data, trial.factor)
             visible = bool((decoy != demanded).any())
         else:
             acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
@@ -296,7 +308,7 @@ def _adapter_gradient(
 def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
     """Copy the installed loss with one correction and no proof of its own."""
     alone = copy.copy(adapter)
-    alone.spec, alone.prove, alone.shadows, alone.moving = spec, False, {}, {}
+    alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone
 
 

@@ -70,6 +70,11 @@ def verify(
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     shift_error = max(_verify_shift(proofs, name) for name in names)
     moved = sum(proof.gradient_tokens for proof in proofs)
+    if moved and moved == sum(proof.lost_tokens for proof in proofs):
+        raise LivenessError(
+            f"verl's policy term has a gradient at {moved} tokens, and the loss with its extensions has it at none: an "
+            f"extension's wrap_loss leaves out the base loss, or its rollout_is_weights."
+        )
     tokens = sum(proof.tokens for proof in proofs)
     return {
         "proved": float(moved > 0),

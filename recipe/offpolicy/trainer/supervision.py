@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
 from ..correction.statistics import Statistic, merge_all
+from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import Steering
 from ..monitor.mismatch.recent import RecentFloor
 from ..proof.gradient import isolate_parts
@@ -36,6 +37,7 @@ class Supervision:
     Args:
         spec: the correction as it is configured.
         config: the composed configuration of the run.
+        extensions: judge their reports of each update.
 
     Attributes:
         proving: the workers are to prove the correction at the next update.
@@ -43,7 +45,8 @@ class Supervision:
         steering: which correction that is, and under which bounds.
     """
 
-    def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
+    def __init__(self, spec: CorrectionSpec, config: DictConfig, extensions: ExtensionHooks | None = None) -> None:
+        self._extensions = extensions if extensions is not None else ExtensionHooks()
         self.steering = Steering(spec, config)
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
@@ -111,6 +114,7 @@ class Supervision:
             self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
             verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
+        self._extensions.judge([packet.reports for packet in packets])
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)

@@ -43,6 +43,7 @@ class Packet:
         histograms: of these parts, see ``calibration.online_histogram``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
+        reports: of extensions, by section.
 
     Statistics, rows, histograms and alignment are those of all packets that waited with it.
     """
@@ -54,6 +55,7 @@ class Packet:
     histograms: dict[str, Statistic] = field(default_factory=dict)
     alignment: AlignmentTally | None = None
     proof: Proof | None = None
+    reports: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ledger: Ledger | None = None
@@ -68,7 +70,10 @@ class Packet:
     def __getstate__(self) -> dict[str, Any]:
         if self._ledger is not None:
             self._ledger.leave(self)
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not self.reports:  # without extensions a packet takes no byte for them
+            del state["reports"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

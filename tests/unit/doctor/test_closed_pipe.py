@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, opsm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from tests.support.corrections import GSM, TIS, opsm
+from tests.support.mended import with_overrides
 
 MOST_PASTES = 12
 VALUES = st.sampled_from([None, "???", "x", True, -1.0, 0, 0.3, 0.99, 1, 1.01, 2.0, 50.0, 1e30, float("inf"), "0.5"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, opsm
-from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
@@ -14,6 +12,8 @@ from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
 from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
 from recipe.offpolicy.recording.settings import problems
+from tests.support.corrections import GSM, TIS, opsm
+from tests.support.mended import with_overrides
 
 WEIGHT = "correction.weight"
 MASK = "correction.masks.gsm"
