@@ -16,7 +16,7 @@ from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
-from recipe.offpolicy.correction.rows import Rows, rows_of
+from recipe.offpolicy.correction.rows import RowLayout, detect_layout
 from recipe.offpolicy.translate import by_sweep, loops
 from recipe.offpolicy.translate.by_sweep import SweptBatch
 from recipe.offpolicy.translate.by_torch import TorchBatch
@@ -73,8 +73,8 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.values() if tensor.is_nested else tensor
 
 
-def whole(old: Tensor, mu: Tensor, mask: Tensor) -> Rows:
-    return rows_of(old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
+def whole(old: Tensor, mu: Tensor, mask: Tensor) -> RowLayout:
+    return detect_layout(old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
 
 
 def swept(*tensors: Tensor) -> SweptBatch:

@@ -20,7 +20,7 @@ from recipe.offpolicy.analysis.whatif.results import Study
 from recipe.offpolicy.analysis.whatif.study import study
 from recipe.offpolicy.batch.plan import SCALE, Dealing, row_columns
 from recipe.offpolicy.correction import BatchConstants
-from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, mini_batches
+from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import acted, by_hand, varied_rows
 from tests.support.corrections import TIS, band, spec
@@ -94,7 +94,7 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
     batch = TensorDict({names.get(name, name): values for name, values in padded.items()}, batch_size=len(rows))
     trained = row_columns(chosen, batch, Dealing(ranks=2, mini_batch_rows=8, loss_agg_mode=mode))[SCALE]
 
-    dealt = mini_batches(24, ranks=2, rows_a_mini_batch=8).numpy().astype(np.int32)
+    dealt = assign_mini_batches(24, ranks=2, rows_a_mini_batch=8).numpy().astype(np.int32)
     for rank in range(2):
         share = replace(rows, mini_batch=dealt, rank=np.full(24, rank, dtype=np.int32)).take(
             range(rank * 12, 12 + rank * 12)

@@ -1,4 +1,4 @@
-"""How far from agreement a mask's bound may lie and still act."""
+"""Largest bounds of a mask that can act, and that are worth proposing, as distances from agreement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ _MEAN = math.log(10.0)
 """Nats a token, as a mean over a unit: nothing of one policy is left in the other long before."""
 
 
-def clamped(mask: MaskSpec) -> float:
-    """The greatest distance from agreement that arithmetic allows; infinite for a sum over the tokens of a unit."""
+def compute_arithmetic_limit(mask: MaskSpec) -> float:
+    """Compute the largest distance from agreement that arithmetic allows; infinite for a sum over the tokens of a unit.
+
+    Example:
+        >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
+        20.0
+    """
     return math.inf if _summed(mask) else _at(mask, EXP_CLAMP)
 
 
-def furthest(mask: MaskSpec) -> float:
-    """The greatest distance from agreement, in what the mask compares, that is in use or was seen."""
+def compute_proposal_limit(mask: MaskSpec) -> float:
+    """Compute the largest distance from agreement worth proposing as a bound: beyond it no bound is in use.
+
+    Example:
+        >>> limit = compute_proposal_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
+        >>> round(math.exp(limit), 9)  # a mean ratio of 10
+        10.0
+    """
     if _summed(mask):
         return _at(mask, EXP_CLAMP)
     averaged = mask.level != "token" and (mask.aggregate == "geometric" or mask.aggregate.endswith("_mean"))
@@ -31,7 +42,7 @@ def _summed(mask: MaskSpec) -> bool:
 
 
 def _at(mask: MaskSpec, nats: float) -> float:
-    """What a mask compares where the log-ratio is ``nats``."""
+    """Compute the aggregate's value at a log-ratio of ``nats``."""
     if mask.aggregate == "binary_tv":
         return math.inf  # a difference of probabilities, whose range the mask itself is held to
     if mask.aggregate == "second_moment":
