@@ -1,4 +1,4 @@
-"""Lets verl's loss take log-probs of the responses that are padded already.
+"""Let verl's loss take response log-probs that are padded already.
 
 verl cuts them out of the model's output row by row, with three waits for the device a row. The correction needs them
 padded before that, and has done it for all rows at once.
@@ -24,7 +24,7 @@ CONTRACT = Contract(
 
 @dataclass(frozen=True)
 class Padded:
-    """What the target is to answer with.
+    """Response log-probs that the patched function returns as they are.
 
     Attributes:
         tensor: (B, T), at each response token what the model says of it; differentiable.
@@ -34,7 +34,7 @@ class Padded:
 
 
 def install() -> None:
-    """Puts the wrapper in front of the target, once; a call after that costs next to nothing.
+    """Put the wrapper in front of the target, once; a call after that costs next to nothing.
 
     Raises:
         PatchError: the target has moved.
