@@ -27,7 +27,7 @@ class Padded:
     """Response log-probs that the patched function returns as they are.
 
     Attributes:
-        tensor: (B, T), at each response token what the model says of it; differentiable.
+        tensor: (B, T), the model's log-prob at each response token; differentiable.
     """
 
     tensor: Any

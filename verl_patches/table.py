@@ -33,7 +33,7 @@ class Row:
     """One contract.
 
     Attributes:
-        patch, target, releases: as the contract says.
+        patch, target, releases: as in the contract.
         state: of the patch in this process; "calls" for seams that are called and not patched; the module that is
             missing where the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.

@@ -94,4 +94,5 @@ def _by_group(values: Tensor, group: Tensor) -> Tensor:
 
 def _without(count: Tensor, rejected: Tensor) -> Tensor:
     left = count - rejected
+    # The clamp keeps 0 / 0 out of the branch that is not taken.
     return torch.where(left > 0, count / left.clamp(min=1), torch.ones_like(count))

@@ -120,6 +120,7 @@ def build_sample(
         valid=valid,
         valid_number=valid_number,
         invalid_number=1 - valid_number,
+        # argmax gives the first of equal elements.
         first=valid.view(torch.uint8).argmax() if valid.numel() else None,
         tokens=tokens,
         length=length,
@@ -175,7 +176,7 @@ class _Bounds:
 
     Attributes:
         names: of the groups.
-        column: (G,) int64, which number: tokens, length, age.
+        column: (G,) int64, index of the number: tokens, length, age.
         bound: (G, 1) float64.
         less_the_next: (G, G) float64, takes from each group what lies above the next bound of the same number.
     """

@@ -1,6 +1,6 @@
 """Statistics of a correction, which add up over micro-batches and ranks.
 
-``catalogue`` says what each one means. Everything is summed in float64, over the original response mask.
+``catalogue`` defines each one. Everything is summed in float64, over the original response mask.
 
 On long rows, new tensors of the size of all tokens are what costs: each log-ratio is exponentiated once, and counts by
 length, sign and staleness come from sums by row. On short ones it is the number of operations. A boolean mask is used
@@ -151,6 +151,7 @@ def measure_step(
         >>> round(statistics["ppo_ratio/mean"].value(), 9)
         1.25
     """
+    # log pi = log pi_old + log r: pi itself need not be read again.
     current_total = mismatch.old_total + log_r.sum()
     ppo, full = (_of_tokens(sample, compute_excess(value)) for value in (log_r, log_full))
     not_finite = _not_finite(sample, log_prob, advantages)
@@ -270,6 +271,7 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
+        # Moves weights that do not occur beyond all that do: cheaper than to select by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
     return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 
