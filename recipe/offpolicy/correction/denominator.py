@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import detect_layout
+from .row_layout import detect_layout
 
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 """verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""

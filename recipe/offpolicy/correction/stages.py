@@ -19,11 +19,11 @@ from . import telemetry
 from .mask_spec import MaskSpec, Ratio
 from .masks import applies, outside, second_moment_cutoff
 from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
-from .results import BatchConstants, RolloutStage, StepStage
-from .rows import RowLayout, detect_layout
-from .sample import build_sample
+from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
+from .stage_results import BatchConstants, RolloutStage, StepStage
 from .statistics import Statistic
+from .token_sample import build_sample
 from .units import Units, partition_units
 from .weight_spec import WeightSpec
 from .weights import apply_bounds, compute_log_weight, find_rejected_units, sum_weights

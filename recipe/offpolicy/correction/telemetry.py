@@ -6,7 +6,7 @@ On long rows, new tensors of the size of all tokens are what costs: each log-rat
 length, sign and staleness come from sums by row. On short ones it is the number of operations. A boolean mask is used
 as a number, for torch selects by booleans at a fraction of the speed of its arithmetic on CPU.
 
-Tensors of tokens and columns are those of ``rows.Rows``.
+Tensors of tokens and columns are those of ``row_layout.RowLayout``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from . import statistics as st
 from .catalogue import SIGNS
 from .ratios import beyond, compute_excess
-from .sample import TokenSample, sum_products, sum_squares, to_float64
 from .statistics import Moments, Reduction, Statistic
+from .token_sample import TokenSample, sum_products, sum_squares, to_float64
 from .units import Units
 from .weight_spec import WeightSpec
 
@@ -71,8 +71,8 @@ def measure_rollout(
     """Measure the mismatch pi_old / mu, each tensor by token.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> statistics, _ = measure_rollout(sample, torch.zeros(1, 2).double(), mu, mu)
@@ -140,8 +140,8 @@ def measure_step(
     """Measure the drift pi / pi_old and the full ratio pi / mu at one gradient step; also return the latter's moments.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> zero = torch.zeros(1, 2).double()
@@ -174,8 +174,8 @@ def measure_weight(
         ratio: of the ratio that is weighed, by token; None leaves the raw weight out.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> measure_weight(sample, None, None, None)["weight/mean"].value()  # no weight is a weight of 1
@@ -203,8 +203,8 @@ def measure_keep(
     """Measure what is kept, and what each part rejects by itself, each tensor by token.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask = torch.ones(1, 4, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> drop = torch.tensor([[True, False, False, False]])

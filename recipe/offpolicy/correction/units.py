@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .rows import RowLayout, detect_layout
+from .row_layout import RowLayout, detect_layout
 
 Level = Literal["token", "sequence", "turn", "version"]
 

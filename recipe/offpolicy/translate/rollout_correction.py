@@ -14,7 +14,7 @@ from torch import Tensor
 from ..correction import SpecError
 from ..correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ..correction.ratios import EXP_CLAMP
-from ..correction.rows import RowLayout, detect_layout
+from ..correction.row_layout import RowLayout, detect_layout
 from .by_torch import TorchBatch
 from .columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
 from .metrics import Metrics, mismatch_metrics, rejection_metrics, total_rejection_metrics, weight_metrics

@@ -16,7 +16,7 @@ from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
-from recipe.offpolicy.correction.rows import RowLayout, detect_layout
+from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
 from recipe.offpolicy.translate import by_sweep, loops
 from recipe.offpolicy.translate.by_sweep import SweptBatch
 from recipe.offpolicy.translate.by_torch import TorchBatch

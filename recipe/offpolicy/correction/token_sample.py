@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .catalogue import BUCKETS, STALENESS, TURNS
-from .rows import RowLayout
+from .row_layout import RowLayout
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``rows.RowLayout``.
+    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``row_layout.RowLayout``.
 
     Attributes:
         rows: how tokens lie in rows.
@@ -99,7 +99,7 @@ def build_sample(
     """Group tokens and rows for statistics; see ``stages.rollout_stage``.
 
     Example:
-        >>> from .rows import detect_layout
+        >>> from .row_layout import detect_layout
         >>> mask = torch.tensor([[True, True, True], [True, False, False]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> sample.count.item(), sample.length.flatten().tolist()

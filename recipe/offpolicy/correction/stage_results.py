@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .rows import RowLayout
-from .sample import TokenSample
+from .row_layout import RowLayout
 from .spec import CorrectionSpec
 from .statistics import Statistic
 from .telemetry import Mismatch
+from .token_sample import TokenSample
 from .units import Level, Units
 
 
