@@ -17,9 +17,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tests.support.paths import ROOT
 from verl_patches.releases import TESTED
 
-ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
 SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")

@@ -59,12 +59,12 @@ class Aggregate:
         return self.token is None and self.reduce in ("sum", "mean")
 
 
-def probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """p_numerator - p_denominator of the sampled token, float64."""
     return numerator.detach().double().exp() - denominator.detach().double().exp()
 
 
-def square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+def _square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """(log r)^2, float64."""
     return log_ratio.double().square()
 
@@ -101,12 +101,12 @@ _ENTRIES: Final = (
         "binary_tv",
         "each",
         (-0.2, 0.2),
-        probability_gap,
+        _probability_gap,
         least=-1.0,
         greatest=1.0,
         at=lambda nats: math.inf,  # no log-ratio bounds it; its range does
         widest=0.99,
     ),
-    Aggregate("second_moment", "batch", (None, 0.2), square, at=lambda nats: nats**2),
+    Aggregate("second_moment", "batch", (None, 0.2), _square, at=lambda nats: nats**2),
 )
 AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}
