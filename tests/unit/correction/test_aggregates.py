@@ -15,7 +15,7 @@ from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
 from recipe.offpolicy.monitor.bounds.mask_schedule import Evidence, Schedule, next_bounds
-from recipe.offpolicy.proof.trials import mask_trials
+from recipe.offpolicy.proof.trials import build_mask_trials
 from recipe.offpolicy.recording import Step
 from tests.support.corrections import run, spec, tensor
 from tests.support.recordings import NONE, drawn_rows
@@ -74,4 +74,4 @@ def test_the_proof_asks_nobody_and_refuses_what_it_does_not_state() -> None:
     tokens = torch.zeros(2, 3)
     batch = MicroBatch(tokens.long(), tokens == 0, tokens, tokens, tokens, tokens)
     with pytest.raises(NotImplementedError, match="l1_mean"):
-        list(mask_trials("l1", mask, batch))
+        list(build_mask_trials("l1", mask, batch))
