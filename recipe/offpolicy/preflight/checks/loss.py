@@ -125,12 +125,11 @@ def base_loss_of_verls_own(config: DictConfig, spec: CorrectionSpec) -> Iterator
     """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
     asked = active(config)
     if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
-        for problem in _probed(config, (part("rollout_is"),)):
-            if "micro-batches" not in problem.reason:  # which verl's own does not claim
-                yield problem
+        # verl's own does not claim to be the same however a mini-batch is split.
+        yield from _probed(config, (part("rollout_is"),), split=False)
 
 
-def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
+def _probed(config: DictConfig, parts: tuple[str, ...], *, split: bool = True) -> Iterator[Problem]:
     from verl.utils.config import omega_conf_to_dataclass
 
     from ..base_loss_probe import probe
@@ -145,7 +144,7 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         yield unknown or _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
         return
     try:
-        wrong = probe(actor_config)
+        wrong = probe(actor_config, split=split)
     except Exception as error:
         wrong = f"it fails on a small batch: {error}"
     if wrong:
