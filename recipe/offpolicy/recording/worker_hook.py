@@ -25,14 +25,13 @@ _SCORES = ("token_level_scores", "rm_scores")
 
 
 def recorded(
-    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, data: TensorDict
+    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage
 ) -> dict[str, Statistic]:
     """Record what the loss sees of a micro-batch, if it is one to record.
 
     Args:
         batch: as the loss reads it; what the trainer's plan does not announce, such as a trial, is not recorded.
         step: what was decided on it.
-        data: verl's micro-batch.
 
     A failure stops the recorder, see ``Recorder.stop``.
 
@@ -42,7 +41,7 @@ def recorded(
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():
         return {}
-    here = place(tu.get_non_tensor_data(data, "dp_size", 1))
+    here = place(tu.get_non_tensor_data(batch.data, "dp_size", 1))
     recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
         started = recorder.clock()
@@ -50,7 +49,7 @@ def recorded(
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
             try:
-                seen = _seen(settings, spec, batch, step, data)
+                seen = _seen(settings, spec, batch, step)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on
@@ -73,9 +72,7 @@ def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     return found | {"record/stopped": Statistic(Reduction.MAX, (stopped, 1.0))}
 
 
-def _seen(
-    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, data: TensorDict
-) -> Seen:
+def _seen(settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage) -> Seen:
     old_log_prob = mb.proximal(spec, batch)
     versions = batch.versions
     return Seen(
@@ -88,10 +85,10 @@ def _seen(
         weight=step.weight,
         valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
-        uids=_uids(data),
-        reward=_reward(data),
+        uids=_uids(batch.data),
+        reward=_reward(batch.data),
         versions=None if versions is None else (versions.oldest, versions.newest),
-        prompts=_prompts(data, batch.responses.shape[1]) if settings.prompts else None,
+        prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
     )
 
 

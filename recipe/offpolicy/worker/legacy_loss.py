@@ -100,8 +100,8 @@ class LegacyLoss(OffPolicyLoss):
         alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
 
-    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
-        handed = super().hand_over(batch, step, data)
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
+        handed = super().hand_over(batch, step)
         self.old_log_prob = handed["old_log_probs"]
         return handed
 
@@ -202,13 +202,12 @@ class LegacyUpdate:
 
         What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
         """
-        model_output, data = {"log_probs": log_prob}, self._data()
-        batch = mb.read(model_output, data)
+        batch = mb.read({"log_probs": log_prob}, self._data())
         packet = self.loss.packet_of(batch)
-        loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
-        self.loss.report(packet, model_output, data)
+        loss, metrics, packet.statistics = self.loss.policy.corrected(batch)
+        self.loss.report(packet, batch.model_output, batch.data)
         if self.handover.prove and not self.spec.is_none and log_prob.requires_grad:
-            packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
+            packet.proof = prove(self.loss.for_trials(), batch, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}

@@ -131,7 +131,7 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
             plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool), data=batch()
         )
         decided: Any = SimpleNamespace(rejected={})
-        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided, batch()))
+        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided))
     values = [{name: statistic.value() for name, statistic in each.items()} for each in found]
     assert [each["record/dropped_rows"] for each in values] == [ROWS, ROWS]
     assert [each["record/stopped"] for each in values] == [1.0, 1.0]
