@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 
+from verl_patches import sent_metrics
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
@@ -153,6 +154,10 @@ class LegacyUpdate:
             raise ValueError(f"a micro-batch spans mini-batches: (tokens, rows) of them are {numbers.tolist()}.")
         tokens, global_rows = numbers[0].tolist()
         self._micro = _Running(rows, scale, tokens, global_rows)
+
+    def end(self, metrics: Mapping[str, Any]) -> None:
+        """Complete the update's packets, before the actor's metrics go to the trainer."""
+        sent_metrics.complete(metrics)
 
     @property
     def micro(self) -> _Running:

@@ -20,6 +20,8 @@ from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
+from verl_patches import sent_metrics
+
 from ..batch import micro_batch as mb
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.deferred import DeferredValue, fetch
@@ -139,6 +141,7 @@ class OffPolicyLoss:
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
+            sent_metrics.install()
             self.ledger.enter(packet, observation, more=not batch.last)
         return packet
 
