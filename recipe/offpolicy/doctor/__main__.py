@@ -12,14 +12,14 @@ gc.disable()
 logging.disable(logging.WARNING)
 
 from ..command_line import run  # noqa: E402
-from .command import failed, main  # noqa: E402
+from .command import describe_failure, main  # noqa: E402
 
 try:
     status = run("doctor", main)
 except SystemExit as stop:  # --help, and arguments that do not go together
     status = stop.code if isinstance(stop.code, int) else 2
 except Exception as error:  # not even its own modules could be imported
-    sys.stderr.write(f"{failed(error)}\n")
+    sys.stderr.write(f"{describe_failure(error)}\n")
     status = 2
 for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(BrokenPipeError):

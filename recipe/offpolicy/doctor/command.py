@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __doc__ as _HELP
-from .bash.values import ScriptError
+from .bash.shell_values import ScriptError
 
 _OURS = "recipe.offpolicy.main_offpolicy"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = _parser()
+    parser = _build_parser()
     known, given = parser.parse_known_args(arguments)
     given = [argument for argument in given if argument != "--"]
     if known.script is not None and known.module is not None:
@@ -31,22 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         from .diagnosis import Diagnosis, diagnose
         from .launch import Launch
-        from .scripts import launch_of
-        from .show import as_json, show
+        from .scripts import find_launch
+        from .show import show, to_json
 
         launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
         try:
             if known.script is not None:
-                launch = launch_of(Path(known.script), given, known.line)
+                launch = find_launch(Path(known.script), given, known.line)
             diagnosis = diagnose(launch)
         except ScriptError as error:
             diagnosis = Diagnosis(launch, error=str(error))
         except Exception as error:  # of the doctor's own; a status of Python's would say INERT
-            diagnosis = Diagnosis(launch, error=failed(error))
+            diagnosis = Diagnosis(launch, error=describe_failure(error))
     # A reader such as `head` may have seen enough; of that rich makes an exit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
         if known.json:
-            json.dump(as_json(diagnosis), out, indent=2)
+            json.dump(to_json(diagnosis), out, indent=2)
             out.write("\n")
         else:
             show(diagnosis, out)
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return diagnosis.status
 
 
-def failed(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
     """What is said where the doctor itself fails."""
     said = " ".join(str(error).split())
     return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.offpolicy.doctor",
         description=_HELP,

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from ..correction.problem import Problem, shown
 from ..recording.redaction import redacted, redacted_text
-from .diagnosis import Diagnosis, Row
+from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 
 SCHEMA = 1
 _STYLES = {"LIVE": "bold green", "INERT": "bold yellow", "WRONG": "bold red", "NOTE": "dim"}
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """The diagnosis as plain values.
 
     ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
@@ -54,18 +54,18 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "name": row.name,
                 "meaning": row.meaning,
                 "verdict": row.verdict,
-                "problems": [_plain(problem) for problem in row.problems],
+                "problems": [_problem_to_json(problem) for problem in row.problems],
             }
             for row in diagnosis.rows
         ],
-        "notes": [_plain(problem) for problem in diagnosis.notes],
+        "notes": [_problem_to_json(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
     # What a launch was given ends in the logs of whoever asks.
     return cast(dict[str, Any], redacted(plain))
 
 
-def _plain(problem: Problem) -> dict[str, Any]:
+def _problem_to_json(problem: Problem) -> dict[str, Any]:
     value = problem.value
     return {
         "key": problem.key,
@@ -84,29 +84,29 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
         console = Console(file=file, highlight=False, width=10_000)
     if diagnosis.launch.origin:
         module = diagnosis.launch.module
-        _line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
+        _print_line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
     if diagnosis.headline:
-        _line(console, diagnosis.headline)
+        _print_line(console, diagnosis.headline)
     if diagnosis.path is not None:
-        _line(console, str(diagnosis.path))
+        _print_line(console, str(diagnosis.path))
     for line in diagnosis.said:
-        _line(console, line)
+        _print_line(console, line)
     if diagnosis.error:
-        _line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
-        _line(console, diagnosis.error)
+        _print_line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
+        _print_line(console, diagnosis.error)
         return
     if diagnosis.rows:
-        console.print(_table(diagnosis.rows))
+        console.print(_build_table(diagnosis.rows))
     problems = [*diagnosis.problems, *diagnosis.notes]
     for problem, following in zip_longest(problems, problems[1:]):
-        _line(console, problem.verdict, str(problem), style=problem.verdict)
+        _print_line(console, problem.verdict, str(problem), style=problem.verdict)
         # What mends several is said once, below the last of them.
         if problem.overrides and (following is None or following.overrides != problem.overrides):
-            _line(console, f"      {problem.pasted}")
-    _line(console, _conclusion(diagnosis))
+            _print_line(console, f"      {problem.pasted}")
+    _print_line(console, _format_conclusion(diagnosis))
 
 
-def _table(rows: tuple[Row, ...]) -> Table:
+def _build_table(rows: tuple[VerdictRow, ...]) -> Table:
     table = Table()
     for heading in ("correction", "verdict", "asked for"):
         table.add_column(heading, overflow="fold")
@@ -115,7 +115,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
-def _line(console: Console, *texts: str, style: str | None = None) -> None:
+def _print_line(console: Console, *texts: str, style: str | None = None) -> None:
     first, *rest = map(redacted_text, texts)
     text = Text()
     text.append(first, style=_STYLES[style] if style else "")
@@ -125,7 +125,7 @@ def _line(console: Console, *texts: str, style: str | None = None) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _conclusion(diagnosis: Diagnosis) -> str:
+def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
         return "No correction is asked for: there is nothing that could be live."
     if diagnosis.verdict == "LIVE":

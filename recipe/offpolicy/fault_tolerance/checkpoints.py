@@ -37,7 +37,7 @@ _STEP = "global_step_"
 _CUT_SHORT = "its writing was cut short"
 
 
-def _none(found: Mapping[str, Any] | None) -> list[str]:
+def _no_differences(found: Mapping[str, Any] | None) -> list[str]:
     return []
 
 
@@ -50,19 +50,19 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Folder:
+class CheckpointFolder:
     """``trainer.default_local_dir``: the checkpoints of a run."""
 
     path: Path
 
     @classmethod
-    def of(cls, config: DictConfig) -> Folder:
+    def from_config(cls, config: DictConfig) -> CheckpointFolder:
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
-    def step(self, step: int) -> Path:
+    def step_path(self, step: int) -> Path:
         return self.path / f"{_STEP}{step}"
 
-    def tracked(self) -> int | None:
+    def read_tracked_step(self) -> int | None:
         """The step that verl resumes; None without a tracker.
 
         Raises:
@@ -72,41 +72,41 @@ class Folder:
             return int((self.path / TRACKER).read_text())
         return None
 
-    def begun(self) -> Mark | None:
+    def read_unfinished(self) -> UnfinishedCheckpoint | None:
         """The checkpoint that was begun and not completed, as far as we know."""
         record = _read(self.path / SAVING)
-        return None if record is None else Mark(record["step"], record["tracked"])
+        return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
-    def whole(self, step: int) -> bool:
+    def is_whole(self, step: int) -> bool:
         """Whether nothing of a checkpoint is known to be missing; those of other runs have no record."""
-        if not self.step(step).is_dir() or self._emptied(step):
+        if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
-        mark, record = self.begun(), _read(self.step(step) / RECORD)
+        mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
         if record is not None and not record["complete"]:
             # verl names a checkpoint whose save went on beside the training when that is done.
             with contextlib.suppress(ValueError):
-                return (self.tracked() or 0) >= step
+                return (self.read_tracked_step() or 0) >= step
             return False
         if record is not None or mark is None or mark.step != step:
             return True
         # verl names a checkpoint when it is complete; one that was named already was being written over.
         with contextlib.suppress(ValueError):
-            return self.tracked() == step != mark.tracked
+            return self.read_tracked_step() == step != mark.tracked
         return False
 
-    def _emptied(self, step: int) -> bool:
+    def _is_emptied(self, step: int) -> bool:
         """Whether verl has deleted the weights of an old checkpoint and left the rest of it."""
-        actor = self.step(step) / "actor"
+        actor = self.step_path(step) / "actor"
         return actor.is_dir() and not any(actor.iterdir())
 
-    def recorded(self) -> list[int]:
+    def list_complete_steps(self) -> list[int]:
         """Steps that our records call complete, newest first."""
         found = {path.parent.name.removeprefix(_STEP): _read(path) for path in self.path.glob(f"{_STEP}*/{RECORD}")}
         return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
 
 
 @dataclass(frozen=True)
-class Mark:
+class UnfinishedCheckpoint:
     """A checkpoint that is being written: of which step, and which step could be resumed until then, if any."""
 
     step: int
@@ -114,7 +114,7 @@ class Mark:
 
 
 @contextlib.contextmanager
-def saving(
+def guard_save(
     config: DictConfig,
     step: int,
     spec: CorrectionSpec,
@@ -127,11 +127,11 @@ def saving(
         steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
         extensions: takes a folder for their files; what they have to keep, by section.
     """
-    folder = Folder.of(config)
+    folder = CheckpointFolder.from_config(config)
     _keep_previous(config)
-    record = folder.step(step) / RECORD
+    record = folder.step_path(step) / RECORD
     try:
-        tracked = folder.tracked()
+        tracked = folder.read_tracked_step()
     except ValueError:
         tracked = None
     write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
@@ -143,7 +143,7 @@ def saving(
     content |= {"step": step, "complete": complete}
     if steering is not None:
         content["steering"] = dict(steering)
-    if states := extensions(folder.step(step) / STATES):
+    if states := extensions(folder.step_path(step) / STATES):
         content["extensions"] = dict(states)
     write_json(record, content)
     if complete:
@@ -152,11 +152,11 @@ def saving(
     (folder.path / SAVING).unlink(missing_ok=True)
 
 
-def before_loading(
+def check_before_loading(
     config: DictConfig,
     spec: CorrectionSpec,
-    differences: Callable[[Mapping[str, Any] | None], list[str]] = _none,
-    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _none,
+    differences: Callable[[Mapping[str, Any] | None], list[str]] = _no_differences,
+    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
 ) -> dict[str, Any] | None:
     """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
 
@@ -170,7 +170,7 @@ def before_loading(
     Raises:
         CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
     """
-    path = _to_load(config)
+    path = _find_resumed(config)
     if path is None:
         return None
     record = _read(path / RECORD)
@@ -182,16 +182,18 @@ def before_loading(
         )
         return None
     steering: dict[str, Any] | None = record.get("steering")
-    of_correction = changes(_by_effect(record["correction"]), _by_effect(spec.to_mapping()))
+    of_correction = find_changes(_normalize_proximal(record["correction"]), _normalize_proximal(spec.to_mapping()))
     if not (found := of_correction + differences(steering) + of_extensions(record.get("extensions", {}))):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
     elif OmegaConf.select(config, CHANGED, default=False):
-        logger.warning("resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _lines(found))
+        logger.warning(
+            "resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _format_lines(found)
+        )
     else:
         raise CheckpointError(
-            f"{path} was trained with another correction:{_lines(found)}\n"
+            f"{path} was trained with another correction:{_format_lines(found)}\n"
             f"Set these back, or say that the change is meant with {CHANGED}=true."
         )
     if of_correction and steering is not None:
@@ -202,22 +204,22 @@ def before_loading(
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
     """What the checkpoint that verl has just loaded holds of extensions, and the folder of their files."""
-    path = _to_load(config)
+    path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
+def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
     """Keys, below ``key``, in which two mappings of plain values differ, with both values."""
-    before, now = _flat(old, key), _flat(new, key)
+    before, now = _flatten(old, key), _flatten(new, key)
     return [
-        f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} now"
+        f"{key}: {_format_value(before, key)} in the checkpoint, {_format_value(now, key)} now"
         for key in sorted(before.keys() | now.keys())
         if key not in before or key not in now or before[key] != now[key]
     ]
 
 
-def _by_effect(correction: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
     """With one name for the two ways to log pi_old of the trainer's weights, as a run may change from one to the other
     by its micro-batches alone."""
     of_trainer = correction.get("proximal") in OF_THE_TRAINER
@@ -229,29 +231,29 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> 
     _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
 
 
-def _to_load(config: DictConfig) -> Path | None:
+def _find_resumed(config: DictConfig) -> Path | None:
     """The checkpoint that verl is about to load; None for a new run."""
     mode = config.trainer.resume_mode
     if mode == "auto":
-        folder = Folder.of(config)
-        step = _newest_whole(folder)
-        return None if step is None else folder.step(step)
+        folder = CheckpointFolder.from_config(config)
+        step = _choose_whole_step(folder)
+        return None if step is None else folder.step_path(step)
     if mode != "resume_path":
         return None
     path = Path.cwd() / str(config.trainer.resume_from_path)
-    folder, name = Folder(path.parent), path.name.removeprefix(_STEP)
-    if name.isdigit() and path.is_dir() and not folder.whole(int(name)):
-        others = [step for step in folder.recorded() if step != int(name) and folder.whole(step)]
-        advice = f"{folder.step(others[0])} is whole." if others else "No other one there is known to be whole."
+    folder, name = CheckpointFolder(path.parent), path.name.removeprefix(_STEP)
+    if name.isdigit() and path.is_dir() and not folder.is_whole(int(name)):
+        others = [step for step in folder.list_complete_steps() if step != int(name) and folder.is_whole(step)]
+        advice = f"{folder.step_path(others[0])} is whole." if others else "No other one there is known to be whole."
         raise CheckpointError(f"trainer.resume_from_path={path}: {_CUT_SHORT}. {advice}")
     return path
 
 
-def _newest_whole(folder: Folder) -> int | None:
+def _choose_whole_step(folder: CheckpointFolder) -> int | None:
     """The step to resume; the tracker is mended where it names a checkpoint that is not whole."""
-    mark = folder.begun()
+    mark = folder.read_unfinished()
     try:
-        tracked = folder.tracked()
+        tracked = folder.read_tracked_step()
     except ValueError:
         named, trouble = folder.path / TRACKER, "it holds no number"
     else:
@@ -259,13 +261,13 @@ def _newest_whole(folder: Folder) -> int | None:
             if mark is not None:
                 logger.warning("the first checkpoint, of step %d, was cut short: training begins anew.", mark.step)
             return None
-        if folder.whole(tracked):
+        if folder.is_whole(tracked):
             if mark is not None and mark.step != tracked:
                 logger.warning("the checkpoint of step %d was cut short; resuming step %d.", mark.step, tracked)
             return tracked
-        named = folder.step(tracked)
+        named = folder.step_path(tracked)
         trouble = _CUT_SHORT if named.is_dir() else "it is not there"
-    whole = [step for step in folder.recorded() if folder.whole(step)]
+    whole = [step for step in folder.list_complete_steps() if folder.is_whole(step)]
     if not whole:
         raise CheckpointError(
             f"{named}: {trouble}, and no other checkpoint is known to be whole. Name one by "
@@ -297,17 +299,17 @@ def _keep_previous(config: DictConfig) -> None:
     )
 
 
-def _flat(values: Any, key: str) -> dict[str, Any]:
+def _flatten(values: Any, key: str) -> dict[str, Any]:
     if isinstance(values, Mapping) and values:
-        return {path: leaf for name, value in values.items() for path, leaf in _flat(value, f"{key}.{name}").items()}
+        return {path: leaf for name, value in values.items() for path, leaf in _flatten(value, f"{key}.{name}").items()}
     return {key: values}
 
 
-def _lines(items: list[str]) -> str:
+def _format_lines(items: list[str]) -> str:
     return "".join(f"\n  {item}" for item in items)
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not there"
 
 

@@ -25,7 +25,7 @@ HOLDERS = (
 """Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
 
 
-class LostWorkers:
+class LostWorkerDetector:
     """Called, it gives a sentence about actors that have died, or None.
 
     Each actor has one call of Ray's own ``__ray_ready__`` waiting: an actor that is busy leaves it in its queue, and
@@ -41,7 +41,7 @@ class LostWorkers:
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        listed = {handle: holder for holder, handle in handles(self._trainer)}
+        listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
             self._waiting[handle.__ray_ready__.remote()] = handle
         if not self._waiting:
@@ -65,12 +65,12 @@ def end_workers(trainer: Any) -> None:
     """Kill the Ray actors that the trainer lists, so that whoever waits for one of them gets an error at once."""
     import ray
 
-    for _, handle in handles(trainer):
+    for _, handle in list_actor_handles(trainer):
         with contextlib.suppress(Exception):  # those that have died already
             ray.kill(handle)
 
 
-def handles(trainer: Any) -> Iterator[tuple[str, Any]]:
+def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
     """(holder, handle) of every Ray actor that the trainer lists."""
     for path in HOLDERS:
         found: Any = trainer

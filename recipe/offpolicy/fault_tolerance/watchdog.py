@@ -24,7 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import Problem
 from ..correction.problem import remove, set_to
-from .lost_workers import LostWorkers, end_workers
+from .lost_workers import LostWorkerDetector, end_workers
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -69,7 +69,7 @@ class WatchdogError(RuntimeError):
 class _Interrupt(KeyboardInterrupt):
     """What the signal raises: ray.get is left by no other error, and ``except Exception`` does not stop it.
 
-    ``Watchdog.speaking`` puts the verdict in its place.
+    ``Watchdog.raise_verdict`` puts the verdict in its place.
     """
 
 
@@ -99,7 +99,7 @@ class Phases:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def inside(self, name: str) -> Iterator[None]:
+    def enter(self, name: str) -> Iterator[None]:
         """The time inside counts as this phase."""
         entry = (name, self.clock())
         with self._lock:
@@ -111,22 +111,22 @@ class Phases:
                 self._stack.remove(entry)
                 self._idle_since = self.clock()
 
-    def limit(self, name: str) -> float | None:
+    def get_limit(self, name: str) -> float | None:
         """Seconds that a phase may take."""
         return self._limits.get(name, self._default)
 
-    def current(self) -> list[tuple[str, float]]:
+    def list_current(self) -> list[tuple[str, float]]:
         """(phase, seconds in it), outermost first; ``BETWEEN`` alone where there is none."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
             return stack or [(BETWEEN, now - self._idle_since)]
 
-    def overdue(self) -> str | None:
+    def describe_overdue(self) -> str | None:
         """What is wrong, in a sentence, or None."""
-        current = self.current()
+        current = self.list_current()
         for name, seconds in reversed(current):
-            limit = self.limit(name)
+            limit = self.get_limit(name)
             if limit is not None and seconds > limit:
                 key = f"{SECTION}.phase_timeouts.{name}" if name in self._limits else f"{SECTION}.step_timeout"
                 within = [outer for outer, _ in current if outer != name]
@@ -193,18 +193,18 @@ class Watchdog:
             signal.signal(SIGNAL, self._before)
             self._before = None
 
-    def failed(self) -> None:
+    def start_grace_period(self) -> None:
         """The run has ended with an error of its own: from now on its process has the grace to end as well."""
         self._deadline = self.phases.clock() + self._grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """The time inside counts as this phase; what it raises after a verdict is the verdict."""
-        with self.phases.inside(name), self.speaking():
+        with self.phases.enter(name), self.raise_verdict():
             yield
 
     @contextlib.contextmanager
-    def speaking(self) -> Iterator[None]:
+    def raise_verdict(self) -> Iterator[None]:
         """Whatever is raised in here after a verdict, the verdict is what the user has to read."""
         try:
             yield
@@ -224,7 +224,7 @@ class Watchdog:
                 if self.phases.clock() > self._deadline:
                     self._end_process("the run has failed.")
                     return
-            elif sentence := self.phases.overdue() or self._lost_workers():
+            elif sentence := self.phases.describe_overdue() or self._lost_workers():
                 self._end_run(sentence)
                 return
 
@@ -238,11 +238,11 @@ class Watchdog:
             return None
 
     def _tick(self) -> float:
-        limits = [seconds for name in NAMES if (seconds := self.phases.limit(name)) is not None]
+        limits = [seconds for name in NAMES if (seconds := self.phases.get_limit(name)) is not None]
         return max(0.05, min([self._poll, *(seconds / 4 for seconds in limits)]))
 
     def _end_run(self, sentence: str) -> None:
-        phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.current())
+        phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
         self.verdict = WatchdogError(f"{sentence} Step {self._step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
         # To the descriptor: it is what Ray shows of a process, whatever Python's sys.stderr is by now.
@@ -285,7 +285,7 @@ def watch(
         return None
     watchdog = Watchdog(
         Phases(limits, default, clock),
-        lost=LostWorkers(trainer) if poll is not None else None,
+        lost=LostWorkerDetector(trainer) if poll is not None else None,
         poll=poll if poll is not None else 10.0,
         step=lambda: getattr(trainer, "global_steps", "?"),
         release=lambda: end_workers(trainer),
@@ -297,7 +297,7 @@ def watch(
     return watchdog
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
+def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.watchdog``."""
     settings = OmegaConf.select(config, SECTION)
     if not isinstance(settings, DictConfig):
@@ -364,7 +364,7 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
     @functools.wraps(fit)
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
-            with watchdog.speaking():
+            with watchdog.raise_verdict():
                 result = fit(*args, **kwargs)
         except BaseException:
             if watchdog.verdict is None:
@@ -372,7 +372,7 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
                 logger.error("the run has failed.", exc_info=True)
             if _in_ray_actor():
                 # What comes after, such as closing a store, waits for processes that may not answer any more.
-                watchdog.failed()
+                watchdog.start_grace_period()
             elif watchdog.verdict is None:
                 watchdog.stop()
             raise

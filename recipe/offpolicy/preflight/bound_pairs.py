@@ -34,7 +34,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         reason = f"Hydra reads {value} as this: an underscore inside a number is nothing."
         if key.endswith(("_threshold", "_threshold_lower")):
             fix = f"Set it to '{value}', in quotes that the shell leaves."
-            yield Problem(key, number, reason, fix, parts=_parts(key), overrides=(set_to(key, value),))
+            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
             continue
         lower, upper, *_ = value.split("_")
         pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
@@ -47,10 +47,10 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         two = pair and mends != bounds and upper == (upper.lstrip("0") or "0")
         other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
         fix = f"Set {' and '.join(mends)}{other}."
-        yield Problem(key, number, reason, fix, parts=_parts(key), overrides=mends)
+        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=mends)
 
 
-def _parts(key: str) -> tuple[str, ...]:
+def _find_parts(key: str) -> tuple[str, ...]:
     """The part of a correction that a key belongs to, if it is of one."""
     if key.startswith("offpolicy."):
         return ()

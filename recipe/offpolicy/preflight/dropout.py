@@ -13,7 +13,7 @@ _NOISE = ("dropout", "pdrop", "drop_path", "drop_rate", "layerdrop", "jitter", "
 _HEADS = ("classifier", "summary")  # of models that verl's actor does not train
 
 
-def noise_of(config: DictConfig) -> str:
+def describe_noise(config: DictConfig) -> str:
     """Why the actor's model may compute otherwise in training than in evaluation; empty where it cannot.
 
     Reads the Hugging Face configuration of the model, on this machine or in its cache and never from the network, with
@@ -25,24 +25,24 @@ def noise_of(config: DictConfig) -> str:
     if OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"):
         return "training is aware of quantisation"
     path = OmegaConf.select(config, f"{_MODEL}.hf_config_path") or OmegaConf.select(config, f"{_MODEL}.path")
-    values = _values(str(path))
+    values = _read_values(str(path))
     if values is None:
         return f"the configuration of {path} is not at hand, which would say whether the model has dropout"
     if "auto_map" in values and OmegaConf.select(config, f"{_MODEL}.trust_remote_code"):
         return f"{path} brings code of its own"
     node = OmegaConf.select(config, f"{_MODEL}.override_config")
     given: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
-    found = next(noisy(_merged(values, given.get("model_config", given))), None)
+    found = next(find_noise(_merge(values, given.get("model_config", given))), None)
     return "" if found is None else f"the model has {found[0]}={found[1]:g} in training"
 
 
-def noisy(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+def find_noise(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
     """Dotted names and values of what makes a forward pass random, such as ``text_config.attention_dropout``."""
     for key, value in values.items():
         name = str(key)  # labels of classes have numbers
         here = f"{path}{name}"
         if isinstance(value, Mapping):
-            yield from noisy(value, f"{here}.")
+            yield from find_noise(value, f"{here}.")
         elif any(word in name.lower() for word in _NOISE) and not name.startswith(_HEADS):
             # Some configurations hold numbers as text.
             try:
@@ -53,17 +53,17 @@ def noisy(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, floa
                 yield here, number
 
 
-def _merged(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(values)
     for name, value in given.items():
         below = merged.get(name)
         both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[name] = _merged(below, value) if both else value  # type: ignore[arg-type]
+        merged[name] = _merge(below, value) if both else value  # type: ignore[arg-type]
     return merged
 
 
 @lru_cache(maxsize=8)
-def _values(path: str) -> dict[str, Any] | None:
+def _read_values(path: str) -> dict[str, Any] | None:
     """Plain values with the defaults of the model's class; None where they are not at hand."""
     from transformers import AutoConfig
 

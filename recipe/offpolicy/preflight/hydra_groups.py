@@ -29,7 +29,7 @@ EMPTY = frozenset({"none", "resampling", "verl_disabled"})
 _OURS = (f"{GROUP}.", "offpolicy.", "setup.")
 
 
-def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
+def force_own_keys(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments in which Hydra leaves unknown keys of ours to our own checks.
 
     ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the answer is the known keys
@@ -40,48 +40,48 @@ def own_keys_for_us(arguments: Sequence[str]) -> list[str]:
             Hydra would take the last.
         CheckError: keys that resemble ours, which Hydra advises to append.
     """
-    if similar := list(find_similar_keys(arguments, _shipped_options())):
+    if similar := list(find_similar_keys(arguments, _list_shipped_options())):
         raise CheckError(similar)
     bare = [argument.replace(" ", "") for argument in arguments]
     chosen = [argument for argument in bare if argument.startswith(f"{GROUP}=")]
     if any(argument.lower() in {"correction=null", "correction="} for argument in chosen):
-        raise _no_group()
+        raise _build_no_group_error()
     if len(chosen) > 1:
         reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
         raise SpecError(reason, "Stack options as 'correction=[one,other]'.")
     return [f"++{a}" if a.startswith(_OURS) else a for a in arguments]
 
 
-def _shipped_options() -> list[str]:
+def _list_shipped_options() -> list[str]:
     return sorted(path.stem for path in (Path(__file__).parents[1] / "config" / GROUP).glob("*.yaml"))
 
 
-def chosen_options() -> list[str]:
+def read_chosen_options() -> list[str]:
     """The options of the group ``correction`` in the running Hydra application, e.g. ["tis_token", "opsm"].
 
     Raises:
         SpecError: the group was deleted, or is an empty list.
     """
-    given = [override for override in parsed(overrides_of_task()) if override.key_or_group == GROUP]
+    given = [override for override in parse_overrides(read_task_overrides()) if override.key_or_group == GROUP]
     if given and not given[-1].is_delete():
         value = given[-1].value()
         if value == []:
-            raise _no_group()
+            raise _build_no_group_error()
         return [str(option) for option in value] if isinstance(value, list) else [str(value)]
     if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
         return [str(choice)]
     # A list in the defaults of the primary configuration, which Hydra notes nowhere.
     defaults: list[ResultDefault] = (
-        _loader()
+        _get_loader()
         .compute_defaults_list(
-            config_name=HydraConfig.get().job.config_name, overrides=_overrides(), run_mode=RunMode.RUN
+            config_name=HydraConfig.get().job.config_name, overrides=_read_overrides(), run_mode=RunMode.RUN
         )
         .defaults
     )
     paths = [default.config_path or "" for default in defaults]
     options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
     if not options:
-        raise _no_group()
+        raise _build_no_group_error()
     return options
 
 
@@ -95,10 +95,10 @@ def check_stack(options: Sequence[str]) -> None:
         if option in EMPTY | {AUTO} and len(options) > 1:
             fix = f"Leave {option} out, or choose it alone."
             raise SpecError(f"{option} with others.", fix, key=GROUP, value=list(options))
-    repository = _repository()
+    repository = _build_repository()
     owner: dict[str, str] = {}
     for option in options:
-        leaves = list(_leaves(_load(repository, option)))
+        leaves = list(_list_leaves(_load(repository, option)))
         for key in leaves:
             for seen, first in owner.items():
                 if key == seen or key.startswith(f"{seen}.") or seen.startswith(f"{key}."):
@@ -107,7 +107,7 @@ def check_stack(options: Sequence[str]) -> None:
         owner.update(dict.fromkeys(leaves, option))
 
 
-def option_values(option: str) -> dict[str, Any]:
+def load_option(option: str) -> dict[str, Any]:
     """The plain values of one option of the group ``correction``, from wherever the running application has it.
 
     Interpolations stay as they are written, and what the user has to give stays "???".
@@ -115,34 +115,34 @@ def option_values(option: str) -> dict[str, Any]:
     Raises:
         SpecError: there is no such option; names those that there are.
     """
-    return cast(dict[str, Any], OmegaConf.to_container(_load(_repository(), option), resolve=False))
+    return cast(dict[str, Any], OmegaConf.to_container(_load(_build_repository(), option), resolve=False))
 
 
-def options_of_group() -> list[str]:
+def list_options() -> list[str]:
     """Every option of the group ``correction`` that the running application finds."""
-    return list(_repository().get_group_options(GROUP))
+    return list(_build_repository().get_group_options(GROUP))
 
 
-def added_overrides(overrides: Iterable[str]) -> list[str]:
+def filter_added(overrides: Iterable[str]) -> list[str]:
     """Overrides that may add a key: with ``+``, or ``++``."""
     return [override for override in overrides if override.startswith("+")]
 
 
-def without_overrides(left_out: Sequence[str]) -> DictConfig:
+def compose_without(left_out: Sequence[str]) -> DictConfig:
     """The configuration of the running application as it would be without some of its overrides."""
-    kept = [override for override in _overrides() if override not in left_out]
-    return _loader().load_configuration(
+    kept = [override for override in _read_overrides() if override not in left_out]
+    return _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name, overrides=kept, run_mode=RunMode.RUN
     )
 
 
-def recomposed(options: Sequence[str]) -> DictConfig:
+def recompose(options: Sequence[str]) -> DictConfig:
     """The node ``correction`` as it would be in the running application, had these options been chosen.
 
     Every other override keeps its say, also over the options' own values.
     """
-    others = [override for override in _overrides() if not override.replace(" ", "").startswith(f"{GROUP}=")]
-    config = _loader().load_configuration(
+    others = [override for override in _read_overrides() if not override.replace(" ", "").startswith(f"{GROUP}=")]
+    config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
         overrides=[*others, f"{GROUP}=[{','.join(options)}]"],
         run_mode=RunMode.RUN,
@@ -150,30 +150,30 @@ def recomposed(options: Sequence[str]) -> DictConfig:
     return cast(DictConfig, config[GROUP])
 
 
-def _no_group() -> SpecError:
+def _build_no_group_error() -> SpecError:
     return SpecError("nothing says what is meant.", "Set correction=none to train uncorrected.", key=GROUP)
 
 
-def _loader() -> Any:
+def _get_loader() -> Any:
     return GlobalHydra.instance().config_loader()
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Overrides as Hydra reads them."""
     return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
-def overrides_of_task() -> list[str]:
+def read_task_overrides() -> list[str]:
     """The overrides of the running application, but for Hydra's own."""
-    return _plain(HydraConfig.get().overrides.task)
+    return _to_plain(HydraConfig.get().overrides.task)
 
 
-def _overrides() -> list[str]:
+def _read_overrides() -> list[str]:
     given = HydraConfig.get().overrides
-    return [*_plain(given.hydra), *_plain(given.task)]
+    return [*_to_plain(given.hydra), *_to_plain(given.task)]
 
 
-def _plain(overrides: Any) -> list[str]:
+def _to_plain(overrides: Any) -> list[str]:
     # They may hold interpolations, which are not resolved here.
     return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
@@ -186,7 +186,7 @@ def _load(repository: ConfigRepository, option: str) -> DictConfig:
     return cast(DictConfig, loaded.config)
 
 
-def _repository() -> ConfigRepository:
+def _build_repository() -> ConfigRepository:
     """Every place that options come from; the loader's own repository leaves out ``hydra.searchpath``."""
     search_path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
@@ -194,11 +194,11 @@ def _repository() -> ConfigRepository:
     return ConfigRepository(search_path)
 
 
-def _leaves(config: Any, path: str = "") -> Iterator[str]:
+def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
     for key in config:
         name = f"{path}.{key!s}" if path else str(key)
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none():
-            yield from _leaves(node, name)
+            yield from _list_leaves(node, name)
         else:
             yield name

@@ -9,9 +9,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from ..correction import CorrectionSpec, SpecError
 from ..recording.settings import resolve_dir
 from . import fallbacks, old_log_prob
-from .auto_choice import Requirement, check_requirements, lines, select
+from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup
-from .hydra_groups import AUTO, EMPTY, check_stack, chosen_options, option_values, recomposed
+from .hydra_groups import AUTO, EMPTY, check_stack, load_option, read_chosen_options, recompose
 from .shadows import SHIPPED_DELTA, parse_shadows
 
 Say = Callable[[str], None]
@@ -29,7 +29,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
     Raises:
         SpecError: names the key, its value and the fix.
     """
-    options = chosen_options()
+    options = read_chosen_options()
     check_stack(options)
     requires: tuple[Requirement, ...] = ()
     if options == [AUTO]:
@@ -63,7 +63,7 @@ def _resolve_shadows(config: DictConfig, say: Say) -> None:
         key = "offpolicy.shadow"
         raise SpecError("expected names of corrections.", fix, key=key, value=names, mend={key: []})
     delta = OmegaConf.select(config, "offpolicy.shadow_delta", default=SHIPPED_DELTA)
-    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), option_values, delta)
+    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
         key, reason = (
             "offpolicy.shadow_delta",
@@ -82,7 +82,7 @@ def _resolve_proximal(config: DictConfig, say: Say) -> None:
     """A source of pi_old in the place of ``correction.proximal=auto``, for which shadows and fallbacks are known."""
     if OmegaConf.select(config, old_log_prob.KEY) != old_log_prob.AUTO:
         return
-    choice = old_log_prob.choose(config)
+    choice = old_log_prob.choose_proximal(config)
     with open_dict(config):
         config.correction.proximal = choice.proximal
     if choice.said:
@@ -94,7 +94,7 @@ def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement,
     selection = select(read_setup(config))
     check_stack(selection.options)
     with open_dict(config):
-        config.correction = recomposed(selection.options)
-    for line in lines(selection):
+        config.correction = recompose(selection.options)
+    for line in format_selection(selection):
         say(line)
     return list(selection.options), selection.requires

@@ -55,7 +55,7 @@ def parse_shadows(
                 mend=without,
             )
         try:
-            plain, filled = _with_delta(values(name), default_delta)
+            plain, filled = _fill_delta(values(name), default_delta)
             spec = CorrectionSpec.from_mapping(plain)
         except SpecError as error:
             raise SpecError(error.problem.statement, key=_KEY, value=name, mend=without) from error
@@ -90,7 +90,7 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
             raise SpecError(error.problem.statement, key=_KEY, value=name, mend=left) from error
 
 
-def _with_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
+def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
     """The values with each mask's open delta filled in, and the keys of these."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):

@@ -38,11 +38,13 @@ def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Itera
         options: of the group ``correction``.
     """
     names = set(options)
-    for sign, key, value in _overrides(arguments):
-        section, _ = _resembled(key)
+    for sign, key, value in _parse_overrides(arguments):
+        section, _ = _find_resembled(key)
         if section:
             reason = f"no key of ours, and nothing would read it; it resembles {section}."
-            yield Problem(f"{sign}{key}", _read(value), reason, _spelling(section, key, value, names), parts=())
+            yield Problem(
+                f"{sign}{key}", _parse_value(value), reason, _format_spelling(section, key, value, names), parts=()
+            )
 
 
 def find_stray_options(
@@ -55,7 +57,7 @@ def find_stray_options(
         exists: tells whether the configuration has a key without the overrides that add it.
     """
     names = set(options)
-    for sign, key, value in _overrides(arguments):
+    for sign, key, value in _parse_overrides(arguments):
         top = key.split(".")[0]
         if sign not in ("+", "++") or top in SECTIONS or exists(key):
             continue
@@ -65,21 +67,21 @@ def find_stray_options(
             fix = f"Write {owner}.{key}={value} in its place, or give a key of your own another name."
         elif _is_option(value, names - _COMMON):
             reason = "an added key that nothing of ours reads, with the name of a correction."
-            fix = _spelling("correction", key, value, names)
+            fix = _format_spelling("correction", key, value, names)
         else:
             continue
-        yield Problem(f"{sign}{key}", _read(value), reason, fix, parts=())
+        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
 
 
-def _overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Sign, key and value of each override that is not another program's."""
     for argument in arguments:
         found = _OVERRIDE.fullmatch(argument.strip())
-        if found and not argument.startswith("--") and not set(_ELSEWHERE) & set(_segments(found["key"])):
+        if found and not argument.startswith("--") and not set(_ELSEWHERE) & set(_split_key(found["key"])):
             yield found["sign"], found["key"], found["value"].strip()
 
 
-def _read(value: str) -> Any:
+def _parse_value(value: str) -> Any:
     """A value as Hydra reads it."""
     try:
         return OverridesParser.create().parse_override(f"key={value}").value()
@@ -87,16 +89,16 @@ def _read(value: str) -> Any:
         return value
 
 
-def _segments(key: str) -> list[str]:
+def _split_key(key: str) -> list[str]:
     return re.split(r"[./@]", key)
 
 
-def _resembled(key: str) -> tuple[str, int]:
+def _find_resembled(key: str) -> tuple[str, int]:
     """The section that a key was meant for and is not in, and the place of its name in the key.
 
     The section is empty where the key is ours, or somebody else's.
     """
-    segments = _segments(key)
+    segments = _split_key(key)
     # A group below ours, or ours put into another package, is none of ours.
     if segments[0] in SECTIONS and not re.search("[@/]", key):
         return "", 0
@@ -114,11 +116,11 @@ def _is_option(value: str, options: set[str]) -> bool:
     return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
 
 
-def _spelling(section: str, key: str, value: str, options: set[str]) -> str:
+def _format_spelling(section: str, key: str, value: str, options: set[str]) -> str:
     """The sentence that says how it is written."""
     if section == "correction" and _is_option(value, options):
         return f"Write correction={value} in its place."
-    segments, (_, at) = _segments(key), _resembled(key)
+    segments, (_, at) = _split_key(key), _find_resembled(key)
     beside = re.match(rf"{section}[_-](.+)", segments[at])
     below = [*([beside[1]] if beside else []), *segments[at + 1 :]]
     return f"Write {'.'.join([section, *below])}={value} in its place, or give a key of your own another name."

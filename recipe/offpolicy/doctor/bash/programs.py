@@ -12,7 +12,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from .values import Field
+from .shell_values import Field
 
 _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", "fgrep", "head", "nproc", "realpath"})
 _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
@@ -43,7 +43,7 @@ _ISOLATED = (
 )
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a file.
 
     Raises:
@@ -57,7 +57,7 @@ def text_of(path: Path) -> str:
     return content.decode()
 
 
-def looks_only(words: list[str]) -> bool:
+def is_read_only(words: list[str]) -> bool:
     """Whether a program with these arguments reads, prints, and changes nothing."""
     name, *arguments = words
     if name in _ANY:
@@ -70,7 +70,7 @@ def looks_only(words: list[str]) -> bool:
     return False
 
 
-def output_of(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
+def run_program(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
     """What such a program prints, and whether it succeeds; None where it has no end, or prints too much or no text.
 
     Args:
@@ -125,7 +125,7 @@ def is_lookup(code: str) -> bool:
             *(name.partition(".")[0] for name in _IMPORTS),
         }:
             return False
-        if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _CALLS or not _harmless(node)):
+        if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _CALLS or not _is_harmless(node)):
             return False
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             return False
@@ -136,20 +136,20 @@ def is_lookup(code: str) -> bool:
     return True
 
 
-def _harmless(call: ast.Call) -> bool:
+def _is_harmless(call: ast.Call) -> bool:
     """find_spec of a top-level module imports nothing; of one below, its parents."""
     if ast.unparse(call.func) != "importlib.util.find_spec":
         return not any(keyword.arg in ("file", None) for keyword in call.keywords)
     return [type(each) for each in call.args] == [ast.Constant] and "." not in str(call.args[0].value)  # type: ignore[attr-defined]
 
 
-def answer_of(code: str) -> tuple[str, bool] | None:
+def run_lookup(code: str) -> tuple[str, bool] | None:
     """What such code prints, by this interpreter and from where it finds modules itself, wherever the script is."""
     found_in = os.pathsep.join(map(os.path.abspath, sys.path))
-    return output_of([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
+    return run_program([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
 
 
-def imported(code: str) -> list[str]:
+def list_imports(code: str) -> list[str]:
     """The modules that code imports, where it does no more than that."""
     try:
         statements = ast.parse(code).body
@@ -159,7 +159,7 @@ def imported(code: str) -> list[str]:
     return names if all(isinstance(each, ast.Import) for each in statements) else []
 
 
-def importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
     """Whether there is such a top-level module; it is not imported."""
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
@@ -167,7 +167,7 @@ def importable(module: str) -> bool:
         return False
 
 
-def python_code(words: list[str], given: str) -> str | None:
+def find_python_code(words: list[str], given: str) -> str | None:
     """The code that a call of Python runs, where that is given with it."""
     if not _PYTHON.fullmatch(words[0]):
         return None
@@ -176,7 +176,7 @@ def python_code(words: list[str], given: str) -> str | None:
     return words[2] if words[1:2] == ["-c"] and len(words) == 3 else None
 
 
-def script_of(words: list[Field]) -> list[Field] | None:
+def find_inner_script(words: list[Field]) -> list[Field] | None:
     """What a call of bash reads: -c and its text, or a file and its arguments."""
     for index, word in enumerate(words):
         if isinstance(word, str) and re.fullmatch(r"(.*/)?(ba|z)?sh", word):
@@ -189,6 +189,6 @@ def script_of(words: list[Field]) -> list[Field] | None:
     return None
 
 
-def short(words: list[Field]) -> str:
+def shorten(words: list[Field]) -> str:
     shown = " ".join(word if isinstance(word, str) else "..." for word in words).split("\n")[0]
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -19,7 +19,7 @@ class Band:
     lower: float | None
     upper: float | None
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether ``value`` lies inside."""
         if math.isnan(value):
             return False
@@ -32,7 +32,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AlarmRule:
     """When an alarm fires and re-arms.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class State:
+class AlarmState:
     """Where an alarm stands.
 
     Attributes:
@@ -64,13 +64,13 @@ class State:
     calm: int = 0
     values: tuple[float, ...] = ()
 
-    def after(self, rule: Rule, value: float) -> tuple[State, Event]:
+    def advance(self, rule: AlarmRule, value: float) -> tuple[AlarmState, Event]:
         """The state after an update with ``value``, and what happened."""
-        inside = rule.band.holds(value)
+        inside = rule.band.contains(value)
         state = replace(
             self,
             beyond=0 if inside else self.beyond + 1,
-            calm=self.calm + 1 if rule.recovery.holds(value) else 0,
+            calm=self.calm + 1 if rule.recovery.contains(value) else 0,
             values=() if inside else (*self.values, value)[-_SHOWN:],
         )
         if not state.firing and state.beyond >= rule.patience:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .module_source import source_of
+from .module_source import find_source
 
 _FIELD = "response_logprobs"
 _OUTPUT = "AgentLoopOutput"
@@ -18,7 +18,7 @@ _MOST = 200
 
 
 @dataclass(frozen=True)
-class Found:
+class LogProbEvidence:
     """What the source of an agent loop shows.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Module:
     imported: dict[str, tuple[str, str]]
 
 
-def log_probs_of(target: str) -> Found:
+def find_log_probs(target: str) -> LogProbEvidence:
     """Look at a class and whatever of the same author's code it uses.
 
     Args:
@@ -54,28 +54,28 @@ def log_probs_of(target: str) -> Found:
         if module.split(".")[0] == _VERL:
             inherits |= name.endswith("AgentLoop")
             continue
-        read = _module(module)
+        read = _parse_module(module)
         node = read.definitions.get(name) if read else None
         if read is None or node is None:
             if read is not None and name in read.imported:
                 asked.append(read.imported[name])
             continue
         if _hands_on(node):
-            return Found("returned")
-        for call in _outputs(node):
+            return LogProbEvidence("returned")
+        for call in _find_outputs(node):
             where = where or f"{read.file}, line {call.lineno}"
             unclear |= any(keyword.arg is None for keyword in call.keywords)
-        names = set(_names(node))
+        names = set(_list_names(node))
         calls_above |= "super" in names
         asked += [(module, each) for each in names if each in read.definitions]
         asked += [read.imported[each] for each in names if each in read.imported]
     if where and not unclear and not (inherits and calls_above):
-        return Found("left out", where)
-    return Found("returned" if inherits and not where else "unknown")
+        return LogProbEvidence("left out", where)
+    return LogProbEvidence("returned" if inherits and not where else "unknown")
 
 
-def _module(name: str) -> _Module | None:
-    file = source_of(name)
+def _parse_module(name: str) -> _Module | None:
+    file = find_source(name)
     if file is None:
         return None
     try:
@@ -96,11 +96,11 @@ def _module(name: str) -> _Module | None:
     return _Module(file, definitions, imported)
 
 
-def _names(node: ast.AST) -> Iterator[str]:
+def _list_names(node: ast.AST) -> Iterator[str]:
     return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
-def _outputs(node: ast.AST) -> Iterator[ast.Call]:
+def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] == _OUTPUT:
             yield each

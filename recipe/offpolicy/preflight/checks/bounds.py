@@ -16,7 +16,7 @@ from ...correction.validation import band
 from .config_reader import ACTOR
 
 
-def bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Bands that reject policies which agree."""
     banded = [
         (f"masks.{name}", mask.lower, mask.upper, 1 if mask.aggregate in ON_RATIO else 0) for name, mask in spec.masks
@@ -38,11 +38,11 @@ def bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterat
             )
 
 
-def bounds_out_of_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_bounds_in_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Bounds that no value can pass, because log-ratios are clamped, and bands that hold agreement to the bit alone."""
     for name, mask in spec.masks:
-        yield from _unreachable(f"correction.masks.{name}", name, mask)
-        yield from _closed(f"correction.masks.{name}", name, mask)
+        yield from _find_unreachable(f"correction.masks.{name}", name, mask)
+        yield from _find_closed(f"correction.masks.{name}", name, mask)
     weight = spec.weight
     if weight is not None and weight.kind != "reject" and weight.lower == weight.upper == 1:
         key = "correction.weight.upper"
@@ -50,13 +50,13 @@ def bounds_out_of_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
         yield Problem(key, 1.0, reason, parts=("weight",), overrides=(set_to(key, 2.0),))
 
 
-def bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def warn_bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Bounds so far out that no run was seen to reach them."""
     for name, mask in spec.masks:
-        for bound, value, distance in _distances(mask):
+        for bound, value, distance in _measure_distances(mask):
             if furthest(mask) < distance <= clamped(mask):
                 key = f"correction.masks.{name}.{bound}"
-                usual = _usual(mask, bound)
+                usual = _get_usual(mask, bound)
                 reason = (
                     f"so far out that no run with two policies that have to do with one another gets there: it would "
                     f"never act. In use: {shown(usual)}."
@@ -64,10 +64,10 @@ def bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
                 yield Problem(key, value, reason, "", "INERT", (f"masks.{name}",), (set_to(key, usual),))
 
 
-def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
-    for bound, value, distance in _distances(mask):
+def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
+    for bound, value, distance in _measure_distances(mask):
         if distance > clamped(mask):
-            usual = _usual(mask, bound)
+            usual = _get_usual(mask, bound)
             reason = (
                 f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, a ratio of {math.exp(EXP_CLAMP):.3g}: this bound can "
                 f"never act."
@@ -79,7 +79,7 @@ def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
             )
 
 
-def _closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
+def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     """A band without width: whatever differs at all is rejected."""
     neutral = 1.0 if mask.aggregate in ON_RATIO else 0.0
     one_sided = mask.aggregate.startswith(("k2", "k3", "tv"))
@@ -87,11 +87,11 @@ def _closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
         return
     reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
     bounds = ("upper",) if one_sided else ("lower", "upper")
-    mends = tuple(set_to(f"{key}.{bound}", _usual(mask, bound)) for bound in bounds)
+    mends = tuple(set_to(f"{key}.{bound}", _get_usual(mask, bound)) for bound in bounds)
     yield Problem(f"{key}.upper", mask.upper, reason, "", "WRONG", (f"masks.{name}",), mends)
 
 
-def _distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
+def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
     """Bounds as they are configured, with their distance from agreement in what the mask compares."""
     if mask.delta is not None:
         yield "delta", mask.delta, mask.delta
@@ -104,14 +104,14 @@ def _distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
                 yield bound, value, abs(math.log(value)) if mask.aggregate in ON_RATIO else abs(value)
 
 
-def _usual(mask: MaskSpec, bound: str) -> float | None:
+def _get_usual(mask: MaskSpec, bound: str) -> float | None:
     """The value in use for a bound."""
     if bound in ("delta", "budget"):
         return {"delta": 0.1, "budget": 0.04}[bound]
     return band(mask.aggregate)[bound == "upper"]
 
 
-def weight_beside_the_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """A weight on pi / mu beside a loss with a ratio to pi of its own."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if spec.weight is not None and spec.weight.ratio == "full" and mode != "gpg":
@@ -125,7 +125,7 @@ def weight_beside_the_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator
         )
 
 
-def order_of_skyrl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """skyrl_compat without masks, where it has no effect."""
     if spec.skyrl_compat and not spec.masks:
         reason, fix = "without a mask there is no order.", "Set correction.skyrl_compat=false."
@@ -133,7 +133,7 @@ def order_of_skyrl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
         yield Problem("correction.skyrl_compat", True, reason, fix, "INERT", ("skyrl_compat",), (override,))
 
 
-def aggregate_of_single_tokens(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Aggregates over single tokens, where the mean, the greatest and the sum are one."""
     reason = "level=token decides by single tokens, over which there is nothing to aggregate."
     if spec.weight is not None and spec.weight.level == "token" and spec.weight.aggregate != "product":

@@ -9,10 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ...correction.problem import shown
-from ..old_log_prob import correction_of
-from ..old_log_prob import gradient_steps as gradient_steps
-from ..verl_keys.keys import active, own, part
-from ..verl_keys.router_replay import ROUTER_REPLAY, asked_for
+from ..old_log_prob import read_correction
+from ..verl_keys.keys import list_active, name_part, read_rollout_correction
+from ..verl_keys.router_replay import ROUTER_REPLAY, find_router_replay
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -21,7 +20,7 @@ SHADOW = "offpolicy.shadow"
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfiguredPart:
     """One thing that a configuration asks for, whose verdict is told by itself.
 
     Attributes:
@@ -37,12 +36,12 @@ class Part:
     ours: bool = True
 
 
-def spec_of(config: DictConfig) -> CorrectionSpec:
+def read_spec(config: DictConfig) -> CorrectionSpec:
     """The validated correction of a composed configuration."""
-    return CorrectionSpec.from_mapping(correction_of(config))
+    return CorrectionSpec.from_mapping(read_correction(config))
 
 
-def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
+def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
     """Corrections that are reported and not applied, by name, of a configuration that main has prepared."""
     node = OmegaConf.select(config, SHADOW)
     mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
@@ -51,48 +50,51 @@ def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
     return {str(name): CorrectionSpec.from_mapping(values) for name, values in mapping.items()}
 
 
-def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
+def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]:
     """Everything that the configuration asks for: of ours, its shadows, verl's own, and router replay."""
     parts = []
     if spec.weight is not None:
-        parts.append(Part("weight", _weight(spec.weight)))
-    parts += [Part(f"masks.{name}", _mask(mask), mask.ratio != "ppo") for name, mask in spec.masks]
+        parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
+    parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), mask.ratio != "ppo") for name, mask in spec.masks]
     if spec.proximal != "recompute":
-        parts.append(Part("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
+        parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
-        parts.append(Part("kl_clip", f"KL loss with pi / pi_old in {_band(*spec.kl_clip)}", reads_mu=False))
+        parts.append(
+            ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
+        )
     if spec.denominator != "original":
-        parts.append(Part("denominator", spec.denominator))
+        parts.append(ConfiguredPart("denominator", spec.denominator))
     if spec.baseline != "include":
-        parts.append(Part("baseline", spec.baseline))
+        parts.append(ConfiguredPart("baseline", spec.baseline))
     parts += [
-        Part(f"shadow.{name}", "reported, not applied", ours=False) for name in OmegaConf.select(config, SHADOW) or ()
+        ConfiguredPart(f"shadow.{name}", "reported, not applied", ours=False)
+        for name in OmegaConf.select(config, SHADOW) or ()
     ]
-    values = own(config)
-    for key in active(config):
+    values = read_rollout_correction(config)
+    for key in list_active(config):
         bound = values.get(f"{key}_threshold")
         within = f", {key}_threshold={shown(bound)}" if f"{key}_threshold" in values else ""
-        parts.append(Part(part(key), f"verl's own, {shown(values[key])}{within}", ours=False))
-    if asked := asked_for(config):
-        parts.append(Part(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
+        parts.append(ConfiguredPart(name_part(key), f"verl's own, {shown(values[key])}{within}", ours=False))
+    if asked := find_router_replay(config):
+        parts.append(ConfiguredPart(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
     return parts
 
 
-def looks_at_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
+def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
     """Whether anything that is asked for needs the rollout engine's log-probs."""
     return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
 
 
-def _weight(weight: WeightSpec) -> str:
+def _describe_weight(weight: WeightSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
-    return f"{weight.level}, {weight.kind} {_band(weight.lower, weight.upper)} on {ratio}"
+    return f"{weight.level}, {weight.kind} {_format_band(weight.lower, weight.upper)} on {ratio}"
 
 
-def _mask(mask: MaskSpec) -> str:
+def _describe_mask(mask: MaskSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}[mask.ratio]
-    bounds = f"budget {mask.budget:g}" if mask.budget is not None else _band(mask.lower, mask.upper)
+    bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
     return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}" + ("" if mask.when == "any" else f", {mask.when}")
 
 
-def _band(lower: float | None, upper: float | None) -> str:
+def _format_band(lower: float | None, upper: float | None) -> str:
     return f"[{'' if lower is None else f'{lower:g}'}, {'' if upper is None else f'{upper:g}'}]"

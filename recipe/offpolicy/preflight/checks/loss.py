@@ -16,7 +16,7 @@ from ...correction import CorrectionSpec
 from ...correction.baseline import GROUP_ESTIMATORS
 from ...correction.denominator import HAS_DENOMINATOR
 from ...correction.problem import EVERYTHING, Problem, remove, set_to
-from ..verl_keys.keys import BYPASS, active, part
+from ..verl_keys.keys import BYPASS, list_active, name_part
 from .config_reader import ACTOR
 
 logger = logging.getLogger("verl.offpolicy")
@@ -27,7 +27,7 @@ _SECTION = re.compile(r"full_key: ([\w.]+)")
 """Where verl's instantiation of a section failed, as Hydra's message ends."""
 
 
-def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """A clip of a KL loss that is not there, has no weight, or no gradient."""
     if spec.kl_clip is None:
         return
@@ -59,7 +59,7 @@ def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
 
 
-def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """``denominator=kept`` of a loss without a count, or with rows that are dealt anew."""
     if spec.denominator == "original":
         return
@@ -77,7 +77,7 @@ def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
 
 
-def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """``baseline=exclude`` of an estimator without groups."""
     if spec.baseline == "include":
         return
@@ -105,7 +105,7 @@ def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """verl's distillation loss, which would be overwritten."""
     key = "distillation.enabled"
     if OmegaConf.select(config, key, default=False):
@@ -114,23 +114,23 @@ def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem(key, True, reason, fix, overrides=(set_to(key, False),))
 
 
-def base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """A base loss that does not take weights as they are meant, tried on a small batch."""
     if spec.is_none:
         return
-    yield from _probed(config, EVERYTHING)
+    yield from _probe(config, EVERYTHING)
 
 
-def base_loss_of_verls_own(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_base_loss_of_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
-    asked = active(config)
+    asked = list_active(config)
     if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
-        for problem in _probed(config, (part("rollout_is"),)):
+        for problem in _probe(config, (name_part("rollout_is"),)):
             if "micro-batches" not in problem.reason:  # which verl's own does not claim
                 yield problem
 
 
-def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
+def _probe(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     from verl.utils.config import omega_conf_to_dataclass
 
     from ..base_loss_probe import probe
@@ -141,8 +141,8 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     except Exception as error:
         cause = error.__cause__ or error
         section = _SECTION.search(str(error))
-        unknown = _unknown_keys(config, section[1], parts) if section else None
-        yield unknown or _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
+        unknown = _find_unknown_keys(config, section[1], parts) if section else None
+        yield unknown or _build_refusal(config, str(cause) or type(cause).__name__, parts)
         return
     try:
         wrong = probe(actor_config)
@@ -172,7 +172,7 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         )
 
 
-def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
+def _find_unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
     """All keys of a section that the class which verl makes of it does not have; None where there is none.
 
     A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
@@ -190,7 +190,7 @@ def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> P
     for name in extra:
         key, value = f"{section}.{name}", node[name]
         overrides += remove(key, value)
-        instead = next((place for place in _places(config, name) if place != key), None)
+        instead = next((place for place in _find_keys(config, name) if place != key), None)
         if instead is None:
             sentences.append(f"Remove {key}; what it asks for is then not done.")
         else:
@@ -201,17 +201,17 @@ def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> P
     return Problem(key, node[extra[0]], reason, fix, parts=parts, overrides=(*overrides,))
 
 
-def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
+def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
     """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
-    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
+    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _find_key(config, word)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if name.endswith(_DEMANDED):
         given = OmegaConf.select(config, f"{ACTOR}.ppo_micro_batch_size") is not None
         override = set_to(f"{ACTOR}.ppo_micro_batch_size", None) if given else set_to(f"{ACTOR}.{_DEMANDED}", 1)
     elif name == f"{ACTOR}.loss_agg_mode":
         override = set_to(name, "token-mean")
-    elif (default := _shipped(config, name)) is not None:
+    elif (default := _find_default_that_works(config, name)) is not None:
         name, override = default
     elif name:
         return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
@@ -221,11 +221,11 @@ def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> P
     return _problem(config, name, reason, f"Set {override}.", parts, override)
 
 
-def _shipped(config: DictConfig, name: str) -> tuple[str, str] | None:
+def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] | None:
     """A key, the named one before others, at whose own default verl takes the actor, and the override for that."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    for key, default in sorted(_defaults(config), key=lambda each: each[0] != name):
+    for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
         if OmegaConf.select(config, key) == default:
             continue
         changed = copy.deepcopy(config)
@@ -239,10 +239,10 @@ def _shipped(config: DictConfig, name: str) -> tuple[str, str] | None:
     return None
 
 
-def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
+def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
     """Keys of the actor and its sections, with the defaults of verl's dataclasses where these are plain values."""
     actor = config.actor_rollout_ref.actor
-    for section in _sections(actor):
+    for section in _list_sections(actor):
         node = OmegaConf.select(actor, section) if section else actor
         target = node.get("_target_")
         for field in dataclasses.fields(get_class(target)) if target else ():
@@ -251,24 +251,24 @@ def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
                 yield ".".join(filter(None, (ACTOR, section, field.name))), field.default
 
 
-def _below(config: DictConfig, name: str) -> str | None:
+def _find_key(config: DictConfig, name: str) -> str | None:
     """The key of the actor, or of a section of it, that has this name."""
-    return next(_places(config, name), None)
+    return next(_find_keys(config, name), None)
 
 
-def _places(config: DictConfig, name: str) -> Iterator[str]:
+def _find_keys(config: DictConfig, name: str) -> Iterator[str]:
     """Keys of the actor and of its sections that have this name."""
     actor = config.actor_rollout_ref.actor
-    places = (f"{section}.{name}" if section else name for section in _sections(actor))
+    places = (f"{section}.{name}" if section else name for section in _list_sections(actor))
     return (f"{ACTOR}.{place}" for place in places if _has(actor, place))
 
 
-def _sections(node: DictConfig, place: str = "") -> Iterator[str]:
+def _list_sections(node: DictConfig, place: str = "") -> Iterator[str]:
     """The place of a section, "" of the whole, and of all below it."""
     yield place
     for name in map(str, node):
         if isinstance(below := OmegaConf.select(node, name), DictConfig):
-            yield from _sections(below, f"{place}.{name}" if place else name)
+            yield from _list_sections(below, f"{place}.{name}" if place else name)
 
 
 def _has(actor: DictConfig, place: str) -> bool:

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 
-def source_of(module: str) -> Path | None:
+def find_source(module: str) -> Path | None:
     """The file of a module by its dotted name, as ``python -m`` would find it; None if there is none."""
     top, *below = module.split(".")
     try:

@@ -24,18 +24,18 @@ _SECTIONS = (
 _OF_V1 = ("trainer.v1",)
 
 
-def null_sections(config: DictConfig) -> Iterator[Problem]:
+def find_null_sections(config: DictConfig) -> Iterator[Problem]:
     """Sections that are there and hold no keys; to be asked before any check, which would fail on them."""
     of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
     for key in (*_SECTIONS, *of_v1):
         owner, _, name = key.rpartition(".")
-        node = _resolved(config, owner) if owner else config
-        if isinstance(node, DictConfig) and name in node and not isinstance(_resolved(node, name), DictConfig):
+        node = _select(config, owner) if owner else config
+        if isinstance(node, DictConfig) and name in node and not isinstance(_select(node, name), DictConfig):
             reason = "this section of verl's configuration holds keys that every launch reads."
             yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
 
 
-def _resolved(config: DictConfig, key: str) -> object:
+def _select(config: DictConfig, key: str) -> object:
     """The value at a key, None where it is an interpolation of nothing."""
     try:
         return OmegaConf.select(config, key)

@@ -13,12 +13,12 @@ from ...correction import CorrectionSpec
 from ...correction.problem import Problem, remove
 
 
-def groups_of(path: LivePath) -> list[str]:
+def list_patch_groups(path: LivePath) -> list[str]:
     """The groups of patches that the workers of this path load, asked for or not."""
     return ["legacy"] if path.worker == "legacy" else []
 
 
-def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Variables that the configuration, or the submitted job, sets to another value than this process has."""
     given = OmegaConf.select(config, KEY)
     if given is not None and not isinstance(given, DictConfig):
@@ -28,7 +28,7 @@ def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if given is not None:
         OmegaConf.update(tried, KEY, OmegaConf.to_container(given, resolve=True), force_add=True)
     try:
-        forward(tried, groups_of(live_path(config)))
+        forward(tried, list_patch_groups(live_path(config)))
     except ContradictionError as error:
         if error.key:
             yield Problem(error.key, error.value, error.reason, error.fix, overrides=remove(error.key, error.value))

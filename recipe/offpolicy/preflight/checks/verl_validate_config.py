@@ -23,7 +23,7 @@ _UNSET = re.compile(r"Please set at least one of '[\w.]+' or '([\w.]+)'")
 _BOTH = re.compile(r"You have set both '([\w.]+)' AND '[\w.]+'")
 
 
-def refused_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """What ``validate_config`` refuses of a copy.
 
     Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
@@ -43,36 +43,36 @@ def refused_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
         return  # of this machine, which need not be the one that trains
     except Exception as error:  # whatever verl raises stops the launch
         cause = error.__cause__ or error
-        yield _told(config, " ".join(str(cause).split()) or type(cause).__name__)
+        yield _build_problem(config, " ".join(str(cause).split()) or type(cause).__name__)
 
 
-def _told(config: DictConfig, said: str) -> Problem:
+def _build_problem(config: DictConfig, said: str) -> Problem:
     """verl's refusal by the key that its message is about, if that is known."""
     reason = f"verl's own validation refuses it: {said.rstrip('.')}."
     if found := _INDIVISIBLE.search(said):
-        return _set(config, _BATCH, _divisible(config, int(found[1])), reason)
+        return _build_override(config, _BATCH, _find_divisible_batch(config, int(found[1])), reason)
     if _BELOW.search(said):
         key = f"{ACTOR}.ppo_mini_batch_size"
-        return _set(config, key, OmegaConf.select(config, _BATCH), reason)
+        return _build_override(config, key, OmegaConf.select(config, _BATCH), reason)
     if found := _UNSET.search(said):
-        return _set(config, _whole_key(found[1]), 1, reason)
+        return _build_override(config, _complete_key(found[1]), 1, reason)
     if found := _BOTH.search(said):
-        return _set(config, _whole_key(found[1]), None, reason)
+        return _build_override(config, _complete_key(found[1]), None, reason)
     return Problem("", None, reason, "")
 
 
-def _whole_key(named: str) -> str:
+def _complete_key(named: str) -> str:
     """verl's messages about the actor name its keys without the section above."""
     return f"actor_rollout_ref.{named}" if named.startswith("actor.") else named
 
 
-def _divisible(config: DictConfig, divisor: int) -> int:
+def _find_divisible_batch(config: DictConfig, divisor: int) -> int:
     """The next batch size whose rows are dealt evenly."""
     rows = int(OmegaConf.select(config, _ROWS))
     batch = int(OmegaConf.select(config, _BATCH))
     return next(size for size in range(batch, batch + divisor + 1) if size * rows % divisor == 0)
 
 
-def _set(config: DictConfig, key: str, value: object, reason: str) -> Problem:
+def _build_override(config: DictConfig, key: str, value: object, reason: str) -> Problem:
     override = set_to(key, value)
     return Problem(key, OmegaConf.select(config, key), reason, f"Set {override}.", overrides=(override,))

@@ -23,7 +23,7 @@ RANGES: Final = {
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
-def statistic_of(name: str, spec: CorrectionSpec) -> str:
+def find_statistic(name: str, spec: CorrectionSpec) -> str:
     """The statistic, below ``offpolicy/``, that an alarm looks at under a correction.
 
     Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
@@ -49,22 +49,22 @@ def statistic_of(name: str, spec: CorrectionSpec) -> str:
             raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
 
 
-def never_moves(name: str, spec: CorrectionSpec) -> str:
+def explain_constant(name: str, spec: CorrectionSpec) -> str:
     """Why the statistic of an alarm cannot leave its range under a correction; empty where it can."""
     if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
         return "the correction has no mask and no weight that rejects, so that all is kept."
     return ""
 
 
-def value_of(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
     """The number that an update shows; NaN where it is missing."""
     if name == "nonfinite":
         found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
         return sum(found) if found else math.nan
-    return values.get(statistic_of(name, spec), math.nan)
+    return values.get(find_statistic(name, spec), math.nan)
 
 
-def growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
     """``value`` over the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:

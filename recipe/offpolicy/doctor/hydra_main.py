@@ -16,7 +16,7 @@ class HydraMain:
     config_name: str | None
 
 
-def hydra_main(path: Path) -> HydraMain | None:
+def read_hydra_main(path: Path) -> HydraMain | None:
     """The arguments of the ``@hydra.main`` of a program; None where it has none with literal arguments."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":

@@ -10,7 +10,7 @@ class ScriptError(ValueError):
     """A script that cannot be read; the message names file, line and cause."""
 
 
-class Ends(Exception):
+class ScriptEnd(Exception):
     """exit, return or exec: what follows is not reached.
 
     Args:
@@ -28,7 +28,7 @@ class Ends(Exception):
         self.because = ""
 
 
-class Breaks(Exception):
+class LoopBreak(Exception):
     """break and continue."""
 
 
@@ -65,7 +65,7 @@ Value = str | Unknown | list[Field]
 
 
 @dataclass
-class State:
+class ShellState:
     """What a script has made of its world so far.
 
     Attributes:
@@ -84,7 +84,7 @@ class State:
     functions: dict[str, object] = field(default_factory=dict)
     looked_at: set[Field] = field(default_factory=set)
 
-    def copy(self) -> State:
+    def copy(self) -> ShellState:
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
         functions = dict(self.functions)
-        return State(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)
+        return ShellState(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)
