@@ -1,4 +1,4 @@
-"""See the package."""
+"""Entry point of ``python -m recipe.offpolicy.doctor``; see the package's docstring."""
 
 import contextlib
 import gc

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe_failure(error: Exception) -> str:
-    """What is said where the doctor itself fails."""
+    """Format the message for a failure of the doctor itself."""
     said = " ".join(str(error).split())
     return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
 

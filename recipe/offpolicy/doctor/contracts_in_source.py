@@ -1,4 +1,4 @@
-"""Contracts on verl's functions held against its source, which takes milliseconds where importing takes seconds.
+"""Contracts on verl's functions checked against its source: milliseconds, where importing takes seconds.
 
 A contract that the source does not show to hold, because it differs, or because the target is made when its module is
 run, is held by importing it, as a launch does: the last word is always the import's.
@@ -21,7 +21,7 @@ _MADE_BY_RAY = (".__ray_metadata__.modified_class", "")
 
 
 def check_contracts(contracts: Iterable[Contract]) -> None:
-    """Every contract.
+    """Check contracts by the source, and by import where the source does not show that one holds.
 
     Raises:
         PatchError: one does not hold.
@@ -32,7 +32,7 @@ def check_contracts(contracts: Iterable[Contract]) -> None:
 
 
 def holds_in_source(contract: Contract) -> bool:
-    """Whether the source shows that the release was tested, and that signature, keys and names are as expected."""
+    """Return True if the source shows a tested release, and the signature, keys and names as expected."""
     release = installed_release(contract.distribution)
     module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
     file = find_source(module)
@@ -55,7 +55,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
-    """The last statement that binds a name in the body of a module or class, and so on inward."""
+    """Find the last statement that binds a name in the body of a module or class, and so on inward."""
     for name in names:
         bound = [node for node in getattr(owner, "body", ()) if name in _list_bound_names(node)]
         if not bound:
@@ -75,7 +75,7 @@ def _list_bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _format_signature(node: ast.AST) -> str | None:
-    """As ``contract.bare_signature`` prints it; None of what is no function."""
+    """Format as ``contract.bare_signature`` does; None for what is no function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     of = inspect.Parameter
@@ -107,11 +107,11 @@ def _build_parameter(name: str, kind: object, default: ast.expr | None) -> inspe
 
 
 class _OpaqueDefault:
-    """A default that only running the module would tell."""
+    """A default that only running the module would determine."""
 
 
 def _compile(node: ast.AST) -> CodeType:
-    """The code of a function or class, compiled by itself and not run."""
+    """Compile a function or class by itself, without running it."""
     assert isinstance(node, ast.stmt)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         node.decorator_list = []

@@ -1,4 +1,4 @@
-"""The verdict on each correction of one launch."""
+"""The verdicts on each configured correction of one launch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """One thing that the configuration asks for.
+    """One configured part with its problems.
 
     Attributes:
         name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
@@ -55,13 +55,14 @@ class VerdictRow:
 
     @property
     def verdict(self) -> State:
+        """The worst verdict of its problems, LIVE without any."""
         verdicts = {problem.verdict for problem in self.problems}
         return "WRONG" if "WRONG" in verdicts else "INERT" if "INERT" in verdicts else "LIVE"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is to be said of a launch.
+    """The result of the doctor on one launch.
 
     Attributes:
         path: release, trainer and worker; None where the keys that say so have no values.
@@ -83,18 +84,19 @@ class Diagnosis:
 
     @property
     def verdict(self) -> State:
+        """The worst verdict of all rows; WRONG without a configuration."""
         if self.error:
             return "WRONG"
         return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="LIVE")
 
     @property
     def status(self) -> int:
-        """0: all is live, or nothing is asked for; 1: something would do nothing; 2: something else than it says."""
+        """The exit status: 0 LIVE or nothing configured, 1 INERT, 2 WRONG."""
         return _STATUS[self.verdict]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Each once."""
+        """All problems of the rows, without repetition."""
         return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))
 
 
@@ -111,7 +113,7 @@ def diagnose(launch: Launch) -> Diagnosis:
 
 
 def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:
-    """The verdicts on a composed configuration.
+    """Run the checks on a composed configuration and collect the verdicts.
 
     Args:
         overrides: of the command line, with what Hydra was given for ours.
@@ -137,7 +139,7 @@ def _find_path(config: DictConfig) -> LivePath | None:
 
 
 def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
-    """The verdicts on verl's own programs: on its own correction alone."""
+    """Judge a program of verl's, which has only verl's own correction."""
     known = launch.module in VERLS
     problems = [*find_unresolved_interpolations(config), *find_pairs(overrides)]
     if known:
@@ -168,7 +170,7 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
 def arrange_rows(
     parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
 ) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
-    """A row for each part with what concerns it, and rows for problems of what is no part; and the notes."""
+    """Arrange problems into a row per part, rows for what belongs to no part, and notes."""
     parts = list(parts)
     rows = {part.name: VerdictRow(part.name, part.meaning) for part in parts}
     notes = []

@@ -1,4 +1,4 @@
-"""Which launch is looked at: the program, its arguments, and the configuration that Hydra makes of them."""
+"""The launch under examination: its program, its arguments, and the configuration that Hydra composes of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 
 
 class LaunchError(ValueError):
-    """A launch whose configuration cannot be made; the message says why, and names the key where there is one."""
+    """A launch whose configuration cannot be composed; the message says why, and names the key if there is one."""
 
 
 class UnknownKeysError(LaunchError):
@@ -48,7 +48,7 @@ class UnknownKeysError(LaunchError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch.
+    """A program with its arguments.
 
     Attributes:
         module: the program, as ``python -m`` names it.
@@ -62,16 +62,17 @@ class Launch:
 
     @property
     def ours(self) -> bool:
+        """True for this recipe's own program."""
         return self.module == OURS
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The arguments that are no flags."""
+        """The arguments that are not flags."""
         return tuple(argument for argument in self.arguments if not argument.startswith("-"))
 
 
 def compose(launch: Launch) -> DictConfig:
-    """The configuration that the launch would train with, in this process's Hydra application.
+    """Compose the configuration that the launch would train with, in this process's Hydra application.
 
     Raises:
         LaunchError: there is no such program, or Hydra does not take its arguments.
@@ -114,7 +115,7 @@ def compose(launch: Launch) -> DictConfig:
 
 
 def explain_unknown_keys(arguments: Sequence[str]) -> str:
-    """The overrides of our program that name keys which verl does not have, with what to do; "" if there are none."""
+    """Explain overrides of our program that name keys unknown to verl, with the fix; "" if there are none."""
     try:
         compose(Launch(OURS, tuple(arguments)))
     except UnknownKeysError as error:
@@ -167,7 +168,7 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
 
 
 def _format_error(error: BaseException | None) -> str:
-    """Hydra's message and what has caused it."""
+    """Format Hydra's message with its causes."""
     said: list[str] = []
     while error is not None:
         if (text := str(error).strip()) and text not in said:

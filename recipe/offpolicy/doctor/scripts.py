@@ -1,4 +1,4 @@
-"""The launch in a script: which of its programs it is, and whether all of its words are known."""
+"""The launch in a script: which of its programs trains, with all of its arguments known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS_WITH_VALUE = ("-W", "-X")
 
 
 def find_launch(script: Path, arguments: list[str], line: int | None = None) -> Launch:
-    """The launch of a training program in a script.
+    """Find the launch of a training program in a script.
 
     Args:
         arguments: of the script, which reach the launch where it hands them on; one that sets a key whose value only
@@ -68,7 +68,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Whether an argument does nothing: an override that is in no word, or what the script does not look at either."""
+    """Return True if an argument has no effect: an override in no word, or another that the script never reads."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):
@@ -77,7 +77,7 @@ def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool
 
 
 def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> Launch | None:
-    """The launch that a call is; None if it is none.
+    """Build the launch of a call; None if the call is no launch.
 
     Raises:
         ScriptError: it is one, and a word of it is not known.
@@ -102,7 +102,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
 
 
 def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """What Python runs, as a module, and its arguments."""
+    """Find the module that Python runs, and its arguments."""
     while words:
         word = words.pop(0)
         if word == "-m" and words:
@@ -117,7 +117,7 @@ def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:
 
 
 def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """What torchrun runs in each process: what follows its own flags, which may have values of their own."""
+    """Find the module that torchrun runs in each process, behind torchrun's own flags and their values."""
     for place, word in enumerate(words):
         if word in ("-m", "--module"):
             return (words[place + 1], words[place + 2 :]) if words[place + 1 :] else (None, [])
@@ -127,7 +127,7 @@ def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]
 
 
 def _settle(word: Field, later: list[Field]) -> Field:
-    """A word that is not known, with the value that a later word gives its key: of two, Hydra takes the last."""
+    """Replace an unknown word by a later value of the same key: of two overrides, Hydra takes the last."""
     found = KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
     if found is None or not isinstance(word, Unknown):
         return word
@@ -138,5 +138,5 @@ def _settle(word: Field, later: list[Field]) -> Field:
 
 
 def _count_overrides(words: list[Field] | tuple[Field, ...]) -> int:
-    """How many words look like overrides of nested keys."""
+    """Count the words that look like overrides of nested keys."""
     return sum(isinstance(word, str) and _OVERRIDE.fullmatch(word) is not None for word in words)

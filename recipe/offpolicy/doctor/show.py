@@ -1,4 +1,4 @@
-"""A diagnosis for people, and for programs."""
+"""Output of a diagnosis: a table on the terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"LIVE": "bold green", "INERT": "bold yellow", "WRONG": "bold red", "N
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as plain values.
+    """Convert a diagnosis to plain values.
 
     ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
     the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
@@ -78,7 +78,7 @@ def _problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
-    """A table of verdicts, then each reason with its fix on lines of their own, never cut."""
+    """Print a table of verdicts, then each reason with its fix on uncut lines of their own."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=10_000)

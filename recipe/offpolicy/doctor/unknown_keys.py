@@ -1,4 +1,4 @@
-"""Overrides of keys that the composed configuration does not have: all at once, and without the advice to add them."""
+"""Overrides of keys that the composed configuration does not have, found all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of a launch that only running the script would tell: what they are, and what makes them known."""
+"""Messages about words of a launch that only running the script would determine, and their fixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
 
 
 def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Which words of a launch are not known, why, and what to do."""
+    """Describe which overrides of a launch are not known, why, and the fix."""
     keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
     few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
     named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
@@ -20,7 +20,7 @@ def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Why these are not known, each cause once, and one fix for all that have the same."""
+    """Describe why values are not known, each cause once, with the fixes."""
     lines: dict[str, int] = {}
     for each in unknowns:
         lines.setdefault(each.why, each.line)
@@ -47,7 +47,7 @@ def _propose_in_front(unknowns: Sequence[Unknown]) -> str:
 
 
 def _propose_values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
-    """Of what neither a variable nor an argument settles: the keys, to be given values."""
+    """Propose values for keys that neither a variable nor an argument determines."""
     left = [each for each in unknowns if not each.variable and not each.unset]
     keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
     values = " ".join(f"{key}=VALUE" for key in keys)

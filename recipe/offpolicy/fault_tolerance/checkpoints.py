@@ -1,4 +1,4 @@
-"""Checkpoints that stay loadable, and that know which correction they were trained with.
+"""Checkpoints that stay loadable and that record the correction they were trained with.
 
 verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. Three things
 are missing for a run that ends in the middle. With one checkpoint to keep, the previous is deleted before the new one
@@ -38,6 +38,7 @@ _CUT_SHORT = "its writing was cut short"
 
 
 def _no_differences(found: Mapping[str, Any] | None) -> list[str]:
+    """Return no differences: the default of ``check_before_loading``."""
     return []
 
 
@@ -51,19 +52,21 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """``trainer.default_local_dir``: the checkpoints of a run."""
+    """The folder ``trainer.default_local_dir``, which holds the checkpoints of a run."""
 
     path: Path
 
     @classmethod
     def from_config(cls, config: DictConfig) -> CheckpointFolder:
+        """Build it from a composed configuration, relative to the current directory."""
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
     def step_path(self, step: int) -> Path:
+        """Return the folder ``global_step_N`` of a step, which need not exist."""
         return self.path / f"{_STEP}{step}"
 
     def read_tracked_step(self) -> int | None:
-        """The step that verl resumes; None without a tracker.
+        """Read the step that verl would resume; None without a tracker file.
 
         Raises:
             ValueError: the tracker holds no number: its writing was interrupted.
@@ -73,12 +76,12 @@ class CheckpointFolder:
         return None
 
     def read_unfinished(self) -> UnfinishedCheckpoint | None:
-        """The checkpoint that was begun and not completed, as far as we know."""
+        """Read which checkpoint was begun and not completed; None if none was."""
         record = _read(self.path / SAVING)
         return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
     def is_whole(self, step: int) -> bool:
-        """Whether nothing of a checkpoint is known to be missing; those of other runs have no record."""
+        """Return True unless a checkpoint is known to be incomplete; those without our record count as whole."""
         if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
         mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
@@ -95,19 +98,19 @@ class CheckpointFolder:
         return False
 
     def _is_emptied(self, step: int) -> bool:
-        """Whether verl has deleted the weights of an old checkpoint and left the rest of it."""
+        """Return True if verl has deleted the weights of an old checkpoint and left its folder."""
         actor = self.step_path(step) / "actor"
         return actor.is_dir() and not any(actor.iterdir())
 
     def list_complete_steps(self) -> list[int]:
-        """Steps that our records call complete, newest first."""
+        """List the steps that our records call complete, newest first."""
         found = {path.parent.name.removeprefix(_STEP): _read(path) for path in self.path.glob(f"{_STEP}*/{RECORD}")}
         return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
 
 
 @dataclass(frozen=True)
 class UnfinishedCheckpoint:
-    """A checkpoint that is being written: of which step, and which step could be resumed until then, if any."""
+    """A checkpoint whose writing has begun: its step, and the step that was resumable until then, if any."""
 
     step: int
     tracked: int | None
@@ -121,7 +124,7 @@ def guard_save(
     steering: Mapping[str, Any] | None = None,
     extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
 ) -> Iterator[None]:
-    """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete.
+    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as begun, and record it once it is complete.
 
     Args:
         steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
@@ -158,7 +161,7 @@ def check_before_loading(
     differences: Callable[[Mapping[str, Any] | None], list[str]] = _no_differences,
     of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
 ) -> dict[str, Any] | None:
-    """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
+    """Check, before verl's ``_load_checkpoint``, that it will load a whole checkpoint of the same correction.
 
     Args:
         differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
@@ -210,7 +213,7 @@ def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
-    """Keys, below ``key``, in which two mappings of plain values differ, with both values."""
+    """List the keys below ``key`` in which two mappings of plain values differ, with both values."""
     before, now = _flatten(old, key), _flatten(new, key)
     return [
         f"{key}: {_format_value(before, key)} in the checkpoint, {_format_value(now, key)} now"
@@ -220,19 +223,20 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """With one name for the two ways to log pi_old of the trainer's weights, as a run may change from one to the other
-    by its micro-batches alone."""
+    """Map ``reuse`` to ``recompute``: both log pi_old of the trainer's weights, and micro-batch sizes alone may switch
+    between them.
+    """
     of_trainer = correction.get("proximal") in OF_THE_TRAINER
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
-    """The whole file or none of it, with the permissions ``mode`` less those that the umask takes away."""
+    """Write a JSON file atomically, with the permissions ``mode`` less the umask."""
     _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
 
 
 def _find_resumed(config: DictConfig) -> Path | None:
-    """The checkpoint that verl is about to load; None for a new run."""
+    """Find the checkpoint that verl is about to load; None for a new run."""
     mode = config.trainer.resume_mode
     if mode == "auto":
         folder = CheckpointFolder.from_config(config)
@@ -250,7 +254,7 @@ def _find_resumed(config: DictConfig) -> Path | None:
 
 
 def _choose_whole_step(folder: CheckpointFolder) -> int | None:
-    """The step to resume; the tracker is mended where it names a checkpoint that is not whole."""
+    """Choose the step to resume, and repoint verl's tracker if it names an incomplete checkpoint."""
     mark = folder.read_unfinished()
     try:
         tracked = folder.read_tracked_step()
@@ -280,7 +284,7 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Two checkpoints where one was asked for: verl deletes the previous one before the new one is named."""
+    """Raise verl's limit of one kept checkpoint to two: it deletes the previous one before the new one is named."""
     trainer = config.trainer
     single = [
         key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1

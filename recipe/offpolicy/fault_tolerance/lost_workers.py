@@ -1,4 +1,4 @@
-"""Finds out that a Ray actor of the run has died, also while nobody waits for its answer.
+"""Detection of dead Ray actors, also of those for whose answer nobody waits.
 
 verl learns of a dead worker only by waiting for its answer. Where nobody does, as with agent loops that were sent off,
 or where another worker waits, as an agent loop for an inference server, prompts stay pending or are asked for again
@@ -26,7 +26,7 @@ HOLDERS = (
 
 
 class LostWorkerDetector:
-    """Called, it gives a sentence about actors that have died, or None.
+    """A callable that returns an error message if a Ray actor of the trainer has died, else None.
 
     Each actor has one call of Ray's own ``__ray_ready__`` waiting: an actor that is busy leaves it in its queue, and
     one that has died fails it at once, with the cause.
@@ -62,7 +62,7 @@ class LostWorkerDetector:
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the Ray actors that the trainer lists, so that whoever waits for one of them gets an error at once."""
+    """Kill the trainer's Ray actors, so that whoever waits for one of them gets an error at once."""
     import ray
 
     for _, handle in list_actor_handles(trainer):
@@ -71,7 +71,7 @@ def end_workers(trainer: Any) -> None:
 
 
 def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """(holder, handle) of every Ray actor that the trainer lists."""
+    """List (attribute of the trainer, handle) of every Ray actor that the trainer holds."""
     for path in HOLDERS:
         found: Any = trainer
         for part in path.split("."):

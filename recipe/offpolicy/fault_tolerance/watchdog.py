@@ -1,4 +1,4 @@
-"""Ends a run that is stuck, or that has lost a worker, within a bounded time and with a sentence that says where.
+"""A watchdog thread that ends a hanging run, or one that lost a worker, in bounded time and names the phase.
 
 verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or
 rollouts that fail and are asked for again for ever keep a run alive that does nothing. A thread beside the trainer
@@ -63,18 +63,19 @@ EXIT_CODE = 70
 
 
 class WatchdogError(RuntimeError):
-    """The run is stuck or has lost a worker; the message says where."""
+    """The run is stuck or has lost a worker; the message names the phase."""
 
 
 class _Interrupt(KeyboardInterrupt):
-    """What the signal raises: ray.get is left by no other error, and ``except Exception`` does not stop it.
+    """Raised in the main thread by the signal handler: ``ray.get`` ends for a KeyboardInterrupt alone, and no ``except
+    Exception`` catches it.
 
     ``Watchdog.raise_verdict`` puts the verdict in its place.
     """
 
 
 class Phases:
-    """Which phases the trainer is in, outermost first, and since when.
+    """A thread-safe stack of the phases that the trainer is in, outermost first, with their start times.
 
     Args:
         limits: phase -> seconds that it may take, None for any time.
@@ -100,7 +101,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """The time inside counts as this phase."""
+        """Count the time inside the context as this phase."""
         entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
@@ -112,18 +113,18 @@ class Phases:
                 self._idle_since = self.clock()
 
     def get_limit(self, name: str) -> float | None:
-        """Seconds that a phase may take."""
+        """Return the time limit of a phase in seconds; None for no limit."""
         return self._limits.get(name, self._default)
 
     def list_current(self) -> list[tuple[str, float]]:
-        """(phase, seconds in it), outermost first; ``BETWEEN`` alone where there is none."""
+        """List (phase, seconds spent in it), outermost first; ``BETWEEN`` alone outside of all phases."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
             return stack or [(BETWEEN, now - self._idle_since)]
 
     def describe_overdue(self) -> str | None:
-        """What is wrong, in a sentence, or None."""
+        """Return an error message if a phase has exceeded its limit, else None."""
         current = self.list_current()
         for name, seconds in reversed(current):
             limit = self.get_limit(name)
@@ -138,7 +139,7 @@ class Phases:
 
 
 class Watchdog:
-    """The thread that watches, and ends the run.
+    """A thread that watches the phases and the workers of a run, and ends the run.
 
     Args:
         phases: what the trainer is doing.
@@ -179,7 +180,7 @@ class Watchdog:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Begin to watch; to be called in the thread that trains."""
+        """Start watching; call it in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
             # The only way to raise in a thread that waits.
@@ -187,25 +188,25 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; idempotent."""
+        """Stop watching; idempotent."""
         self._stopped.set()
         if self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._before)
             self._before = None
 
     def start_grace_period(self) -> None:
-        """The run has ended with an error of its own: from now on its process has the grace to end as well."""
+        """Note that the run has failed by itself: its process has ``grace`` seconds left to exit."""
         self._deadline = self.phases.clock() + self._grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time inside counts as this phase; what it raises after a verdict is the verdict."""
+        """Count the time inside the context as this phase; after a verdict, what it raises becomes the verdict."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 
     @contextlib.contextmanager
     def raise_verdict(self) -> Iterator[None]:
-        """Whatever is raised in here after a verdict, the verdict is what the user has to read."""
+        """Re-raise secondary exceptions as the original WatchdogError."""
         try:
             yield
         except BaseException as error:
@@ -267,7 +268,7 @@ class Watchdog:
 def watch(
     trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> Watchdog | None:
-    """Watch over a trainer of verl's from here on; once, after its construction and in the thread that trains.
+    """Start a watchdog over a verl trainer; call it once, after construction, in the thread that trains.
 
     Args:
         trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, those of
@@ -298,7 +299,7 @@ def watch(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.watchdog``."""
+    """Find the problems of the keys ``offpolicy.watchdog``."""
     settings = OmegaConf.select(config, SECTION)
     if not isinstance(settings, DictConfig):
         yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
@@ -330,7 +331,7 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
-    """Wrap what is there of ``PHASES``, and look again after each of them for parts that it has made."""
+    """Wrap the methods of ``PHASES`` that exist, and after each call those of parts that the trainer has made since."""
     wrapped: set[str] = set()
 
     def bind() -> None:

@@ -1,4 +1,4 @@
-"""What ``correction=auto`` chooses: the set of corrections for a run's set-up, and why.
+"""The selection made by ``correction=auto``: corrections for a run's set-up, with the reasons.
 
 ``select`` is the decision tree, and ``check_requirements`` holds the configuration to what a correction of the loss
 cannot do, such as replaying routes.
@@ -25,7 +25,7 @@ _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of verl's that the selection relies on.
+    """A key of verl that the selection relies on.
 
     Attributes:
         key: Hydra path.
@@ -44,7 +44,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a set-up needs.
+    """The corrections that a set-up needs, with reasons, requirements and advice.
 
     Attributes:
         options: of the group ``correction``.
@@ -60,7 +60,7 @@ class Selection:
 
 
 def select(setup: Setup) -> Selection:
-    """The decision tree: engine, mode, mini-batches, model, trajectory.
+    """Select corrections by engine, mode, mini-batches, model and trajectory.
 
     Asynchronous data gets one weight, prox / mu, under one cap: the trainer's log-prob at the weights that sampled,
     which would tell the mismatch of the engines from staleness, cannot be computed once the weights have moved on.
@@ -164,7 +164,7 @@ def _choose_tools(setup: Setup) -> Selection:
 
 
 def check_requirements(config: DictConfig, requires: tuple[Requirement, ...]) -> None:
-    """Hold the configuration to a selection.
+    """Check a configuration against the requirements of a selection.
 
     Raises:
         CheckError: all keys that differ, with their fix.
@@ -193,7 +193,7 @@ def _check_requirement(config: DictConfig, one: Requirement) -> Problem | None:
 
 
 def format_selection(selection: Selection) -> Iterator[str]:
-    """What is printed of a selection at start-up."""
+    """Format the lines that start-up prints about a selection."""
     yield f"correction=auto is correction=[{','.join(selection.options)}]:"
     yield from (f"  {reason}" for reason in selection.reasons)
     yield from (f"  advice: {line}" for line in selection.advice)

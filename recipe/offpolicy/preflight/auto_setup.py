@@ -1,4 +1,4 @@
-"""The set-up of a run that makes it off policy: given under ``setup``, or read from verl's own keys."""
+"""The set-up of a run that makes it off-policy: given under ``setup``, or read from verl's keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")
 
 @dataclass(frozen=True)
 class Setup:
-    """What makes a run off policy.
+    """The properties of a run that make it off-policy.
 
     Attributes:
         engine: whether rollouts come from the trainer's own engine.
@@ -48,7 +48,7 @@ class Setup:
 
 
 def read_setup(config: DictConfig) -> Setup:
-    """The set-up of a composed configuration: ``setup.*`` as given, else read from verl's keys.
+    """Read the set-up of a composed configuration: ``setup.*`` where given, else from verl's keys.
 
     Raises:
         SpecError: unknown keys or values, what is neither given nor known, and what is given and contradicted.
@@ -78,7 +78,7 @@ def read_setup(config: DictConfig) -> Setup:
 
 
 def refuse_setup(config: DictConfig) -> None:
-    """For corrections chosen by name: nothing reads ``setup``.
+    """Refuse keys under ``setup`` beside corrections chosen by name, which do not read them.
 
     Raises:
         SpecError: a key of it is set.
@@ -92,7 +92,7 @@ def refuse_setup(config: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class _Observed:
-    """What the configuration says, by which key; not ``firm``: as far as it can tell."""
+    """A value that the configuration shows, and its source; not ``firm`` where the user may know better."""
 
     value: Any
     source: str

@@ -1,4 +1,4 @@
-"""Whether verl's configured policy loss takes a weight x keep as it is meant; measured, not listed.
+"""A probe of verl's configured policy loss: does it apply weight x keep as a correction needs it.
 
 A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
 dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
@@ -23,7 +23,7 @@ _LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, as a split must not 
 
 
 def probe(actor_config: Any) -> str | None:
-    """Try the policy loss of ``actor_config`` (verl's ActorConfig).
+    """Test the policy loss of ``actor_config`` (verl's ActorConfig) on a small synthetic batch.
 
     Returns:
         None if it takes weights as meant, else a sentence saying what it does instead.
@@ -81,7 +81,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
 def _run(
     actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss and (B, T) gradient at log_prob of the policy term, over micro-batches of the given sizes."""
+    """Compute the summed loss and the (B, T) gradient of the policy term at log_prob, over these micro-batches."""
     log_prob = batch["log_prob"].clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     start = 0

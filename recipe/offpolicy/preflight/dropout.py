@@ -1,4 +1,4 @@
-"""Whether a model gives other log-probs in training than in evaluation, known before it is loaded."""
+"""Detection of models whose log-probs differ between training and evaluation mode, before they are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = ("classifier", "summary")  # of models that verl's actor does not train
 
 
 def describe_noise(config: DictConfig) -> str:
-    """Why the actor's model may compute otherwise in training than in evaluation; empty where it cannot.
+    """Return why the actor's model may compute otherwise in training than in evaluation; empty if it cannot.
 
     Reads the Hugging Face configuration of the model, on this machine or in its cache and never from the network, with
     verl's ``override_config`` over it.
@@ -37,7 +37,7 @@ def describe_noise(config: DictConfig) -> str:
 
 
 def find_noise(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    """Dotted names and values of what makes a forward pass random, such as ``text_config.attention_dropout``."""
+    """Find what makes a forward pass random, such as ``text_config.attention_dropout``: dotted name and value."""
     for key, value in values.items():
         name = str(key)  # labels of classes have numbers
         here = f"{path}{name}"
@@ -64,7 +64,7 @@ def _merge(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
 
 @lru_cache(maxsize=8)
 def _read_values(path: str) -> dict[str, Any] | None:
-    """Plain values with the defaults of the model's class; None where they are not at hand."""
+    """Read a model's configuration with the defaults of its class; None if it is not on this machine."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Every start-up check of a launch, as one set: for the launch, ``--check``, the doctor and the fork's smoke test."""
+"""All start-up checks of a launch, shared by the launch, ``--check``, the doctor and the fork's smoke test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupEr
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the start-up checks say of a configuration.
+    """The result of the start-up checks.
 
     Attributes:
         spec: the correction to train with; None where it could not be read.
@@ -62,14 +62,14 @@ class Preflight:
 
     @property
     def remarks(self) -> tuple[Problem, ...]:
-        """Problems that are told and stop nothing."""
+        """Problems that are reported and do not stop the launch."""
         return tuple(problem for problem in self.problems if problem.verdict != "WRONG")
 
 
 def examine(
     config: DictConfig, overrides: Iterable[str], *, checks: Sequence[Check] = CHECKS, say: Say = lambda line: None
 ) -> Preflight:
-    """Resolve what the launch resolves, in place, and run every check, inside the application that composed it.
+    """Resolve the configuration in place and run every check, inside the Hydra application that composed it.
 
     Args:
         config: composed by a primary configuration with our sections.
@@ -109,12 +109,12 @@ def examine(
 
 
 def _get_section(problem: Problem) -> str:
-    """The section that holds a problem's key."""
+    """Return the section that holds a problem's key."""
     return problem.key.rpartition(".")[0]
 
 
 def format_headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
-    """The line that says which correction is on, or UNCORRECTED."""
+    """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
         return "correction: not readable, so that nothing would be trained"
     asked = [f"{part.name} ({part.meaning})" for part in list_parts(config, spec) if part.ours]
@@ -125,7 +125,7 @@ def format_headline(spec: CorrectionSpec | None, options: Sequence[str], config:
 
 
 def describe_verls_loss(config: DictConfig) -> str:
-    """What verl itself does to the loss."""
+    """Describe verl's own correction of the loss, or say that there is none."""
     asked = list_active(config)
     return f"verl's own algorithm.rollout_correction: {', '.join(asked)}" if asked else "verl's own loss"
 
@@ -133,7 +133,7 @@ def describe_verls_loss(config: DictConfig) -> str:
 def _check_around(
     config: DictConfig, spec: CorrectionSpec, options: Sequence[str], checks: Sequence[Check]
 ) -> Iterator[Problem]:
-    """Problems around a correction that is well formed."""
+    """Find the problems around a correction that is itself well formed."""
     found = list(_find_stopping(config, spec, checks))
     found += _collect_raised(lambda: check_beside(spec, read_shadows(config)))
     found += _collect_raised(lambda: fallbacks.check(config, spec, lambda changed: run_checks(changed, checks)))
@@ -145,13 +145,13 @@ def _check_around(
 
 
 def _find_stopping(config: DictConfig, spec: CorrectionSpec, checks: Sequence[Check]) -> Iterator[Problem]:
-    """Problems that stop the launch, whatever would become of the correction if it did not."""
+    """Find the problems that stop the launch, INERT ones made WRONG."""
     for problem in collect_problems(checks, config, spec):
         yield problem if problem.verdict == "NOTE" else replace(problem, verdict="WRONG")
 
 
 def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> CorrectionSpec:
-    """Hold a resolved configuration to the checks.
+    """Run the checks on a resolved configuration.
 
     Returns:
         The correction to train with.
@@ -167,7 +167,7 @@ def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> Correcti
 
 
 def collect_problems(checks: Iterable[Check], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
-    """The problems that these checks find, in their order; a value that one cannot read hides nothing of the others."""
+    """Run checks and collect their problems; a value that one check cannot read becomes a problem of its own."""
     problems: list[Problem] = []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""Safer corrections by name: what an alarm falls back to, resolved and checked before anything starts."""
+"""Resolution and checks of the corrections that alarms fall back to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .hydra_groups import AUTO, EMPTY, check_stack, load_option
 
 
 def resolve(config: DictConfig) -> None:
-    """Names of options under ``fallback`` replaced by what they mean, which only Hydra's application knows; in place.
+    """Replace names of options under ``fallback`` by their values, in place; needs the Hydra application.
 
     An option means what its file says: overrides of ``correction.*`` are of the configured correction alone.
 
@@ -36,7 +36,7 @@ def resolve(config: DictConfig) -> None:
 
 
 def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictConfig], Any]) -> None:
-    """Hold each fallback of a resolved configuration to what is asked of a configured correction.
+    """Check each fallback of a resolved configuration as if it were the configured correction.
 
     Args:
         spec: the configured correction.
@@ -61,7 +61,7 @@ def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictCo
 
 
 def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
-    """A problem of a fallback as one of the run, without overrides of ``correction``, which is the configured one."""
+    """Reword a fallback's problem for the run, and drop overrides of ``correction``, which is the configured one."""
     reason = f"{key}={shown(options)} would stop the run, were it configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
@@ -104,7 +104,7 @@ def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallba
 
 
 def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
-    """The configuration of a run that had been started with the fallback."""
+    """Build the configuration of a run that had been started with the fallback."""
     changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
     with open_dict(changed):
         changed.correction = fallback.to_mapping()

@@ -1,5 +1,4 @@
-"""What Hydra's composition hides: a correction group that is deleted, two options that set one key, and options that
-are chosen after it."""
+"""Reject conflicting or deleted options of the Hydra group ``correction``, and look options up."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _OURS = (f"{GROUP}.", "offpolicy.", "setup.")
 
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments in which Hydra leaves unknown keys of ours to our own checks.
+    """Prefix overrides of our own keys with ``++``, so that our checks, not Hydra, report unknown ones.
 
     ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the answer is the known keys
     instead of the advice to append an unknown one.
@@ -53,11 +52,12 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
 
 
 def _list_shipped_options() -> list[str]:
+    """List the options of the group ``correction`` that the package ships."""
     return sorted(path.stem for path in (Path(__file__).parents[1] / "config" / GROUP).glob("*.yaml"))
 
 
 def read_chosen_options() -> list[str]:
-    """The options of the group ``correction`` in the running Hydra application, e.g. ["tis_token", "opsm"].
+    """Read the chosen options of the group ``correction`` in the running application, e.g. ["tis_token", "opsm"].
 
     Raises:
         SpecError: the group was deleted, or is an empty list.
@@ -86,7 +86,7 @@ def read_chosen_options() -> list[str]:
 
 
 def check_stack(options: Sequence[str]) -> None:
-    """Two options that set one key: Hydra lets the last one win, here it is an error.
+    """Check that no two stacked options set the same key, where Hydra would let the last one win.
 
     Raises:
         SpecError: names the key and both options.
@@ -108,7 +108,7 @@ def check_stack(options: Sequence[str]) -> None:
 
 
 def load_option(option: str) -> dict[str, Any]:
-    """The plain values of one option of the group ``correction``, from wherever the running application has it.
+    """Load the plain values of an option of the group ``correction`` from any source of the running application.
 
     Interpolations stay as they are written, and what the user has to give stays "???".
 
@@ -119,17 +119,17 @@ def load_option(option: str) -> dict[str, Any]:
 
 
 def list_options() -> list[str]:
-    """Every option of the group ``correction`` that the running application finds."""
+    """List the options of the group ``correction`` that the running application finds."""
     return list(_build_repository().get_group_options(GROUP))
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
-    """Overrides that may add a key: with ``+``, or ``++``."""
+    """Return the overrides that may add a key: those with ``+`` or ``++``."""
     return [override for override in overrides if override.startswith("+")]
 
 
 def compose_without(left_out: Sequence[str]) -> DictConfig:
-    """The configuration of the running application as it would be without some of its overrides."""
+    """Compose the running application's configuration without some of its overrides."""
     kept = [override for override in _read_overrides() if override not in left_out]
     return _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name, overrides=kept, run_mode=RunMode.RUN
@@ -137,7 +137,7 @@ def compose_without(left_out: Sequence[str]) -> DictConfig:
 
 
 def recompose(options: Sequence[str]) -> DictConfig:
-    """The node ``correction`` as it would be in the running application, had these options been chosen.
+    """Compose the node ``correction`` as if these options had been chosen.
 
     Every other override keeps its say, also over the options' own values.
     """
@@ -159,12 +159,12 @@ def _get_loader() -> Any:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Overrides as Hydra reads them."""
+    """Parse overrides as Hydra does."""
     return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
 def read_task_overrides() -> list[str]:
-    """The overrides of the running application, but for Hydra's own."""
+    """Read the overrides of the running application, without those of Hydra's own keys."""
     return _to_plain(HydraConfig.get().overrides.task)
 
 
@@ -187,7 +187,7 @@ def _load(repository: ConfigRepository, option: str) -> DictConfig:
 
 
 def _build_repository() -> ConfigRepository:
-    """Every place that options come from; the loader's own repository leaves out ``hydra.searchpath``."""
+    """Build a repository of all config sources; the loader's own leaves out ``hydra.searchpath``."""
     search_path = ConfigSearchPathImpl()
     for source in HydraConfig.get().runtime.config_sources:
         search_path.append(source.provider, f"{source.schema}://{source.path}")

@@ -1,4 +1,4 @@
-"""The model's own ``config.json``, read where it is at hand: whether the model is a mixture of experts."""
+"""Detection of mixture-of-experts models from their local ``config.json``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
 
 
 def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
-    """Keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
+    """Find keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
     if not isinstance(values, Mapping):
         return
     for key, value in values.items():
@@ -47,7 +47,7 @@ def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
 
 
 def _find_local(name: str) -> Path | None:
-    """The file of a local folder, or of a hub's model in the cache of this machine."""
+    """Find the file in a local folder, or in the hub's cache on this machine."""
     folder = Path(os.path.expanduser(name))
     if (folder / _FILE).is_file():
         return folder / _FILE

@@ -1,4 +1,4 @@
-"""Whether a run needs a forward pass for pi_old: not where pi_old is the policy that the loss computes anyway.
+"""The choice of ``correction.proximal=auto``: skip the forward pass for pi_old where the loss computes the same.
 
 With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
 between the two was read in verl 0.7.1, 0.8.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and the legacy
@@ -34,7 +34,7 @@ ONE_ROW_A_SAMPLE = ("single_turn_agent", "tool_agent")
 
 @dataclass(frozen=True)
 class ProximalChoice:
-    """What ``auto`` is.
+    """The resolution of ``correction.proximal=auto``, with its reason.
 
     Attributes:
         proximal: ``reuse`` or ``recompute``.
@@ -46,8 +46,7 @@ class ProximalChoice:
 
 
 def read_correction(config: DictConfig) -> Any:
-    """The plain values under ``correction`` for ``CorrectionSpec.from_mapping``, with ``auto`` resolved; None if there
-    are none.
+    """Read the plain values under ``correction``, with ``proximal=auto`` resolved; None if there are none.
 
     Raises:
         SpecError: ``proximal`` is nothing that there is.
@@ -65,7 +64,7 @@ def read_correction(config: DictConfig) -> Any:
 
 
 def choose_proximal(config: DictConfig) -> ProximalChoice:
-    """What ``auto`` is in a run, of which shadows and fallbacks are resolved."""
+    """Choose between ``reuse`` and ``recompute`` for a run whose shadows and fallbacks are resolved."""
     values: Any = OmegaConf.to_container(config.correction, resolve=True)
     values |= {"proximal": "recompute"}
     if _explain_refusal(values) or CorrectionSpec.from_mapping(values).is_none or not _has_one_step(config):
@@ -78,14 +77,14 @@ def choose_proximal(config: DictConfig) -> ProximalChoice:
 
 
 def count_gradient_steps(config: DictConfig) -> float:
-    """Optimizer steps that each batch gets, by its configured size."""
+    """Compute the optimizer steps that each batch gets, by its configured size."""
     actor = config.actor_rollout_ref.actor
     steps: float = config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
     return steps
 
 
 def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
-    """Hold a batch of ``rows`` to what ``reuse`` takes for granted; a rollout may return more than it was asked for.
+    """Check that a batch of ``rows`` makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
 
     Raises:
         SpecError: it makes several mini-batches.
@@ -107,7 +106,7 @@ def _has_one_step(config: DictConfig) -> bool:
 
 
 def _find_reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    """Why a single gradient step does not see pi_old, from the cheapest to find to the dearest."""
+    """Find reasons why a single gradient step may not see pi_old, from the cheapest check to the dearest."""
     yield from _find_path_reasons(config)
     yield from _find_early_readers(config)
     yield from _find_correction_reasons(config, values)
@@ -172,7 +171,7 @@ def _find_micro_batch_reasons(config: DictConfig) -> Iterator[str]:
 
 
 def _explain_refusal(values: Mapping[str, Any]) -> str:
-    """Why the values make no correction; empty where they do."""
+    """Return why the values make no valid correction; empty if they do."""
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:

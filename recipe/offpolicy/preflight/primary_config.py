@@ -1,4 +1,4 @@
-"""The primary configuration that the command line names: one with our sections, and verl's own within its reach."""
+"""Checks of the primary configuration on the command line: it needs our sections, and verl's search path."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NEEDED = "pkg://verl.trainer.config"
 
 
 class _InvalidFlags(Exception):
-    """Flags that Hydra does not take either, which it says itself."""
+    """Flags that Hydra's parser rejects; Hydra itself reports them."""
 
 
 def check_primary(arguments: Sequence[str]) -> None:
-    """Refuse a primary configuration that is not found, or in which no correction has a place.
+    """Refuse a primary configuration that is not found, or has no section for a correction.
 
     Args:
         arguments: of the command line of our program.
@@ -58,7 +58,7 @@ def check_primary(arguments: Sequence[str]) -> None:
 
 
 def keep_search_path(arguments: Sequence[str]) -> list[str]:
-    """Arguments in which a search path of the user's has verl's configuration too, which ours is composed of."""
+    """Add verl's configuration, which ours is composed of, to a search path given by the user."""
     return [_add_verls(argument) for argument in arguments]
 
 
@@ -100,7 +100,7 @@ def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = frozenset()) -> bool:
-    """Whether a configuration, or one of its defaults beside it, takes our sections in."""
+    """Return True if a configuration, or one of its defaults beside it, includes our sections."""
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError):
@@ -115,7 +115,7 @@ def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = f
 
 
 def _list_defaults(content: DictConfig) -> Iterator[str]:
-    """The names of a defaults list: configurations, and groups of which one is chosen."""
+    """List the names in a defaults list: configurations, and groups of which one is chosen."""
     plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
     for default in plain.get("defaults") or ():
         for name in default if isinstance(default, dict) else (default,):

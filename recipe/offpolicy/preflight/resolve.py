@@ -1,4 +1,4 @@
-"""What a launch does to its composed configuration before anything is checked: choices made, names resolved."""
+"""Resolution of a composed configuration before the checks: ``auto`` choices made, names replaced by corrections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def resolve(config: DictConfig, say: Say) -> list[str]:
-    """Choose for ``correction=auto``, and put what they mean in the place of names of corrections; in place.
+    """Resolve ``auto`` choices and names of corrections in place, inside the Hydra application that composed it.
 
     Inside the Hydra application that composed the configuration.
 
@@ -45,7 +45,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
 
 
 def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
-    """A correction that was chosen, and of which overrides have left nothing.
+    """Refuse a chosen correction of which overrides have left nothing.
 
     Raises:
         SpecError: names the options.
@@ -56,7 +56,7 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
 
 
 def _resolve_shadows(config: DictConfig, say: Say) -> None:
-    """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
+    """Replace names of options in ``offpolicy.shadow`` by their values; needs the Hydra application."""
     names = OmegaConf.select(config, "offpolicy.shadow", default=[])
     if not isinstance(names, str | ListConfig | list):
         fix = "Set offpolicy.shadow=[gsm], or []."
@@ -79,7 +79,7 @@ def _resolve_shadows(config: DictConfig, say: Say) -> None:
 
 
 def _resolve_proximal(config: DictConfig, say: Say) -> None:
-    """A source of pi_old in the place of ``correction.proximal=auto``, for which shadows and fallbacks are known."""
+    """Replace ``correction.proximal=auto`` by the choice; shadows and fallbacks must be resolved before."""
     if OmegaConf.select(config, old_log_prob.KEY) != old_log_prob.AUTO:
         return
     choice = old_log_prob.choose_proximal(config)
@@ -90,7 +90,7 @@ def _resolve_proximal(config: DictConfig, say: Say) -> None:
 
 
 def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
-    """The options for the run's set-up, put into ``config.correction``; says what and why."""
+    """Choose the options for the run's set-up, put them into ``config.correction``, and report them."""
     selection = select(read_setup(config))
     check_stack(selection.options)
     with open_dict(config):

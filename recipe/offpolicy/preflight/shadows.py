@@ -1,4 +1,4 @@
-"""Reads ``offpolicy.shadow``: options of the group ``correction`` that are reported on and not applied."""
+"""Parsing of ``offpolicy.shadow``: options of the group ``correction`` that are reported and not applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED_DELTA = 0.1
 def parse_shadows(
     names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
 ) -> tuple[dict[str, CorrectionSpec], list[str]]:
-    """The corrections that are to be reported on, by the names of their options.
+    """Parse the corrections to report on, by the names of their options.
 
     Args:
         names: options of the group ``correction``.
@@ -77,7 +77,7 @@ def parse_shadows(
 
 
 def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
-    """Whether shadows can be reported on in a run with ``spec``, whose pi_old they see.
+    """Check that shadows are well formed with the run's ``proximal``, whose pi_old they see.
 
     Raises:
         SpecError: a shadow that would be malformed with the run's ``proximal``.
@@ -91,7 +91,7 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
 
 
 def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
-    """The values with each mask's open delta filled in, and the keys of these."""
+    """Fill in each mask's open delta; returns the values and the keys that were filled."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):
         return dict(plain), []

@@ -1,4 +1,4 @@
-"""Keys on the command line that resemble ours, or are given the name of a correction, and that nothing would read."""
+"""Detection of overrides that resemble our keys, or name a correction, and that nothing would read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLOSE = 0.85
 
 
 def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Iterator[Problem]:
-    """Find overrides whose key resembles one of our sections and is none.
+    """Find overrides whose key resembles one of our sections without being in it.
 
     Hydra answers ``corection=gsm`` by the advice to append the key, after which the run would train uncorrected.
 
@@ -50,7 +50,7 @@ def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Itera
 def find_stray_options(
     arguments: Iterable[str], options: Iterable[str], exists: Callable[[str], bool]
 ) -> Iterator[Problem]:
-    """Find keys that an override adds, with the name of a correction, or at the top where they are below a section.
+    """Find added keys that hold a correction's name, or that stand at the top instead of below a section of ours.
 
     Args:
         arguments, options: as of ``find_similar_keys``.
@@ -74,7 +74,7 @@ def find_stray_options(
 
 
 def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Sign, key and value of each override that is not another program's."""
+    """Parse overrides into (sign, key, value), without those below sections of other programs."""
     for argument in arguments:
         found = _OVERRIDE.fullmatch(argument.strip())
         if found and not argument.startswith("--") and not set(_ELSEWHERE) & set(_split_key(found["key"])):
@@ -82,7 +82,7 @@ def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]
 
 
 def _parse_value(value: str) -> Any:
-    """A value as Hydra reads it."""
+    """Parse a value as Hydra does."""
     try:
         return OverridesParser.create().parse_override(f"key={value}").value()
     except HydraException:
@@ -94,7 +94,7 @@ def _split_key(key: str) -> list[str]:
 
 
 def _find_resembled(key: str) -> tuple[str, int]:
-    """The section that a key was meant for and is not in, and the place of its name in the key.
+    """Find the section that a key seems meant for, and the index of its name in the key.
 
     The section is empty where the key is ours, or somebody else's.
     """
@@ -112,12 +112,12 @@ def _find_resembled(key: str) -> tuple[str, int]:
 
 
 def _is_option(value: str, options: set[str]) -> bool:
-    """Whether a value is one of the options, or a list that holds one."""
+    """Return True if a value is one of the options, or a list that holds one."""
     return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
 
 
 def _format_spelling(section: str, key: str, value: str, options: set[str]) -> str:
-    """The sentence that says how it is written."""
+    """Format the fix: how the override should be written."""
     if section == "correction" and _is_option(value, options):
         return f"Write correction={value} in its place."
     segments, (_, at) = _split_key(key), _find_resembled(key)

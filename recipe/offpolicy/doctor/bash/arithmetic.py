@@ -1,4 +1,4 @@
-"""$((...)) of integers."""
+"""Integer arithmetic of ``$((...))``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LARGEST_EXPONENT = 62
 
 
 def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
-    """The value of an expression without assignments.
+    """Evaluate an expression without assignments, in 64 bits as bash does.
 
     Args:
         numbers: of the variables that it names; those left out, and empty ones, are 0.

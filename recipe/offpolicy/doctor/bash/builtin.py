@@ -1,4 +1,4 @@
-"""The commands that bash has built in, as far as they change what a script knows."""
+"""Bash's builtin commands, as far as they change the interpreter's state."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
 def do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Collect what echo or printf prints, inside a substitution or pipe."""
     if interpreter.printed is None:
         return True
     end = "\n"
@@ -36,6 +37,7 @@ def do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: i
 
 
 def do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Assign the values of export, declare, local, readonly or typeset."""
     for argument in arguments:
         if isinstance(argument, str) and argument.partition("=")[0].isidentifier() and "=" in argument:
             key, _, value = argument.partition("=")
@@ -44,14 +46,17 @@ def do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line
 
 
 def do_leave(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """End the script or function: exit and return."""
     raise ScriptEnd(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
 def do_break(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Leave or continue a loop: break and continue."""
     raise LoopBreak(name)
 
 
 def do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Drop leading positional arguments; False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(interpreter.state.arguments)
     if enough:
@@ -61,18 +66,21 @@ def do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: 
 
 
 def do_set(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Replace the positional arguments after ``set --``; options are ignored."""
     if "--" in arguments:
         interpreter.state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
 def do_unset(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Remove variables."""
     for argument in arguments:
         interpreter.state.variables.pop(str(argument), None)
     return True
 
 
 def do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Change the directory; one that is not known ends the reading."""
     target = next((each for each in arguments if each != "--"), str(interpreter.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, and the script changes its directory by it")
@@ -82,18 +90,22 @@ def do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int
 
 
 def do_pwd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Print the directory."""
     return interpreter.print_known(f"{interpreter.state.directory}\n", True)
 
 
 def do_bracket(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Evaluate ``[ ... ]`` or ``test``."""
     return Condition(arguments[: -1 if name == "[" else None], interpreter.state, line).evaluate()
 
 
 def do_true(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Return the status of commands that change nothing; only ``false`` fails."""
     return name != "false"
 
 
 def do_source(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
     path = interpreter.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else "what it sources"
@@ -113,6 +125,7 @@ def do_source(interpreter: Interpreter, name: str, arguments: list[Field], line:
 
 
 def do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Run the text of eval; if a part is not known, forget the variables."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
         forget_variables(interpreter, next(each for each in arguments if isinstance(each, Unknown)))
@@ -121,6 +134,7 @@ def do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: i
 
 
 def do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Mark the variables of read, mapfile or readarray as unknown."""
     why = Unknown(f"`{name}` takes it from an input", line)
     for argument in arguments:
         if isinstance(argument, str) and argument.isidentifier():
@@ -129,6 +143,7 @@ def do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: i
 
 
 def do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Note the program of exec as called, and end the script."""
     if arguments:
         interpreter.call(arguments, line, "")
         raise ScriptEnd(name, line)
@@ -136,7 +151,7 @@ def do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: i
 
 
 def forget_variables(interpreter: Interpreter, why: Unknown) -> None:
-    """After commands that are not known, no variable is."""
+    """Mark all variables but a few of the environment's as unknown, after commands that are not known."""
     interpreter.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why
         for key, value in interpreter.state.variables.items()

@@ -1,4 +1,4 @@
-"""[[ ... ]], [ ... ] and test."""
+"""Evaluation of ``[[ ... ]]``, ``[ ... ]`` and ``test``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILES: dict[str, Callable[[Path], bool]] = {
 
 
 class Condition:
-    """Evaluates the words of one test, already expanded.
+    """One test of expanded words.
 
     Args:
         words: operators and operands.
@@ -42,7 +42,7 @@ class Condition:
         self._place = 0
 
     def evaluate(self) -> Truth:
-        """Whether it holds, or why that cannot be told."""
+        """Evaluate the test; Unknown, with the reason, if it depends on what is not known."""
         if not self._words:
             return False
         result = self._parse_or()

@@ -1,4 +1,4 @@
-"""Commands as a script has them, for messages."""
+"""Formatting of parsed commands for messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 80
 
 
 def format_command(command: Command) -> str:
-    """A condition in one line, cut where it is long; "..." for what is no simple condition."""
+    """Format a condition in one line, cut if long; "..." if it is no simple condition."""
     text = _format(command).replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -35,7 +35,7 @@ def _format(command: Command) -> str:
 
 @contextmanager
 def note_condition(condition: str) -> Iterator[None]:
-    """Notes the innermost condition under which a script ends."""
+    """Note, on a ScriptEnd raised inside, the innermost condition under which it was raised."""
     try:
         yield
     except ScriptEnd as end:

@@ -1,4 +1,4 @@
-"""Tokens -> commands."""
+"""Parser: tokens to a tree of commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shell_values import ScriptError
 
 @dataclass
 class Simple:
-    """Assignments, words, and its input: a here-document, a here-string, or the name of a file."""
+    """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name."""
 
     line: int
     assignments: list[Token] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Test:
 
 @dataclass
 class Chain:
-    """``first``, then each command whose operator, && or ||, fits the status before it."""
+    """Commands joined by && and ||: each of ``rest`` runs if its operator fits the status before it."""
 
     line: int
     first: Command
@@ -38,6 +38,8 @@ class Chain:
 
 @dataclass
 class Pipeline:
+    """Commands joined by |, or one command negated by !."""
+
     line: int
     commands: list[Command]
     negated: bool
@@ -45,6 +47,8 @@ class Pipeline:
 
 @dataclass
 class If:
+    """An if command: (condition, body) of each branch, and the else branch."""
+
     line: int
     branches: list[tuple[list[Command], list[Command]]]
     otherwise: list[Command]
@@ -65,6 +69,8 @@ class Loop:
 
 @dataclass
 class Case:
+    """A case command: (patterns, body) of each branch."""
+
     line: int
     subject: Token
     branches: list[tuple[list[Token], list[Command]]]
@@ -72,6 +78,8 @@ class Case:
 
 @dataclass
 class CommandGroup:
+    """Commands in braces, or in parentheses, which run in a subshell."""
+
     line: int
     body: list[Command]
     subshell: bool
@@ -79,6 +87,8 @@ class CommandGroup:
 
 @dataclass
 class Function:
+    """A definition of a function."""
+
     line: int
     name: str
     body: Command
@@ -90,7 +100,7 @@ _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
 def parse(source: str, first_line: int = 1) -> list[Command]:
-    """The commands of a script.
+    """Parse a script into commands.
 
     Raises:
         ScriptError: what is not closed, or not of the part of bash that is read.
@@ -309,7 +319,7 @@ class _Parser:
 
 
 def is_assignment(text: str) -> bool:
-    """Whether a word as it is written assigns: name=..., name+=..., name[index]=..."""
+    """Return True if an unexpanded word assigns: name=..., name+=..., name[index]=..."""
     name, equals, _ = text.partition("=")
     name = name.removesuffix("+")
     return bool(equals) and (name.isidentifier() or (name.partition("[")[0].isidentifier() and name.endswith("]")))

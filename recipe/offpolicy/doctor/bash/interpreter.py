@@ -1,4 +1,4 @@
-"""Follows a script's commands without running its programs, and notes what it would launch."""
+"""The interpreter: follows a script's commands without running its programs, and records those it would launch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ProgramCall:
 
 
 class Interpreter:
-    """Reads commands in a state; ``calls`` are the programs that were met, in order."""
+    """An interpreter of parsed commands in a shell state; ``calls`` are the programs met, in order."""
 
     def __init__(self, state: ShellState) -> None:
         self.state = state
@@ -73,7 +73,7 @@ class Interpreter:
         self.end: ScriptEnd | None = None  # by which the script itself ended
 
     def run_script(self, source: str, first_line: int = 1) -> None:
-        """Reads a script to its end or to where it ends itself.
+        """Run a script to its end or to where it ends itself.
 
         Raises:
             ScriptError: a form of bash that is not read.
@@ -88,6 +88,7 @@ class Interpreter:
         return WordExpander(self.state, self._substitute)
 
     def run(self, commands: list[Command]) -> Truth:
+        """Run commands in order; returns the status of the last."""
         status: Truth = True
         for command in commands:
             status = self._run_command(command)
@@ -199,7 +200,7 @@ class Interpreter:
             self.state = outside
 
     def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """What may run or not: what it would change is not known afterwards, unless it ends the script."""
+        """Run commands that may or may not run: what they change is unknown afterwards, unless they end the script."""
         self._run_either(run, lambda: None, why)
 
     def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
@@ -251,7 +252,7 @@ class Interpreter:
         return self._run_simple(command, given) if isinstance(command, Simple) else self._run_command(command)
 
     def _capture(self, run: Callable[[], object]) -> Field:
-        """What is printed meanwhile."""
+        """Run ``run`` and return what it prints."""
         outer, self.printed = self.printed, []
         try:
             run()
@@ -352,6 +353,7 @@ class Interpreter:
             variables[name] = value
 
     def call(self, words: list[Field], line: int, given: Field) -> Truth:
+        """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)
@@ -381,12 +383,13 @@ class Interpreter:
         return said
 
     def print_known(self, printed: str, succeeded: bool) -> Truth:
+        """Append a program's output to what is printed, and return its status."""
         if self.printed is not None:
             self.printed.append(printed)
         return succeeded
 
     def _run_inner(self, words: list[Field], line: int) -> None:
-        """bash -c TEXT, and bash FILE with its arguments."""
+        """Run ``bash -c TEXT``, or ``bash FILE`` with its arguments, in a copy of the state."""
         if self._depth >= _DEPTH:
             raise ScriptError(f"line {line}: scripts call each other without an end")
         flag, *rest = words

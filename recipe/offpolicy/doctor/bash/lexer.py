@@ -1,4 +1,4 @@
-"""Bash source -> tokens: words as they are written, operators, array assignments and here-documents."""
+"""Lexer: bash source to tokens (unexpanded words, operators, array assignments and here-documents)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSERS = {"{": "}", "(": ")"}
 
 @dataclass
 class Token:
-    """One token.
+    """A token with the line where it starts.
 
     Attributes:
         text: of a word as it is written, quotes included; of an array the name with = or +=.
@@ -35,7 +35,7 @@ class Token:
 
 
 class Lexer:
-    """Cuts a script into tokens, one at a time."""
+    """A lexer of one script."""
 
     def __init__(self, source: str, first_line: int = 1) -> None:
         self.source = source
@@ -44,7 +44,7 @@ class Lexer:
         self._documents: list[tuple[Token, str, bool, bool]] = []
 
     def tokenize(self) -> list[Token]:
-        """All tokens; an ``end`` last.
+        """Return all tokens; the last is an ``end``.
 
         Raises:
             ScriptError: a quote, a bracket or an array that is not closed.
@@ -121,7 +121,7 @@ class Lexer:
         return self.source[start : self.place]
 
     def _step(self) -> None:
-        """Over one character of a word, or one quoted or bracketed piece."""
+        """Skip one character of a word, or one quoted or bracketed piece."""
         character = self.source[self.place]
         if character == "\\":
             self._advance(2)
@@ -164,7 +164,7 @@ class Lexer:
         self._advance(1)
 
     def _skip_bracketed(self, before: int) -> None:
-        """Over ${...}, $(...) and the like, nested ones included."""
+        """Skip ${...}, $(...) and the like, nested ones included."""
         line = self.line
         self._advance(before)
         opener = self.source[self.place]
@@ -189,7 +189,7 @@ class Lexer:
         raise ScriptError(f"line {line}: {opener} is not closed")
 
     def _skip_document(self) -> None:
-        """Over a here-document inside $(...), whose text may hold any quotes."""
+        """Skip a here-document inside $(...), whose text may hold any quotes."""
         found = re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.source, self.place)
         if found is None:
             self._advance(2)

@@ -1,4 +1,4 @@
-"""${...}: which parameter, and what is done to it."""
+"""Parameter expansion, ``${...}``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter and an operation on it.
+    """A parameter and the operation on it.
 
     Attributes:
         index: of an array's element; @ or * for all of them.
@@ -35,17 +35,17 @@ class Parameter:
 
     @property
     def is_list(self) -> bool:
-        """Whether it is a list of values: $@, $*, ${A[@]}."""
+        """True for a list of values: $@, $*, ${A[@]}."""
         return (self.name in ("@", "*") or self.index in ("@", "*")) and not self.length
 
     @property
     def is_joined(self) -> bool:
-        """Whether, in quotes, the list is one value."""
+        """True if the list becomes one value inside quotes."""
         return self.name == "*" or self.index == "*"
 
 
 def parse_parameter(written: str, line: int) -> Parameter:
-    """What stands between ${ and }.
+    """Parse the text between ${ and }.
 
     Raises:
         ScriptError: a form that is not read.
@@ -59,7 +59,7 @@ def parse_parameter(written: str, line: int) -> Parameter:
 
 
 def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
-    """The values of a parameter after its operation; of a list one each, else one, or none where it is not set."""
+    """Expand a parameter: a list's values, else one value, or none if it is not set."""
     values = _read_values(asked, state, line, expand)
     if asked.length:
         return _compute_length(asked, values)
@@ -76,7 +76,7 @@ def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Cal
 
 
 def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
-    """None where the parameter is not set."""
+    """Return the values of a parameter before its operation; None if it is not set."""
     name = asked.name
     if name in ("@", "*"):
         state.looked_at.update(state.arguments)
@@ -188,7 +188,7 @@ def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Cal
 
 
 def _trim(value: str, pattern: str, operator: str) -> str:
-    """Without the shortest, or with a doubled operator the longest, start (#) or end (%) that the pattern fits."""
+    """Remove the shortest prefix (#) or suffix (%) that matches the pattern; with a doubled operator the longest."""
     ends = range(len(value) + 1)
     if operator.startswith("#"):
         order = ends if operator == "#" else reversed(ends)

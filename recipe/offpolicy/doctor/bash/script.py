@@ -1,4 +1,4 @@
-"""The programs that a script would run."""
+"""The one entry point of the static Bash interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .shell_values import Field, ScriptEnd, ScriptError, ShellState
 
 @dataclass(frozen=True)
 class Script:
-    """What a script was found to do.
+    """The result of following a script.
 
     Attributes:
         calls: the programs that it would run, in order.

@@ -1,4 +1,4 @@
-"""Words as they are written -> what they are worth: quotes, parameters, substitutions and the splitting into fields."""
+"""Word expansion: quotes, parameters, substitutions and field splitting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word; ``split`` where blanks in it end a field, ``ends`` where a field ends after it."""
+    """A part of a word; ``split`` if blanks in it end a field, ``ends`` if a field ends after it."""
 
     value: Field
     split: bool = False
@@ -28,26 +28,26 @@ class _Piece:
 
 
 class WordExpander:
-    """Expands words in a state."""
+    """An expander of words in a shell state."""
 
     def __init__(self, state: ShellState, substitute: Substitute) -> None:
         self._state = state
         self._substitute = substitute
 
     def expand_fields(self, written: str, line: int) -> list[Field]:
-        """The fields that a word of a command becomes: none, one or several."""
+        """Expand a word of a command to its fields: none, one or several."""
         return list(_join_fields(self._split_pieces(written, line, quoted=False)))
 
     def expand_text(self, written: str, line: int) -> Field:
-        """The one value that it becomes where nothing is split: in assignments, tests and here-strings."""
+        """Expand a word to one value without splitting, as in assignments, tests and here-strings."""
         return concatenate(piece.value for piece in self._split_pieces(written, line, quoted=False))
 
     def expand_document(self, written: str, line: int) -> Field:
-        """The value of a here-document whose name is not quoted."""
+        """Expand a here-document whose name is not quoted."""
         return concatenate(piece.value for piece in self._split_pieces(written, line, quoted=True, document=True))
 
     def expand_pattern(self, written: str, line: int) -> Field:
-        """As ``text``, of a pattern: what stands in quotes is meant as it is."""
+        """Expand a pattern; quoted parts are matched literally."""
         pieces = self._split_pieces(written, line, quoted=False)
         return concatenate(
             re.sub(r"[*?\[]", r"[\g<0>]", piece.value) if piece.quoted and isinstance(piece.value, str) else piece.value
@@ -55,7 +55,7 @@ class WordExpander:
         )
 
     def evaluate_arithmetic(self, expression: str, line: int) -> Field:
-        """The value of an arithmetic expression."""
+        """Evaluate an arithmetic expression."""
         plain = self.expand_document(expression, line)
         if isinstance(plain, Unknown):
             return plain
@@ -109,7 +109,7 @@ class WordExpander:
                 place = end
 
     def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
-        """How much of the text a $... takes, and what it becomes."""
+        """Return the length of the text that a $... takes, and its expansion."""
         if rest.startswith("$'") and not quoted:
             end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
             assert end is not None, "closed, as the lexer has seen"
@@ -145,7 +145,7 @@ class WordExpander:
 
 
 def concatenate(values: Iterator[Field]) -> Field:
-    """Parts of one value; unknown if one of them is."""
+    """Concatenate the parts of one value; Unknown if one of them is."""
     texts = []
     for value in values:
         if isinstance(value, Unknown):
@@ -162,7 +162,7 @@ def _intersperse_blanks(values: list[Field]) -> Iterator[Field]:
 
 
 def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
-    """Pieces put together to fields, cut at the blanks of those that are split."""
+    """Join pieces to fields, cut at the blanks of those that are split."""
     current: Field | None = None
 
     def add(value: Field) -> Field:
@@ -203,7 +203,7 @@ def _find_closing_quote(written: str, start: int) -> int:
 
 
 def _find_closing(written: str, start: int) -> int:
-    """Where the bracket at ``start`` is closed, quotes, comments and nested ones passed over."""
+    """Find the bracket that closes the one at ``start``, past quotes, comments and nested ones."""
     opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
     arithmetic = written.startswith("((", start)
     depth, place = 0, start

@@ -1,4 +1,4 @@
-"""One alarm as a state machine: it fires after several updates beyond a bound and re-arms after several well inside."""
+"""The state machine of one alarm: consecutive updates outside a band fire it, inside a narrower one re-arm it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Band:
     upper: float | None
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` lies inside."""
+        """Return True if ``value`` lies inside."""
         if math.isnan(value):
             return False
         return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
 
     def __str__(self) -> str:
-        """``>= 0.5 and <= 2``."""
+        """Format as ``>= 0.5 and <= 2``."""
         sides = {">=": self.lower, "<=": self.upper}
         return " and ".join(f"{sign} {bound:g}" for sign, bound in sides.items() if bound is not None)
 
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """When an alarm fires and re-arms.
+    """The condition under which an alarm fires and re-arms.
 
     Attributes:
         band: values that are in order.
@@ -50,7 +50,7 @@ class AlarmRule:
 
 @dataclass(frozen=True)
 class AlarmState:
-    """Where an alarm stands.
+    """The counters of one alarm.
 
     Attributes:
         firing: it has fired and has not re-armed.
@@ -65,7 +65,7 @@ class AlarmState:
     values: tuple[float, ...] = ()
 
     def advance(self, rule: AlarmRule, value: float) -> tuple[AlarmState, Event]:
-        """The state after an update with ``value``, and what happened."""
+        """Return the state after an update with ``value``, and the event."""
         inside = rule.band.contains(value)
         state = replace(
             self,

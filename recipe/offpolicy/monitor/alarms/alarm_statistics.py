@@ -1,4 +1,4 @@
-"""What each alarm looks at: one number an update, by the statistics that the correction in force gives."""
+"""The one number per update that each alarm compares with its bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
-    """The statistic, below ``offpolicy/``, that an alarm looks at under a correction.
+    """Return the name, below ``offpolicy/``, of the statistic that an alarm reads under a correction.
 
     Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
     trainer's weights that is pi / mu, because pi_old / mu says nothing there.
@@ -50,14 +50,14 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
 
 
 def explain_constant(name: str, spec: CorrectionSpec) -> str:
-    """Why the statistic of an alarm cannot leave its range under a correction; empty where it can."""
+    """Return why an alarm's statistic cannot change under a correction; empty if it can."""
     if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
         return "the correction has no mask and no weight that rejects, so that all is kept."
     return ""
 
 
 def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
-    """The number that an update shows; NaN where it is missing."""
+    """Read an alarm's value from the statistics of an update; NaN if it is missing."""
     if name == "nonfinite":
         found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
         return sum(found) if found else math.nan
@@ -65,7 +65,7 @@ def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> 
 
 
 def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
-    """``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+    """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:
         past: mismatch of the updates before, finite.

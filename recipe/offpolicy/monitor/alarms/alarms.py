@@ -1,4 +1,4 @@
-"""All alarms of a run: judged after each update, they say which correction is to be in force at the next."""
+"""All alarms of a run, evaluated after each update; they decide which correction the next update runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MEANINGS = {
 
 
 class AlarmError(RuntimeError):
-    """An alarm with ``action=stop`` fired; the message says which, by what, and what to do."""
+    """An alarm with ``action=stop`` fired; the message names the alarm, its values and the fix."""
 
 
 class Alarms:
-    """The alarms of one run.
+    """The alarms of one run and the correction that they have put in force.
 
     Args:
         alarms: those that are not off, by name, in the order in which they are judged.
@@ -50,17 +50,17 @@ class Alarms:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Alarms:
-        """That of a composed configuration."""
+        """Build the alarms of a composed configuration."""
         return cls(read_settings(config))
 
     @property
     def fallback(self) -> CorrectionSpec | None:
-        """The correction that is in force in the place of the configured one."""
+        """The correction in force in place of the configured one, or None."""
         alarm = self._alarms.get(self.in_force)
         return None if alarm is None else alarm.fallback
 
     def judge(self, spec: CorrectionSpec, values: Mapping[str, float]) -> bool:
-        """Take in what one update under ``spec`` showed.
+        """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
             values: statistics below ``offpolicy/``; empty where nothing is measured, and then nothing is judged.
@@ -95,15 +95,16 @@ class Alarms:
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
-        """``alarm/<name>``, 1 while it fires, and which correction the last update ran: 0 the configured, n the n-th
-        alarm's; alarms are counted as they are configured, those that are off left out.
+        """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
+
+        0 is the configured one, n the fallback of the n-th alarm, those that are off not counted.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
         return firing | {"alarm/active_correction": numbers[self._ran]}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, in plain values."""
+        """Return the state for a checkpoint, in plain values."""
         return {
             "in_force": self.in_force,
             "updates": self._updates,
@@ -113,7 +114,7 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
-        """Take up where ``state`` was written; alarms that it does not know, or knows otherwise, begin anew.
+        """Restore a checkpoint's state; alarms that are new, or configured otherwise, start afresh.
 
         Args:
             in_force: as the attribute, where it is not to be that of ``state``.
@@ -139,7 +140,7 @@ class Alarms:
                 self._states[name] = AlarmState(**known | {"values": tuple(known["values"])})
 
     def get_fallback(self, name: str) -> CorrectionSpec | None:
-        """The correction that the alarm ``name`` falls back to; None without such an alarm."""
+        """Return the correction that alarm ``name`` falls back to; None without such an alarm."""
         alarm = self._alarms.get(name)
         return None if alarm is None else alarm.fallback
 
@@ -155,7 +156,7 @@ class Alarms:
         return grown
 
     def _choose(self) -> str:
-        """What the next update is to run: the fallback that holds, or else that of the first alarm that fires."""
+        """Choose the next correction: the fallback still in force, else that of the first firing alarm."""
         holder = self._alarms.get(self.in_force)
         if holder is not None and not self._is_over(holder):
             return self.in_force
@@ -163,7 +164,7 @@ class Alarms:
         return next(firing, CONFIGURED)
 
     def _log_change(self, before: str, fired: Sequence[str]) -> None:
-        """What is in force next, and why, where alarms ``fired`` or it has changed."""
+        """Log which correction is in force next, where alarms ``fired`` or it has changed."""
         if before not in (CONFIGURED, self.in_force):
             quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
             if self.in_force == CONFIGURED:

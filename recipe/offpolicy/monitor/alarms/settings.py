@@ -1,4 +1,4 @@
-"""The keys of ``offpolicy.alarms``: read once, and what is wrong with them."""
+"""Parsing and validation of the keys ``offpolicy.alarms``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class AlarmSettings:
-    """One alarm as it is configured.
+    """The configuration of one alarm.
 
     Attributes:
         fallback: the correction to fall back to; None with another action.
@@ -62,7 +62,7 @@ class AlarmSettings:
     least: float
 
     def to_mapping(self) -> dict[str, Any]:
-        """What decides when it fires and what then happens, in values as JSON has them."""
+        """Return what decides on firing and on the action, as values that JSON holds."""
         fallback = None if self.fallback is None else self.fallback.to_mapping()
         return asdict(self.rule) | {
             "action": self.action,
@@ -74,14 +74,14 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """The alarms of a configuration without ``problems`` that are not off, by name."""
+    """Read the alarms that are not off, by name, of a configuration without problems (``find_problems``)."""
     return {
         name: _read_alarm(name, values) for name, values in _read_values(config).items() if values["action"] != "off"
     }
 
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.alarms`` beside the correction ``spec``."""
+    """Find the problems of the keys ``offpolicy.alarms`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
@@ -108,7 +108,7 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _reset_to_defaults(name: str, *parts: str) -> tuple[str, ...]:
-    """The overrides that give these keys of an alarm the values that are shipped."""
+    """Build the overrides that set these keys of an alarm to their defaults."""
     return tuple(set_to(f"{SECTION}.{name}.{part}", DEFAULTS[name][part]) for part in parts)
 
 
@@ -180,7 +180,7 @@ def _find_malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Bounds that cross, lie out of reach of what the alarm measures, or do not fit the stricter ones."""
+    """Find bounds that cross, lie beyond what the alarm measures, or do not fit the recovery bounds."""
     key, shipped = f"{SECTION}.{name}", _reset_to_defaults(name, *_BOUNDS)
     lower, upper = values["lower"], values["upper"]
     if lower is None and upper is None:

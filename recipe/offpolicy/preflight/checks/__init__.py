@@ -1,4 +1,4 @@
-"""Start-up checks: whatever would leave a configured correction dead, wrong or applied twice.
+"""Start-up checks for what would leave a configured correction dead, wrong or applied twice.
 
 Each looks at the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
 launch; what is rarely meant and no reason to stop is one of ``REMARKS``. ``preflight.examine`` runs them.

@@ -1,4 +1,4 @@
-"""Whether an agent loop hands the engine's log-probs on, read from the source of its class without importing it."""
+"""Static check that an agent loop returns the engine's log-probs, from its source and without importing it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class LogProbEvidence:
-    """What the source of an agent loop shows.
+    """Evidence in an agent loop's source on whether it returns log-probs.
 
     Attributes:
         log_probs: whether they are handed on; unknown where the source does not tell.
@@ -38,7 +38,7 @@ class _Module:
 
 
 def find_log_probs(target: str) -> LogProbEvidence:
-    """Look at a class and whatever of the same author's code it uses.
+    """Search a class, and what it uses of the same author's code, for returned log-probs.
 
     Args:
         target: the class by its dotted name.
@@ -107,7 +107,7 @@ def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _hands_on(node: ast.AST) -> bool:
-    """Whether the field is given, set or named anywhere."""
+    """Return True if the field is passed, set or named anywhere."""
     for each in ast.walk(node):
         match each:
             case ast.keyword(arg=field) if field == _FIELD:

@@ -1,4 +1,4 @@
-"""Agent loops of the user's own, which may hand on no log-probs of the rollout engine: then no mu arrives."""
+"""Check of custom agent loops, which may return no log-probs of the rollout engine, so that no mu arrives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arriv
 
 
 def check_agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Rollouts that come from elsewhere than verl's own agent loops."""
+    """Check that rollouts from other agent loops than verl's return log-probs."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
     if manager := OmegaConf.select(config, _MANAGER):
@@ -61,14 +61,14 @@ def check_agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
 
 def _resolve(given: str) -> Path | None:
-    """As verl resolves it: from the current directory, then from the root of its checkout."""
+    """Resolve a path as verl does: from the current directory, then from the root of its checkout."""
     package = find_source("verl")
     roots = [Path.cwd(), *([package.parent.parent] if package else [])]
     return next((path for root in roots if (path := root / given).is_file()), None)
 
 
 def _read_targets(path: Path) -> dict[str, str]:
-    """The loops of a file, by name."""
+    """Read the loops of a file: name -> ``_target_``."""
     listed = OmegaConf.load(path)
     if not isinstance(listed, ListConfig):
         raise TypeError(f"{path} holds no list")
@@ -86,7 +86,7 @@ def _build_unregistered(config: DictConfig, default: str) -> Problem:
 
 
 def _check_loop(loop: str, found: LogProbEvidence, given: object, *, sure: bool) -> Iterator[Problem]:
-    """What the source of a loop shows; ``sure``: whether rollouts come from it."""
+    """Report what the source of a loop shows; ``sure``: rollouts certainly come from it."""
     if found.log_probs == "left out":
         reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
         fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."

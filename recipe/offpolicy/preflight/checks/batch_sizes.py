@@ -1,4 +1,4 @@
-"""Rows of a batch that cannot be dealt evenly over ranks and micro-batches, on which verl ends at its first update."""
+"""Check of batch sizes that verl cannot split evenly over ranks and micro-batches: it ends at its first update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 
 
 def check_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Mini-batches whose rows on one data-parallel rank are no multiple of a micro-batch of fixed size.
+    """Check that the rows of a mini-batch on one rank are a multiple of a micro-batch of fixed size.
 
     verl asserts it where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
     workers of 0.7.1), after models are loaded and the first batch is sampled.
@@ -41,7 +41,7 @@ def check_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
 
 
 def count_data_parallel_ranks(config: DictConfig) -> int | None:
-    """Number of data-parallel ranks of the actor; None where the machines cannot be divided so."""
+    """Count the actor's data-parallel ranks; None if the machines cannot be divided so."""
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor = config.actor_rollout_ref.actor
     if actor.strategy == "megatron":
@@ -55,7 +55,7 @@ def count_data_parallel_ranks(config: DictConfig) -> int | None:
 
 
 def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
-    """A mini-batch whose rows are no multiple of the ranks."""
+    """Build the problem of a mini-batch whose rows are no multiple of the ranks."""
     size, each = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
     step = ranks // math.gcd(ranks, each)
     wanted = max(step, size // step * step)
@@ -70,7 +70,7 @@ def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
 def _check_forward_passes(
     config: DictConfig, spec: CorrectionSpec, path: LivePath, mini_batch: int, ranks: int
 ) -> Iterator[Problem]:
-    """The same of the forward passes for pi_old and for the reference policy, which see the whole batch."""
+    """Check the same for the forward passes of pi_old and of the reference policy, over the whole batch."""
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if path.trainer == "v1":
         # verl pads a batch up to whole mini-batches; separate_async makes a step of each mini-batch.

@@ -1,4 +1,4 @@
-"""Bounds, ratios and orders of a correction that cannot be meant."""
+"""Checks of bounds, ratios and aggregates that cannot be meant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .config_reader import ACTOR
 
 
 def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Bands that reject policies which agree."""
+    """Check that no band excludes the value of equal policies."""
     banded = [
         (f"masks.{name}", mask.lower, mask.upper, 1 if mask.aggregate in ON_RATIO else 0) for name, mask in spec.masks
     ]
@@ -39,7 +39,7 @@ def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Ite
 
 
 def check_bounds_in_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Bounds that no value can pass, because log-ratios are clamped, and bands that hold agreement to the bit alone."""
+    """Check that bounds can be passed, as log-ratios are clamped, and hold more than bit-exact agreement."""
     for name, mask in spec.masks:
         yield from _find_unreachable(f"correction.masks.{name}", name, mask)
         yield from _find_closed(f"correction.masks.{name}", name, mask)
@@ -51,7 +51,7 @@ def check_bounds_in_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[
 
 
 def warn_bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Bounds so far out that no run was seen to reach them."""
+    """Warn of bounds so far out that no run was seen to reach them."""
     for name, mask in spec.masks:
         for bound, value, distance in _measure_distances(mask):
             if furthest(mask) < distance <= clamped(mask):
@@ -80,7 +80,7 @@ def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
-    """A band without width: whatever differs at all is rejected."""
+    """Find a band without width, which rejects every policy that differs at all."""
     neutral = 1.0 if mask.aggregate in ON_RATIO else 0.0
     one_sided = mask.aggregate.startswith(("k2", "k3", "tv"))
     if mask.upper != neutral or (mask.lower != neutral and not one_sided):
@@ -92,7 +92,7 @@ def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
-    """Bounds as they are configured, with their distance from agreement in what the mask compares."""
+    """Measure the distance of each configured bound from agreement, in the unit that the mask compares."""
     if mask.delta is not None:
         yield "delta", mask.delta, mask.delta
     elif mask.budget is not None:
@@ -105,14 +105,14 @@ def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
 
 
 def _get_usual(mask: MaskSpec, bound: str) -> float | None:
-    """The value in use for a bound."""
+    """Return the usual value of a bound."""
     if bound in ("delta", "budget"):
         return {"delta": 0.1, "budget": 0.04}[bound]
     return band(mask.aggregate)[bound == "upper"]
 
 
 def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A weight on pi / mu beside a loss with a ratio to pi of its own."""
+    """Check that no weight on pi / mu stands beside a loss with a ratio to pi of its own."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if spec.weight is not None and spec.weight.ratio == "full" and mode != "gpg":
         yield Problem(
@@ -126,7 +126,7 @@ def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 
 
 def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """skyrl_compat without masks, where it has no effect."""
+    """Check that skyrl_compat has masks; without them it has no effect."""
     if spec.skyrl_compat and not spec.masks:
         reason, fix = "without a mask there is no order.", "Set correction.skyrl_compat=false."
         override = set_to("correction.skyrl_compat", False)
@@ -134,7 +134,7 @@ def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 
 
 def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Aggregates over single tokens, where the mean, the greatest and the sum are one."""
+    """Check that level=token has no aggregate: over one token mean, maximum and sum are the same."""
     reason = "level=token decides by single tokens, over which there is nothing to aggregate."
     if spec.weight is not None and spec.weight.level == "token" and spec.weight.aggregate != "product":
         key = "correction.weight.aggregate"

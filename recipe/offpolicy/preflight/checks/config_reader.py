@@ -1,4 +1,4 @@
-"""What the checks read of a composed configuration."""
+"""Readers of a composed configuration, shared by the checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHADOW = "offpolicy.shadow"
 
 @dataclass(frozen=True)
 class ConfiguredPart:
-    """One thing that a configuration asks for, whose verdict is told by itself.
+    """One part of a configured correction, which gets a verdict of its own.
 
     Attributes:
         name: as ``Problem.parts`` names it.
@@ -37,12 +37,12 @@ class ConfiguredPart:
 
 
 def read_spec(config: DictConfig) -> CorrectionSpec:
-    """The validated correction of a composed configuration."""
+    """Read and validate the correction of a composed configuration."""
     return CorrectionSpec.from_mapping(read_correction(config))
 
 
 def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
-    """Corrections that are reported and not applied, by name, of a configuration that main has prepared."""
+    """Read the shadow corrections, by name, of a configuration that ``main_offpolicy`` has resolved."""
     node = OmegaConf.select(config, SHADOW)
     mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
     if not isinstance(mapping, dict):
@@ -51,7 +51,7 @@ def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
 
 
 def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]:
-    """Everything that the configuration asks for: of ours, its shadows, verl's own, and router replay."""
+    """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
     parts = []
     if spec.weight is not None:
         parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
@@ -81,7 +81,7 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
 
 
 def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
-    """Whether anything that is asked for needs the rollout engine's log-probs."""
+    """Return True if anything configured needs the rollout engine's log-probs."""
     return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
 
 

@@ -1,4 +1,4 @@
-"""What of the path from the rollout to the gradient the correction cannot go through."""
+"""Check that the correction covers the path from the rollout to the gradient."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 
 
 def check_path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What of the configured path is not covered."""
+    """Check that the configured path is covered."""
     yield from find_uncovered(config, live_path(config))
 
 
 def find_uncovered(config: DictConfig, path: LivePath) -> Iterator[Problem]:
-    """As ``covered_path``, of a path that is known."""
+    """Find what is not covered of a known path."""
     yield from _check_switches(config, path)
     yield from _check_mode(config, path)
     yield from _check_engine(config, path)
@@ -96,7 +96,7 @@ def _check_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
 
 
 def _find_aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
-    """The key by which weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
+    """Find the key that keeps weights on the CPU, where verl's snapshots alias instead of copy them."""
     if OmegaConf.select(config, "trainer.device") == "cpu":  # where verl_patches.cpu makes them copies
         return None
     if OmegaConf.select(config, _SYNC_STEP) == 1 or OmegaConf.select(config, "correction.proximal") in WITHOUT_FORWARD:

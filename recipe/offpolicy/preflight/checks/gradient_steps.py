@@ -1,4 +1,4 @@
-"""Where pi_old comes from, and what looks at pi / pi_old, against the number of gradient steps that a batch gets."""
+"""Checks of pi_old's source and of ratios pi / pi_old against the gradient steps that a batch gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = ("proximal",)
 
 
 def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old of the current policy, where it is not, or where something reads it first."""
+    """Check that pi_old is the current policy where ``proximal`` says so, and that nothing reads it earlier."""
     key, value = "correction.proximal", spec.proximal
     steps = count_gradient_steps(config)
     recompute = (set_to(key, "recompute"),)
@@ -47,7 +47,7 @@ def _remove_alpha(spec: CorrectionSpec, recompute: tuple[str, ...]) -> tuple[str
 
 
 def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What looks at pi / pi_old needs a second gradient step on a batch to find them apart."""
+    """Check that ratios pi / pi_old get a second gradient step; at the first one they are 1."""
     if spec.proximal != "recompute" or count_gradient_steps(config) != 1:
         return
     reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
@@ -63,13 +63,13 @@ def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
 
 
 def build_two_steps(config: DictConfig) -> tuple[str, ...]:
-    """Overrides by which a batch gets two gradient steps; two epochs where a batch cannot be halved."""
+    """Build overrides that give a batch two gradient steps; two epochs if it cannot be halved."""
     batch = config.data.train_batch_size
     return (set_to(_MINI_BATCH, batch // 2) if batch % 2 == 0 else set_to(f"{ACTOR}.ppo_epochs", 2),)
 
 
 def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old of a loss without a ratio."""
+    """Check that the loss has a ratio that reads pi_old."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     alone = spec.weight is None and not spec.masks and spec.kl_clip is None
     if spec.proximal != "recompute" and alone and mode == "gpg":

@@ -1,4 +1,4 @@
-"""The loss around the correction: KL, denominators, baselines, distillation, and the base loss itself."""
+"""Checks of the loss around the correction: KL, denominator, baseline, distillation, and the base loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECTION = re.compile(r"full_key: ([\w.]+)")
 
 
 def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A clip of a KL loss that is not there, has no weight, or no gradient."""
+    """Check that the clipped KL loss exists and has a coefficient and a gradient."""
     if spec.kl_clip is None:
         return
     actor = config.actor_rollout_ref.actor
@@ -60,7 +60,7 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``denominator=kept`` of a loss without a count, or with rows that are dealt anew."""
+    """Check that ``denominator=kept`` meets a loss that divides by a count, and rows that are not shuffled."""
     if spec.denominator == "original":
         return
     actor = config.actor_rollout_ref.actor
@@ -78,7 +78,7 @@ def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
 
 def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``baseline=exclude`` of an estimator without groups."""
+    """Check that ``baseline=exclude`` meets an estimator with groups."""
     if spec.baseline == "include":
         return
     key = "algorithm.adv_estimator"
@@ -106,7 +106,7 @@ def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 
 def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """verl's distillation loss, which would be overwritten."""
+    """Refuse verl's distillation loss, which our loss would overwrite."""
     key = "distillation.enabled"
     if OmegaConf.select(config, key, default=False):
         reason = "verl's distillation loss and the corrected loss take the same place in the worker."
@@ -115,14 +115,14 @@ def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 
 
 def check_base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A base loss that does not take weights as they are meant, tried on a small batch."""
+    """Check, by a probe on a small batch, that the base loss applies weights."""
     if spec.is_none:
         return
     yield from _probe(config, EVERYTHING)
 
 
 def check_base_loss_of_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
+    """Check the same for verl's own weights, unless bypass mode uses a loss of its own."""
     asked = list_active(config)
     if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
         for problem in _probe(config, (name_part("rollout_is"),)):
@@ -173,7 +173,7 @@ def _probe(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _find_unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
-    """All keys of a section that the class which verl makes of it does not have; None where there is none.
+    """Find all keys of a section that verl's dataclass for it does not have; None if there are none.
 
     A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
     """
@@ -202,7 +202,7 @@ def _find_unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...])
 
 
 def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
-    """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
+    """Build the problem of an actor that verl's dataclasses refuse, by the key that the message names, if any."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := _find_key(config, word)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
@@ -222,7 +222,7 @@ def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Pro
 
 
 def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] | None:
-    """A key, the named one before others, at whose own default verl takes the actor, and the override for that."""
+    """Find a key, the named one first, at whose default verl accepts the actor, and its override."""
     from verl.utils.config import omega_conf_to_dataclass
 
     for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
@@ -240,7 +240,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] |
 
 
 def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Keys of the actor and its sections, with the defaults of verl's dataclasses where these are plain values."""
+    """List keys of the actor and its sections with the plain default values of verl's dataclasses."""
     actor = config.actor_rollout_ref.actor
     for section in _list_sections(actor):
         node = OmegaConf.select(actor, section) if section else actor
@@ -252,19 +252,19 @@ def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _find_key(config: DictConfig, name: str) -> str | None:
-    """The key of the actor, or of a section of it, that has this name."""
+    """Find the first key of the actor, or of a section of it, with this name."""
     return next(_find_keys(config, name), None)
 
 
 def _find_keys(config: DictConfig, name: str) -> Iterator[str]:
-    """Keys of the actor and of its sections that have this name."""
+    """List keys of the actor and of its sections with this name."""
     actor = config.actor_rollout_ref.actor
     places = (f"{section}.{name}" if section else name for section in _list_sections(actor))
     return (f"{ACTOR}.{place}" for place in places if _has(actor, place))
 
 
 def _list_sections(node: DictConfig, place: str = "") -> Iterator[str]:
-    """The place of a section, "" of the whole, and of all below it."""
+    """List the paths of a section, "" for the whole, and of all below it."""
     yield place
     for name in map(str, node):
         if isinstance(below := OmegaConf.select(node, name), DictConfig):

@@ -1,4 +1,4 @@
-"""Sections of verl's configuration that are null, of which every other check and verl itself read keys."""
+"""Check for sections of verl's configuration that are null, on which every other check would fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_V1 = ("trainer.v1",)
 
 
 def find_null_sections(config: DictConfig) -> Iterator[Problem]:
-    """Sections that are there and hold no keys; to be asked before any check, which would fail on them."""
+    """Find null sections; call it before any other check."""
     of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
     for key in (*_SECTIONS, *of_v1):
         owner, _, name = key.rpartition(".")
@@ -36,7 +36,7 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
 
 
 def _select(config: DictConfig, key: str) -> object:
-    """The value at a key, None where it is an interpolation of nothing."""
+    """Return the value at a key; None for an unresolved interpolation."""
     try:
         return OmegaConf.select(config, key)
     except OmegaConfBaseException:

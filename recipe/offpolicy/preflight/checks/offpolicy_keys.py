@@ -1,4 +1,4 @@
-"""The keys under ``offpolicy``: which there are, and what each may be."""
+"""Validation of the keys under ``offpolicy``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _check_bool(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator
 
 
 def _build_unknown(name: str, section: DictConfig) -> Problem:
-    """A key that is not there, and the nearest that is and holds one value."""
+    """Build the problem of an unknown key, with the nearest known key that holds a plain value."""
     values: Any = OmegaConf.to_container(section)
     key, value = f"offpolicy.{name}", values[name]
     single = [] if isinstance(value, dict | None) else [k for k in OWN_KEYS if not isinstance(values.get(k), dict)]
@@ -37,7 +37,7 @@ def _build_unknown(name: str, section: DictConfig) -> Problem:
 
 
 def _checked_elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Validated where it is read."""
+    """Yield nothing: the reader of this key validates it."""
     return iter(())
 
 
@@ -56,7 +56,7 @@ OWN_KEYS: dict[str, Validator] = {
 
 
 def check_own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Unknown keys, and values that no key takes."""
+    """Check the keys under ``offpolicy``: unknown ones, and invalid values."""
     section = config.get("offpolicy")
     if section is None:
         yield Problem("offpolicy", None, "its keys have no values.", "Remove this override.", parts=())

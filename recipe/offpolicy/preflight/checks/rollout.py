@@ -1,4 +1,4 @@
-"""What the rollout engine samples from, and what it says that it has sampled from."""
+"""Checks of the rollout's sampling distribution and of the log-probs that the engine returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODES = tuple(
 
 
 def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """mu that is not there, or is not checked."""
+    """Check that mu is computed, by an engine whose log-probs are tested."""
     if not needs_mu(config, spec):
         return
     key = f"{ROLLOUT}.calculate_log_probs"
@@ -37,7 +37,7 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
 
 
 def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """mu of the logits before temperature."""
+    """Refuse log-probs of the raw logits, before temperature."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
     for key in _MODES:
@@ -49,7 +49,7 @@ def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
 
 
 def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Distributions that no ratio of full policies can correct."""
+    """Refuse sampling distributions that no ratio of full policies can correct."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
     temperature = config.actor_rollout_ref.rollout["temperature"]
@@ -79,7 +79,7 @@ def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 
 def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A consent to truncated sampling where nothing reads mu."""
+    """Check that ``allow_truncated_sampling`` has a correction that reads mu."""
     if spec.allow_truncated_sampling and not (needs_mu(config, spec) or list_active(config)):
         key = "correction.allow_truncated_sampling"
         reason = "there is no correction whose mu it could be about."

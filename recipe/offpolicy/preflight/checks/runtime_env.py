@@ -1,4 +1,4 @@
-"""The environment of Ray's workers, as the launch would put it together."""
+"""Check of the environment variables of Ray's workers, as the launch would set them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...correction.problem import Problem, remove
 
 
 def list_patch_groups(path: LivePath) -> list[str]:
-    """The groups of patches that the workers of this path load, asked for or not."""
+    """List the groups of patches that the workers of this path load."""
     return ["legacy"] if path.worker == "legacy" else []
 
 
 def check_workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Variables that the configuration, or the submitted job, sets to another value than this process has."""
+    """Find variables that the configuration or the submitted job sets to other values than this process has."""
     given = OmegaConf.select(config, KEY)
     if given is not None and not isinstance(given, DictConfig):
         yield Problem(KEY, given, "not a mapping, as Ray's runtime environment is.", "", overrides=(f"{KEY}={{}}",))

@@ -1,4 +1,4 @@
-"""The seams of the path from the rollout to the gradient, and what its release does not note."""
+"""Checks of verl's functions on the live path against their contracts, and of what the release records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Hold = Callable[[Iterable[Contract]], None]
 
 
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Every seam of the live path, imported and held against its contract."""
+    """Import every seam of the live path and check it against its contract."""
     yield from check_seams_with(live_path(config), engine_loss.check)
 
 
 def check_seams_with(path: LivePath, hold: Hold) -> Iterator[Problem]:
-    """As ``seams``, by another way to hold what is not of the legacy actors."""
+    """Check the seams of a path by ``hold``; those of the legacy actors are imported all the same."""
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
         verl_patches.status()
@@ -38,7 +38,7 @@ def check_seams_with(path: LivePath, hold: Hold) -> Iterator[Problem]:
 
 
 def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``level=version`` where nobody notes versions."""
+    """Check that verl records the weight versions that ``level=version`` reads."""
     where = live_path(config)
     reason = None
     if not where.attributes.weight_versions:

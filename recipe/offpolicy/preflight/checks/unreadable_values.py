@@ -1,4 +1,4 @@
-"""Values of verl's own keys that no check and no trainer can read: unresolved interpolations, and no numbers."""
+"""Detection of values in verl's keys that no check can read: unresolved interpolations, and wrong types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of value: its name in a sentence, and the predicate that it satisfies."""
+    """A kind of value: its name in a sentence, and its predicate."""
 
     name: str
     holds: Callable[[Any], bool]
@@ -71,7 +71,7 @@ _READ: dict[str, tuple[_Kind, Any]] = {
 
 
 def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
-    """Values of keys that checks and verl compute with, of another kind than these can take."""
+    """Find values of another kind than the checks and verl compute with."""
     for key, (kind, usual) in _READ.items():
         try:
             value = OmegaConf.select(config, key, default=...)
@@ -82,7 +82,7 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
 
 
 def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """A copy in which keys that cannot be read have their usual values, or null, so that the rest can be looked at."""
+    """Copy the configuration with unreadable keys set to their usual values, or null, for the other checks."""
     changed = copy.deepcopy(config)
     for key in keys:
         _, usual = _READ.get(key, (None, None))
@@ -91,7 +91,7 @@ def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConf
 
 
 def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
-    """Interpolations that name a key or a variable which is not there; verl resolves all of them at its start."""
+    """Find interpolations of missing keys or variables; verl resolves all of them at its start."""
     found = list(_find_unresolved(config))
     told = {problem.reason for problem in found if _names_what_is_missing(problem)}
     # Keys that are made of such a key mend themselves with it.
@@ -117,7 +117,7 @@ def _find_unresolved(config: DictConfig) -> Iterator[Problem]:
 
 
 def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:
-    """Keys that hold an interpolation, with its text."""
+    """List the keys that hold an interpolation, with its text."""
     if node._is_none() or node._is_missing():
         return
     names = range(len(node)) if isinstance(node, ListConfig) else list(node)

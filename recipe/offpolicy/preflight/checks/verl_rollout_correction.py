@@ -1,4 +1,4 @@
-"""verl's own correction: beside ours, in keys that nothing reads, and with thresholds that say something else."""
+"""Checks of verl's own correction: beside ours, in keys that nothing reads, and with inverted thresholds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RS, _IS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold"
 
 
 def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """verl's own correction beside ours."""
+    """Refuse verl's own correction beside ours."""
     if spec.is_none:
         return
     twice = "verl's own correction beside ours would correct twice."
@@ -45,12 +45,12 @@ def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 
 def check_dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Keys of verl that do nothing where they are set."""
+    """Find keys of verl's own correction that nothing reads on this path."""
     yield from dead_keys_of(config, spec, live_path(config))
 
 
 def check_thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Thresholds of verl's own correction that verl takes for something else, or ends the run over."""
+    """Check thresholds of verl's own correction that verl misreads, or ends the run over."""
     if not spec.is_none:
         return
     values = read_rollout_correction(config)
@@ -72,13 +72,14 @@ def _find_malformed(key: str, owner: str, proposed: str | float, read: Callable[
 
 
 def _get_usual(rejection: str) -> str:
-    """A threshold in use for each of verl's options: of k1 a pair of ratios, of the others an upper bound in nats."""
+    """Return a usual threshold for verl's options: a pair of ratios for k1, else an upper bound in nats."""
     names = dict.fromkeys(name.strip() for name in rejection.split(",") if name.strip())
     return ",".join("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
 
 
 def _find_inverted(rejection: str, bound: Any) -> Iterator[Problem]:
-    """k1 is -log r, so that "lo_hi" bounds mu / pi_old; a pair that is wide above is how pi_old / mu is bounded.
+    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old, so that a pair that is wide above
+    is how pi_old / mu would be bounded.
 
     Symmetric pairs such as 0.5_2.0 are the same either way; lopsided by more than a tenth of their width in nats they
     are not.

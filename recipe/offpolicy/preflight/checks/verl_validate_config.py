@@ -1,4 +1,4 @@
-"""verl's own validation of a launch, which verl makes before it starts Ray."""
+"""verl's own validation of a launch, run before Ray starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOTH = re.compile(r"You have set both '([\w.]+)' AND '[\w.]+'")
 
 
 def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What ``validate_config`` refuses of a copy.
+    """Run verl's ``validate_config`` on a copy and report what it refuses.
 
     Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
     """
@@ -47,7 +47,7 @@ def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def _build_problem(config: DictConfig, said: str) -> Problem:
-    """verl's refusal by the key that its message is about, if that is known."""
+    """Build the problem of verl's refusal, by the key that its message is about, if known."""
     reason = f"verl's own validation refuses it: {said.rstrip('.')}."
     if found := _INDIVISIBLE.search(said):
         return _build_override(config, _BATCH, _find_divisible_batch(config, int(found[1])), reason)
@@ -62,12 +62,12 @@ def _build_problem(config: DictConfig, said: str) -> Problem:
 
 
 def _complete_key(named: str) -> str:
-    """verl's messages about the actor name its keys without the section above."""
+    """Complete a key in verl's message, which names keys of the actor without the section above."""
     return f"actor_rollout_ref.{named}" if named.startswith("actor.") else named
 
 
 def _find_divisible_batch(config: DictConfig, divisor: int) -> int:
-    """The next batch size whose rows are dealt evenly."""
+    """Find the next batch size whose rows are a multiple of ``divisor``."""
     rows = int(OmegaConf.select(config, _ROWS))
     batch = int(OmegaConf.select(config, _BATCH))
     return next(size for size in range(batch, batch + divisor + 1) if size * rows % divisor == 0)

@@ -1,4 +1,4 @@
-"""What a run may do and rarely means to: told at the start, and no reason to stop."""
+"""Remarks on configurations that train as they say and are rarely meant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDE_CAP = 10.0
 
 
 def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Bounds above which single tokens or rows own the gradient."""
+    """Warn of bounds above which single tokens or rows dominate the gradient."""
     why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
     if spec.weight is not None and (spec.weight.upper is None or spec.weight.upper > WIDE_CAP):
         cap = 2.0 if spec.weight.level == "token" else 5.0
@@ -34,14 +34,14 @@ def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 
 def warn_level_version(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """One version a row is one weight a row."""
+    """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
     if "version" in spec.levels:
         reason = "in synchronous training each row has one version, and this is level=sequence."
         yield Problem("level", "version", reason, "", "NOTE")
 
 
 def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Masks on pi / mu where pi is pi_old: what they would see of the updates is not there.
+    """Warn of masks on pi / mu where pi is pi_old, so that they see no update.
 
     In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
     """
@@ -64,7 +64,7 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
 
 def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old and pi computed in micro-batches of other sizes, whose kernels round differently (verl issue 6280)."""
+    """Warn of unequal micro-batches for pi_old and pi, whose kernels round differently (verl issue 6280)."""
     bypassed = spec.proximal in WITHOUT_FORWARD or read_rollout_correction(config).get(BYPASS)
     if bypassed or (spec.is_none and not list_active(config)):
         return
@@ -93,7 +93,7 @@ def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Itera
 
 
 def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """KL terms that the correction, ours or verl's own, does not reach."""
+    """Warn of KL terms that no correction, ours or verl's own, reaches."""
     actor = config.actor_rollout_ref.actor
     corrects = spec.weight is not None or bool(spec.masks)
     loses_kl = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0
@@ -129,7 +129,7 @@ def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 
 
 def _explain_kl_left_out(config: DictConfig) -> str | None:
-    """What of verl's own correction leaves the KL loss as it is.
+    """Explain why verl's own correction leaves the KL loss as it is; None if it does not.
 
     Its weights multiply the policy term. Its rejections change the mask that the KL loss reads too, except in bypass
     mode, where the policy term alone is given theirs.
@@ -145,7 +145,7 @@ def _explain_kl_left_out(config: DictConfig) -> str | None:
 
 
 def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Rewards by token, or their discount, under an estimator that sums a row first."""
+    """Warn of token-level rewards or discounts under an estimator that sums each row first."""
     estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
     if estimator not in OUTCOME:
         return

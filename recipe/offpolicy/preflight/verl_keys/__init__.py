@@ -1,4 +1,4 @@
-"""Keys of verl that look like corrections and that the installed release does not read where they are set.
+"""Checks of verl's own correction keys that the installed release ignores where they are set.
 
 verl keeps two copies of some settings and reads one of them, by release and by worker; the other is ignored without a
 word. Read from the sources of 0.7.1, 0.8.0 and 0.9.1:
@@ -31,7 +31,7 @@ from .router_replay import check_router_replay
 
 
 def find_dead_keys(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """What is set and would do nothing on this path, or something else than it says.
+    """Find keys that this path ignores, or reads as something else than they say.
 
     Args:
         config: composed and complete.

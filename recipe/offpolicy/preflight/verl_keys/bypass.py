@@ -1,4 +1,4 @@
-"""verl's bypass mode: what it leaves to the worker has to be in the worker's own keys."""
+"""Checks of verl's bypass mode, whose weights and rejections must be set in the worker's own keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BYPASS = f"{VERL}.{BYPASS}"
 
 
 def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """Weights, rejections and the loss's type beside ``bypass_mode``."""
+    """Check weights, rejections and the loss type beside ``bypass_mode``."""
     asked_of = read_rollout_correction(config)
     if not spec.is_none or not asked_of.get(BYPASS):
         return
@@ -69,12 +69,12 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
 
 
 def _find_owner(key: str) -> str:
-    """The part that a key belongs to: bounds and normalisation to the weight or the rejection."""
+    """Return the part that a key belongs to: its bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
 
 
 def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
-    """Overrides that say the worker's copy the same, under the loss that reads it."""
+    """Build overrides that set the worker's copy to the same values, under the loss that reads it."""
     said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
     differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
     return (
@@ -84,7 +84,7 @@ def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -
 
 
 def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """The worker's loss of bypass mode, and the keys that it alone reads."""
+    """Check the worker's loss of bypass mode, and the keys that it alone reads."""
     mode = get_value(config, LOSS_MODE)
     if spec.is_none and mode == BYPASS and not read_rollout_correction(config).get(BYPASS):
         yield Problem(
@@ -111,7 +111,7 @@ def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
 
 def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
-    """``actor.use_rollout_log_probs``, which one worker reads, and without which that worker loses mu."""
+    """Check ``actor.use_rollout_log_probs``, which the legacy FSDP actor alone reads and needs to get mu."""
     key = f"{ACTOR}.use_rollout_log_probs"
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
     if get_value(config, key) and not reads:

@@ -1,4 +1,4 @@
-"""verl's own correction without bypass mode: whether its keys are said so that they act, and get mu."""
+"""Checks of verl's own correction without bypass mode: its keys need one another, and mu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREAD = {
 
 
 def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """Keys that nothing reads without another, and the log-probs that everything reads."""
+    """Check that no key lacks another without which nothing reads it, and that mu is computed."""
     given = find_changed_keys(config)
     own = {key: value for key, value in given.items() if value is not None}  # null asks for nothing
     if not spec.is_none or not own:

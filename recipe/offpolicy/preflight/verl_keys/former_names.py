@@ -1,4 +1,4 @@
-"""Names that verl reads no more, or reads nowhere on this path."""
+"""Check for key names that verl no longer reads, or not on this path."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ FORMER = {
 
 
 def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """Check that ``trainer_mode`` meets the V1 trainer, which alone reads it."""
     mode = get_value(config, _TRAINER_MODE)
     if path.trainer == "v0" and mode not in (None, "sync"):
         yield Problem(
@@ -49,7 +50,7 @@ def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
 
 
 def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Each is reported as a correction of its own: what it asks for is nowhere else."""
+    """Find former key names; each is reported as a correction of its own, as no other key asks for it."""
     reason = "verl reads no key of this name any more."
     for key, value in read_rollout_correction(config).items() if spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
@@ -65,7 +66,7 @@ def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """The key taken away and, where one key says the same by the same value, put in its place."""
+    """Build overrides that remove a key and, where one key takes the same value, set that one."""
     same = instead if key.rpartition(".")[2] == instead.rpartition(".")[2] else None
     level = instead if key.endswith("rollout_is_level") else None
     target = same or level

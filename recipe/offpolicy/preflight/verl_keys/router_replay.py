@@ -1,4 +1,4 @@
-"""Router replay: set where nobody reads it, or at odds with what the rollout records and the trainer computes."""
+"""Checks of router replay: keys that nobody reads, or that contradict what rollout and trainer record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = (ROUTER_REPLAY,)
 
 
 def find_router_replay(config: DictConfig) -> str | None:
-    """What of router replay is asked for anywhere, as ``key=value``."""
+    """Find the first key that asks for router replay, as ``key=value``; None if none does."""
     for key in _list_replay_keys(config):
         if (mode := _get_mode(config, key)) != "disabled":
             return f"{key}.mode={mode}"
@@ -28,6 +28,7 @@ def find_router_replay(config: DictConfig) -> str | None:
 
 
 def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
+    """Check that routes which are replayed are recorded, and the reverse."""
     live = _find_replay_key(path)
     yield from _find_unread(config, path, live)
     mode = _get_mode(config, live) if live else "disabled"
@@ -83,12 +84,12 @@ def _find_unread(config: DictConfig, path: LivePath, live: str | None) -> Iterat
 
 
 def _build_off(config: DictConfig, key: str) -> str:
-    """What switches a router replay off that nothing reads."""
+    """Build the override that switches off a router replay which nothing reads."""
     return set_to(f"{key}.mode", "disabled") if _is_of_verl(config, key) else f"~{key}"
 
 
 def _is_of_verl(config: DictConfig, key: str) -> bool:
-    """Whether verl's own configuration has it, whose nodes name a class; what a user adds names none."""
+    """Return True if the node is in verl's configuration, where nodes name a class; those a user adds do not."""
     return get_value(config, f"{key}._target_") is not None
 
 
@@ -99,7 +100,7 @@ def _find_skipped_forward(config: DictConfig, spec: CorrectionSpec) -> str | Non
 
 
 def _find_replay_key(path: LivePath) -> str | None:
-    """The key that decides about router replay on this path, if one does."""
+    """Find the key that decides about router replay on this path; None if none does."""
     if path.worker == "legacy":
         return f"{ACTOR}.router_replay" if path.strategy == "megatron" else None
     reads = path.strategy in path.attributes.replaying_engines
@@ -107,7 +108,7 @@ def _find_replay_key(path: LivePath) -> str | None:
 
 
 def _list_replay_keys(config: DictConfig) -> Iterator[str]:
-    """Every place below actor and reference that takes a router replay: verl's dataclasses of all engines do."""
+    """List every section below actor and reference that takes a router replay."""
     for owner in (ACTOR, "actor_rollout_ref.ref"):
         node = OmegaConf.select(config, owner)
         for name in node or ():
