@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 
-# What verl imports stays until the end: looking for garbage among it takes a quarter of the time.
+# What verl imports stays until the end, and collecting garbage among it takes a quarter of the time.
 gc.disable()
-# verl and what it imports talk of GPUs and plugins, which do not matter here.
+# verl and what it imports log about GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
 from ..command_line import run  # noqa: E402
@@ -24,5 +24,5 @@ except Exception as error:  # not even its own modules could be imported
 for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(BrokenPipeError):
         stream.flush()
-# Taking it all down would take another second.
+# Tearing the interpreter down would take another second.
 os._exit(status)

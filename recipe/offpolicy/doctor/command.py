@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.line is not None and known.script is None:
         parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
     out = sys.stdout
-    # Whoever is imported may print; what is asked for stands alone on the standard output.
+    # Imported packages may print; the standard output is kept for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from .diagnosis import Diagnosis, diagnose
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             diagnosis = diagnose(launch)
         except ScriptError as error:
             diagnosis = Diagnosis(launch, error=str(error))
-        except Exception as error:  # of the doctor's own; a status of Python's would say INERT
+        except Exception as error:  # of the doctor itself: Python's exit status 1 would mean INERT
             diagnosis = Diagnosis(launch, error=describe_failure(error))
-    # A reader such as `head` may have seen enough; of that rich makes an exit.
+    # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
         if known.json:
             json.dump(to_json(diagnosis), out, indent=2)

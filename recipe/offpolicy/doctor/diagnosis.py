@@ -45,7 +45,7 @@ class VerdictRow:
 
     Attributes:
         name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: what is asked for; "" where it is named by a problem alone.
+        meaning: what is configured, in a few words; "" for a row that only a problem names.
         problems: with a verdict, the worst first.
     """
 
@@ -69,7 +69,7 @@ class Diagnosis:
         notes: remarks that change no verdict.
         said: what the launch itself would say, such as what ``correction=auto`` chose.
         fingerprint: of our own correction.
-        error: why there is no configuration to look at; "" where there is.
+        error: why no configuration could be composed; "" if one was.
         headline: which correction is on, or UNCORRECTED; "" where there is no configuration.
     """
 
@@ -147,7 +147,7 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     else:
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
-        # Where nothing is asked for, nothing can be other than it says.
+        # Without a correction there is none that could act otherwise than configured.
         problems.append(Problem("module", launch.module, reason, fix, "WRONG" if list_active(config) else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."

@@ -35,7 +35,7 @@ VERLS = ("verl.trainer.main_ppo",)
 _OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
-"""A place of a search path that is looked for from the current directory."""
+"""A relative place of a search path, resolved from the current directory."""
 
 
 class LaunchError(ValueError):
@@ -85,7 +85,7 @@ def compose(launch: Launch) -> DictConfig:
         given = keep_search_path(force_own_keys(given))
     arguments = _parse(given)
     if arguments.multirun:
-        raise LaunchError("--multirun: several runs, and this looks at one. Take one value of each key.")
+        raise LaunchError("--multirun: several runs, and the doctor checks one. Fix: give one value of each key.")
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:

@@ -61,7 +61,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": [_problem_to_json(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
-    # What a launch was given ends in the logs of whoever asks.
+    # Arguments may hold secrets, and this output ends in logs.
     return cast(dict[str, Any], redacted(plain))
 
 
@@ -100,7 +100,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     problems = [*diagnosis.problems, *diagnosis.notes]
     for problem, following in zip_longest(problems, problems[1:]):
         _print_line(console, problem.verdict, str(problem), style=problem.verdict)
-        # What mends several is said once, below the last of them.
+        # Overrides shared by consecutive problems are printed once, below the last of them.
         if problem.overrides and (following is None or following.overrides != problem.overrides):
             _print_line(console, f"      {problem.pasted}")
     _print_line(console, _format_conclusion(diagnosis))
@@ -127,17 +127,19 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
 
 def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
-        return "No correction is asked for: there is nothing that could be live."
+        return "No correction is configured: there is nothing to check."
     if diagnosis.verdict == "LIVE":
         if diagnosis.launch.module == OURS:
             return (
                 "LIVE: every check passes and the seams are in place. The first update of the run proves it, or stops."
             )
-        return "LIVE: verl reads what is asked for. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+        return (
+            "LIVE: verl reads what is configured. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+        )
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not mends:
         return said
-    # A sentence alone mends the others.
+    # The others have a fix in words alone.
     what = "All of it" if all(problem.overrides for problem in diagnosis.problems) else "What can be pasted"
     return f"{said} {what} in one line: {shlex.join(mends)}"

@@ -22,7 +22,7 @@ _TARGET = "_target_"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
-"""Composes with these overrides."""
+"""Composes the configuration with these overrides."""
 
 
 def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verls: bool = True) -> list[Problem]:
@@ -38,7 +38,7 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
     if not plain:
         return []
     try:
-        # What cannot be added, because it is there, hides nothing either.
+        # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
         others = [each for each in overrides if _PLAIN.fullmatch(each) is None]
         config = compose([f"+{each}" if _ADDED.match(each) else each for each in others])
     except (HydraException, OmegaConfBaseException):

@@ -34,6 +34,8 @@ CHANGED = "offpolicy.resume_changed_correction"
 STATES = "offpolicy"
 """Folder of a checkpoint for what extensions keep in files."""
 _STEP = "global_step_"
+_ACTIVE = "steering"
+"""Key of the alarms' and moved bounds' state in a record; checkpoints that exist spell it so."""
 _CUT_SHORT = "its writing was cut short"
 
 
@@ -121,14 +123,14 @@ def guard_save(
     config: DictConfig,
     step: int,
     spec: CorrectionSpec,
-    steering: Mapping[str, Any] | None = None,
+    active: Mapping[str, Any] | None = None,
     extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
 ) -> Iterator[None]:
     """Wrap verl's ``_save_checkpoint``: mark the checkpoint as begun, and record it once it is complete.
 
     Args:
-        steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
-        extensions: takes a folder for their files; what they have to keep, by section.
+        active: state of the alarms and moved bounds, see ``monitor.active_correction``.
+        extensions: takes a folder for their files; returns the extensions' state, by section.
     """
     folder = CheckpointFolder.from_config(config)
     _keep_previous(config)
@@ -140,17 +142,17 @@ def guard_save(
     write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
     record.unlink(missing_ok=True)
     yield
-    # An asynchronous save of Megatron's goes on; verl names it when it is done.
+    # An asynchronous save of Megatron goes on in the background; verl writes its tracker when it is done.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
     content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
     content |= {"step": step, "complete": complete}
-    if steering is not None:
-        content["steering"] = dict(steering)
+    if active is not None:
+        content[_ACTIVE] = dict(active)
     if states := extensions(folder.step_path(step) / STATES):
         content["extensions"] = dict(states)
     write_json(record, content)
     if complete:
-        # As verl has just done, but at once.
+        # verl has just written the same, but not atomically: a run killed meanwhile would leave no number.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
@@ -164,11 +166,12 @@ def check_before_loading(
     """Check, before verl's ``_load_checkpoint``, that it will load a whole checkpoint of the same correction.
 
     Args:
-        differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
-        of_extensions: takes what it holds of extensions, by section; likewise.
+        differences: takes the checkpoint's state of alarms and moved bounds; lists keys in which this run would not
+            go on alike, in the form of ``find_changes``.
+        of_extensions: takes the checkpoint's state of extensions, by section; likewise.
 
     Returns:
-        The checkpoint's ``steering``, for a run with the same correction; None where there is none.
+        The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
 
     Raises:
         CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
@@ -184,9 +187,9 @@ def check_before_loading(
             RECORD,
         )
         return None
-    steering: dict[str, Any] | None = record.get("steering")
+    active: dict[str, Any] | None = record.get(_ACTIVE)
     of_correction = find_changes(_normalize_proximal(record["correction"]), _normalize_proximal(spec.to_mapping()))
-    if not (found := of_correction + differences(steering) + of_extensions(record.get("extensions", {}))):
+    if not (found := of_correction + differences(active) + of_extensions(record.get("extensions", {}))):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
@@ -199,14 +202,14 @@ def check_before_loading(
             f"{path} was trained with another correction:{_format_lines(found)}\n"
             f"Set these back, or say that the change is meant with {CHANGED}=true."
         )
-    if of_correction and steering is not None:
+    if of_correction and active is not None:
         logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
         return None
-    return steering
+    return active
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
-    """What the checkpoint that verl has just loaded holds of extensions, and the folder of their files."""
+    """Read the extensions' state in the checkpoint that verl has just loaded, and the folder of their files."""
     path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES

@@ -1,8 +1,8 @@
 """Detection of dead Ray actors, also of those for whose answer nobody waits.
 
-verl learns of a dead worker only by waiting for its answer. Where nobody does, as with agent loops that were sent off,
-or where another worker waits, as an agent loop for an inference server, prompts stay pending or are asked for again
-for ever.
+verl learns of a dead worker only by waiting for its answer. Where the driver does not wait, as for agent loops in
+the background, or another worker does, as an agent loop for an inference server, prompts stay pending or are requested
+again for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LostWorkerDetector:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Answer that is waited for -> who is to give it.
+        # Reference to a pending answer -> the actor that owes it.
         self._waiting: dict[Any, Any] = {}
 
     def __call__(self) -> str | None:
@@ -53,9 +53,9 @@ class LostWorkerDetector:
             try:
                 ray.get(answer)
             except ActorUnavailableError:
-                continue  # a network that may come back
+                continue  # Ray raises it for a broken connection too, which may come back
             except RayActorError as error:
-                # One that the trainer does not list any more has been ended on purpose.
+                # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
                     lost.append(f"a worker of {listed[handle]} has died: {' '.join(str(error).split())}")
         return " ".join(lost) or None

@@ -1,7 +1,7 @@
 """A watchdog thread that ends a hanging run, or one that lost a worker, in bounded time and names the phase.
 
 verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or
-rollouts that fail and are asked for again for ever keep a run alive that does nothing. A thread beside the trainer
+rollouts that fail and are requested again for ever keep a run alive that does nothing. A thread beside the trainer
 knows which phase of a step it is in, by wrapped methods, and since when.
 """
 
@@ -47,18 +47,18 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Attribute below the trainer -> the phase that it is; of verl 0.7.1 to 0.9.1, V0 and V1. Each has what it has."""
+"""Method below the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has some of them."""
 BETWEEN = "between_phases"
 """The driver's own work between two phases: rewards, advantages, metrics, the logger."""
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
-"""Wakes the main thread, which then raises."""
+"""Interrupts the main thread, whose handler then raises."""
 PATIENCE = 5.0
-"""Seconds that the main thread has to wake, before what it may be waiting for is ended."""
+"""Seconds that the main thread has to react to the signal, before the actors that it may wait for are killed."""
 GRACE = 60.0
-"""Seconds that a run which was told to end has to unwind, before its process is ended."""
+"""Seconds that an ending run has to unwind, before its process is ended."""
 EXIT_CODE = 70
 
 
@@ -70,7 +70,7 @@ class _Interrupt(KeyboardInterrupt):
     """Raised in the main thread by the signal handler: ``ray.get`` ends for a KeyboardInterrupt alone, and no ``except
     Exception`` catches it.
 
-    ``Watchdog.raise_verdict`` puts the verdict in its place.
+    ``Watchdog.raise_verdict`` replaces it by the verdict.
     """
 
 
@@ -143,13 +143,13 @@ class Watchdog:
 
     Args:
         phases: what the trainer is doing.
-        lost: asked at every ``poll`` for workers that have died; None: never.
-        poll: seconds between two looks.
+        lost: returns an error message if a worker has died; called at every ``poll``. None: never.
+        poll: seconds between two checks.
         step: the step that the trainer is at, for messages.
-        release: ends what the main thread may be waiting for, where the signal alone does not wake it.
+        release: kills what the main thread may wait for, if the signal alone does not interrupt it.
         patience: seconds from the signal to that.
         grace: seconds from there to the end of the process.
-        end: ends this process at once; never returns.
+        end: exits this process at once; never returns.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Watchdog:
         """Start watching; call it in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
-            # The only way to raise in a thread that waits.
+            # A signal is the only way to raise in a thread that is blocked in C code, as in ray.get.
             self._before = signal.signal(SIGNAL, self._raise)
         self._thread.start()
 
@@ -233,7 +233,7 @@ class Watchdog:
         try:
             return self._lost() if self._lost else None
         except Exception:
-            # Time limits are left; they must not be lost with it.
+            # The time limits still work, and must not be lost with this check.
             logger.warning("cannot look whether all workers are alive, and stops trying.", exc_info=True)
             self._lost = None
             return None
@@ -246,7 +246,7 @@ class Watchdog:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
         self.verdict = WatchdogError(f"{sentence} Step {self._step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
-        # To the descriptor: it is what Ray shows of a process, whatever Python's sys.stderr is by now.
+        # To descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
@@ -369,10 +369,10 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
                 result = fit(*args, **kwargs)
         except BaseException:
             if watchdog.verdict is None:
-                # Now: what comes after may end this process before anybody else has said why.
+                # Logged at once: cleaning up may end this process before the error is reported elsewhere.
                 logger.error("the run has failed.", exc_info=True)
             if _in_ray_actor():
-                # What comes after, such as closing a store, waits for processes that may not answer any more.
+                # Cleaning up, such as closing a store, may wait for processes that no longer answer.
                 watchdog.start_grace_period()
             elif watchdog.verdict is None:
                 watchdog.stop()

@@ -34,7 +34,7 @@ from .shadows import check_beside
 from .similar_keys import find_stray_options
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a check raises on a value that it cannot read."""
+"""Errors that a check may raise on a value that it cannot read."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Preflight:
         spec: the correction to train with; None where it could not be read.
         options: of the group ``correction``.
         problems: WRONG ones stop the launch; INERT ones train and do nothing; the others are notes.
-        said: lines on what was chosen, such as by ``correction=auto``.
+        said: lines about choices made, such as by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
 
@@ -82,7 +82,7 @@ def examine(
         return Preflight(None, (), tuple(null), (), format_headline(None, (), config))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "WRONG" for problem in problems):
-        # The other checks look at a copy in which these keys have values that can be read.
+        # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
     problems += (pairs := list(find_pairs(overrides)))
     problems += _find_stray_options(overrides)
@@ -92,7 +92,7 @@ def examine(
         options = resolve(config, said.append)
         spec = read_spec(config)
     except SpecError as error:
-        # Bounds cross where one of them is a pair that was read as a number, which is told.
+        # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
         if _get_section(error.problem) not in map(_get_section, pairs):
             problems.append(error.problem)
     except CheckError as error:
@@ -103,8 +103,8 @@ def examine(
     for line in (first, *said):
         say(line)
     if spec is not None:
-        told = {problem.key for problem in pairs}
-        problems += [each for each in _check_around(config, spec, options, checks) if each.key not in told]
+        reported = {problem.key for problem in pairs}
+        problems += [each for each in _check_around(config, spec, options, checks) if each.key not in reported]
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
 
 

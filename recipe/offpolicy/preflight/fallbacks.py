@@ -28,7 +28,7 @@ def resolve(config: DictConfig) -> None:
         if not names or isinstance(names, DictConfig):
             continue
         options = _read_names(key, names)
-        # What the user has said of the rollout holds for whatever corrects it.
+        # The user's consent is about the rollout, and so holds for every correction of it.
         truncated = OmegaConf.select(config, "correction.allow_truncated_sampling", default=False)
         correction = _stack(key, options) | {"allow_truncated_sampling": truncated}
         with open_dict(config):
@@ -108,7 +108,7 @@ def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
     changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
     with open_dict(changed):
         changed.correction = fallback.to_mapping()
-        # Alarms and the schedule of bounds were checked with the correction that they were configured for.
+        # Alarms and the calibration of bounds are checked with the configured correction.
         for name in DEFAULTS:
             changed.offpolicy.alarms[name] = {"action": "off"}
         changed.offpolicy.calibrate = {}

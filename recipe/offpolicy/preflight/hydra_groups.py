@@ -70,7 +70,7 @@ def read_chosen_options() -> list[str]:
         return [str(option) for option in value] if isinstance(value, list) else [str(value)]
     if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
         return [str(choice)]
-    # A list in the defaults of the primary configuration, which Hydra notes nowhere.
+    # A list in the defaults of the primary configuration, which Hydra does not record in its choices.
     defaults: list[ResultDefault] = (
         _get_loader()
         .compute_defaults_list(
@@ -151,7 +151,7 @@ def recompose(options: Sequence[str]) -> DictConfig:
 
 
 def _build_no_group_error() -> SpecError:
-    return SpecError("nothing says what is meant.", "Set correction=none to train uncorrected.", key=GROUP)
+    return SpecError("the group has no option.", "Set correction=none to train uncorrected.", key=GROUP)
 
 
 def _get_loader() -> Any:

@@ -14,14 +14,14 @@ from ..correction import Problem
 
 SECTIONS = ("correction", "offpolicy", "setup")
 _EVERYWHERE = ("correction",)
-"""Sections whose name nobody else gives to a key; ``offpolicy`` and ``setup`` are ours at the top alone."""
+"""Sections whose name is ours at any depth; ``offpolicy`` and ``setup`` are ours at the top alone."""
 _ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
-"""Keys of verl's below which every name is another program's."""
+"""Keys of verl below which names belong to other programs."""
 _BELOW = {
     "correction": ("weight", "masks", "proximal", "denominator", "baseline", "kl_clip", "skyrl_compat"),
     "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
 }
-"""Keys of our sections that mean nothing at the top."""
+"""Keys of our sections, to recognise them where they stand at the top by mistake."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
@@ -96,7 +96,7 @@ def _split_key(key: str) -> list[str]:
 def _find_resembled(key: str) -> tuple[str, int]:
     """Find the section that a key seems meant for, and the index of its name in the key.
 
-    The section is empty where the key is ours, or somebody else's.
+    The section is empty if the key is ours, or resembles none of them.
     """
     segments = _split_key(key)
     # A group below ours, or ours put into another package, is none of ours.

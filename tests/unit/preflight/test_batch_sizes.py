@@ -1,4 +1,4 @@
-"""Rows that cannot be dealt evenly: by hand, and with values that divide."""
+"""Rows that cannot be split evenly: by hand, and with values that divide."""
 
 from __future__ import annotations
 

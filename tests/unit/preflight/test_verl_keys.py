@@ -214,7 +214,7 @@ DEAD: dict[str, tuple[dict[str, Any], tuple[LivePath, ...], str, str]] = {
         REPLAYED,
         "R2 records the trainer's own",
     ),
-    "routes for nobody": ({REPLAYED: True}, PATHS, REPLAYED, "replayed by nobody"),
+    "routes that nothing replays": ({REPLAYED: True}, PATHS, REPLAYED, "nothing replays the rollout's routes"),
     "R2 with verl's bypass": (
         replay("R2", "megatron.") | BYPASS,
         (MEGATRON, MEGATRON_071),

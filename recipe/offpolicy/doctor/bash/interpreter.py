@@ -213,7 +213,7 @@ class Interpreter:
                 run()
                 ends.append(self.state)
             except (ScriptEnd, LoopBreak) as end:
-                # After a break the script goes on.
+                # After a break the script goes on, after an exit it does not: the break prevails.
                 stopped = stopped if isinstance(stopped, LoopBreak) else end
                 ends.append(None)
         self._doubt = doubt
@@ -404,7 +404,7 @@ class Interpreter:
                 self.run_script(read_text(path))
         finally:
             self.state, self._depth, self.end = outside, self._depth - 1, end
-        # Lines are those of the script that was asked for.
+        # Messages name lines of the outer script.
         self.calls[calls:] = [ProgramCall(call.words, line, call.doubt) for call in self.calls[calls:]]
 
     def _run_function(self, name: str, arguments: list[Field]) -> Truth:

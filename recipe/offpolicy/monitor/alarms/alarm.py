@@ -9,7 +9,7 @@ from typing import Literal
 Action = Literal["off", "warn", "stop", "fallback"]
 Event = Literal["none", "fired", "recovered"]
 
-_SHOWN = 5  # values that a message names
+_SHOWN = 5  # most values listed in a message
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ RANGES: Final = {
     "nonfinite": (0.0, math.inf),
     "mismatch_growth": (0.0, math.inf),
 }
-"""Least and greatest value that each alarm can see."""
+"""Least and greatest value that each alarm's statistic can take."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
     """Return the name, below ``offpolicy/``, of the statistic that an alarm reads under a correction.
 
-    Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
-    trainer's weights that is pi / mu, because pi_old / mu says nothing there.
+    Without a weight it is the statistic of the ratio that a weight would be made of: pi_old / mu, or pi / mu where
+    pi_old does not come from the trainer's weights and pi_old / mu shows no mismatch.
     """
     trainers_own = spec.proximal in OF_THE_TRAINER
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
@@ -69,7 +69,7 @@ def compute_growth(past: Sequence[float], value: float, *, history: int, least: 
 
     Args:
         past: mismatch of the updates before, finite.
-        least: mismatch that is taken for none: neither value nor median counts as less.
+        least: floor of both the value and the median, so that growth from near zero does not count.
     """
     if math.isnan(value):
         return math.nan

@@ -35,7 +35,7 @@ class Alarms:
     """The alarms of one run and the correction that they have put in force.
 
     Args:
-        alarms: those that are not off, by name, in the order in which they are judged.
+        alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
 
     Attributes:
         in_force: ``configured``, or the name of the alarm whose fallback the next update is to run.
@@ -63,10 +63,10 @@ class Alarms:
         """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
-            values: statistics below ``offpolicy/``; empty where nothing is measured, and then nothing is judged.
+            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm advances.
 
         Returns:
-            Whether another correction is in force now.
+            True if another correction is in force now.
 
         Raises:
             AlarmError: an alarm with ``action=stop`` fired.
@@ -126,7 +126,7 @@ class Alarms:
         for name, alarm in self._alarms.items():
             known = state["alarms"].get(name)
             same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
-            # One that fires without what it asked for has to be able to ask again.
+            # A firing alarm whose fallback is not in force starts afresh, or it could never fire again.
             unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
             if not same or unheard:
                 self._states[name] = AlarmState()
@@ -149,7 +149,7 @@ class Alarms:
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
-        # A fault that lasts is not to become what it is seen against.
+        # Values of a lasting fault stay out of the history, or they would become the normal.
         healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]

@@ -33,7 +33,7 @@ DEFAULTS: Final[Mapping[str, dict[str, Any]]] = {
     "nonfinite": _COMMON | {"upper": 0.0, "recovery_upper": 0.0, "patience": 1},
     "mismatch_growth": _COMMON | {"upper": 5.0, "recovery_upper": 2.5, "window": 16, "least": 1e-4},
 }
-"""Alarms and their keys, in the order in which they are judged."""
+"""Alarms and their keys, in the order of their evaluation."""
 
 _BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -128,7 +128,7 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        reason = "names, that main_offpolicy has not replaced by what they mean."
+        reason = "names of options, which main_offpolicy has not replaced by their values."
         raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
     return AlarmSettings(
         name=name,

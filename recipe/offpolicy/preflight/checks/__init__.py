@@ -1,6 +1,6 @@
 """Start-up checks for what would leave a configured correction dead, wrong or applied twice.
 
-Each looks at the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
+Each reads the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
 launch; what is rarely meant and no reason to stop is one of ``REMARKS``. ``preflight.examine`` runs them.
 """
 
@@ -43,7 +43,7 @@ VERL_CHECKS: tuple[Check, ...] = (
     agent_loops.check_agent_loops,
     loss.check_base_loss_of_verl,
 )
-"""What holds of verl's own correction too, launched by verl's own program or by ours."""
+"""Checks that apply to verl's own correction too, launched by verl's program or by ours."""
 CHECKS: tuple[Check, ...] = (
     seams.check_seams,
     coverage.check_path,

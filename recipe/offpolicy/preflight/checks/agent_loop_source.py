@@ -14,7 +14,7 @@ _FIELD = "response_logprobs"
 _OUTPUT = "AgentLoopOutput"
 _VERL = "verl"
 _MOST = 200
-"""Definitions that are looked at."""
+"""Most definitions that are searched."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class LogProbEvidence:
     """Evidence in an agent loop's source on whether it returns log-probs.
 
     Attributes:
-        log_probs: whether they are handed on; unknown where the source does not tell.
-        where: file and line of an output that is made without them; "" if there is none.
+        log_probs: ``unknown`` where the source does not show it.
+        where: file and line of an output created without them; "" if there is none.
     """
 
     log_probs: Literal["returned", "left out", "unknown"]

@@ -62,7 +62,7 @@ def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
     return Problem(
         _MINI_BATCH,
         size,
-        f"{size} x {ROLLOUT}.n={each} rows cannot be dealt evenly to {ranks} data-parallel ranks.",
+        f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks.",
         overrides=(set_to(_MINI_BATCH, wanted),),
     )
 

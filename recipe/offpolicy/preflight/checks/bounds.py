@@ -58,8 +58,7 @@ def warn_bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator
                 key = f"correction.masks.{name}.{bound}"
                 usual = _get_usual(mask, bound)
                 reason = (
-                    f"so far out that no run with two policies that have to do with one another gets there: it would "
-                    f"never act. In use: {shown(usual)}."
+                    f"beyond what any run with two related policies reaches: it would never act. Usual: {shown(usual)}."
                 )
                 yield Problem(key, value, reason, "", "INERT", (f"masks.{name}",), (set_to(key, usual),))
 

@@ -25,9 +25,9 @@ class ConfiguredPart:
 
     Attributes:
         name: as ``Problem.parts`` names it.
-        meaning: what is asked for, in a few words.
-        reads_mu: whether it needs the rollout engine's log-probs.
-        ours: whether it corrects the loss by this recipe: verl's own parts and what is only reported do not.
+        meaning: what is configured, in a few words.
+        reads_mu: True if it needs the rollout engine's log-probs.
+        ours: True if this recipe corrects the loss by it; False for verl's own parts and for what is only reported.
     """
 
     name: str
@@ -46,7 +46,9 @@ def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
     node = OmegaConf.select(config, SHADOW)
     mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
     if not isinstance(mapping, dict):
-        raise SpecError("names, that main_offpolicy has not replaced by what they mean.", key=SHADOW, value=mapping)
+        raise SpecError(
+            "names of options, which main_offpolicy has not replaced by their values.", key=SHADOW, value=mapping
+        )
     return {str(name): CorrectionSpec.from_mapping(values) for name, values in mapping.items()}
 
 

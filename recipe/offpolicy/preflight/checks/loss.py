@@ -24,7 +24,7 @@ logger = logging.getLogger("verl.offpolicy")
 _KL_CLIP = ("kl_clip",)
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
 _SECTION = re.compile(r"full_key: ([\w.]+)")
-"""Where verl's instantiation of a section failed, as Hydra's message ends."""
+"""The section that verl failed to instantiate, at the end of Hydra's message."""
 
 
 def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -55,7 +55,10 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         )
     elif actor.kl_loss_coef == 0:
         key = f"{ACTOR}.kl_loss_coef"
-        reason, fix = "the KL loss that is clipped counts nothing.", "Set it to 0.001, or correction.kl_clip=null."
+        reason, fix = (
+            "the coefficient of the clipped KL loss is 0, so that it counts nothing.",
+            "Set it to 0.001, or correction.kl_clip=null.",
+        )
         yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
 
 
@@ -73,7 +76,7 @@ def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
     if actor.shuffle:
         key = "actor_rollout_ref.actor.shuffle"
-        reason = "denominator=kept counts by mini-batch before the update, and shuffling deals them anew."
+        reason = "denominator=kept counts by mini-batch before the update, and shuffling regroups the rows."
         yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
 
 
@@ -216,7 +219,7 @@ def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Pro
     elif name:
         return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
     else:
-        fix = f"Mend what of {ACTOR} verl's message is about."
+        fix = f"Change the key of {ACTOR} that verl's message is about."
         return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
     return _problem(config, name, reason, f"Set {override}.", parts, override)
 
@@ -232,7 +235,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] |
         OmegaConf.update(changed, key, default, merge=False)
         try:
             omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
-        except Exception as error:  # whatever verl raises: this key does not mend it
+        except Exception as error:  # of any type: then this key is not the cause
             logger.debug("%s=%s: %s", key, default, error)
             continue
         return key, set_to(key, default)

@@ -25,7 +25,7 @@ def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
 
 
 def check_seams_with(path: LivePath, hold: Hold) -> Iterator[Problem]:
-    """Check the seams of a path by ``hold``; those of the legacy actors are imported all the same."""
+    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported."""
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
         verl_patches.status()

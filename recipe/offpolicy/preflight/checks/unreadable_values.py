@@ -67,7 +67,7 @@ _READ: dict[str, tuple[_Kind, Any]] = {
     f"{_MEGATRON}.pipeline_model_parallel_size": (_COUNT, 1),
     f"{_MEGATRON}.context_parallel_size": (_COUNT, 1),
 }
-"""Keys of verl that checks compute with -> what they may be, and a value that verl ships or documents."""
+"""Keys of verl that checks compute with -> the kind of value, and one that verl ships or documents."""
 
 
 def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
@@ -76,7 +76,7 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
         try:
             value = OmegaConf.select(config, key, default=...)
         except OmegaConfBaseException:
-            continue  # of `unresolved_interpolations`
+            continue  # reported by find_unresolved_interpolations
         if value is not ... and not kind.holds(value):
             yield Problem(key, value, f"not {kind.name}.", overrides=(set_to(key, usual),))
 
@@ -93,9 +93,9 @@ def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConf
 def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
     """Find interpolations of missing keys or variables; verl resolves all of them at its start."""
     found = list(_find_unresolved(config))
-    told = {problem.reason for problem in found if _names_what_is_missing(problem)}
-    # Keys that are made of such a key mend themselves with it.
-    yield from (each for each in found if each.reason not in told or _names_what_is_missing(each))
+    named = {problem.reason for problem in found if _names_what_is_missing(problem)}
+    # A key that interpolates a broken key works again once that one does.
+    yield from (each for each in found if each.reason not in named or _names_what_is_missing(each))
 
 
 def _names_what_is_missing(problem: Problem) -> bool:

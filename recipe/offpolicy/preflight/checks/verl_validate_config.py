@@ -41,7 +41,7 @@ def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             validate_config(config=tried, use_reference_policy=need_reference_policy(tried), use_critic=False)
     except ImportError:
         return  # of this machine, which need not be the one that trains
-    except Exception as error:  # whatever verl raises stops the launch
+    except Exception as error:  # of any type: it would stop the launch
         cause = error.__cause__ or error
         yield _build_problem(config, " ".join(str(cause).split()) or type(cause).__name__)
 

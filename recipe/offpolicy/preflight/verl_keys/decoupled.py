@@ -60,7 +60,7 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
         yield Problem(
             key,
             get_value(config, key),
-            f"without the engine's log-probs verl skips its correction, {', '.join(own)}, without a word.",
+            f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}.",
             "Set it to true.",
             "INERT",
             tuple(name_part(asked) for asked in list_active(config) or own),

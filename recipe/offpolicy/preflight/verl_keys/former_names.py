@@ -20,7 +20,7 @@ OBSOLETE = {
     "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
     "use_policy_gradient": "loss_type=reinforce",
 }
-"""Names of verl 0.6 and 0.7.0 -> what says the same."""
+"""Names of verl 0.6 and 0.7.0 -> their equivalents."""
 
 FORMER = {
     "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
@@ -31,7 +31,7 @@ FORMER = {
     "algorithm.rollout_is_veto_threshold": "algorithm.rollout_correction.rollout_rs",
     f"{ACTOR}.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
 }
-"""Keys of verl before 0.6 -> where they have gone."""
+"""Keys of verl before 0.6 -> their successors."""
 
 
 def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
@@ -51,7 +51,7 @@ def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
 
 def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find former key names; each is reported as a correction of its own, as no other key asks for it."""
-    reason = "verl reads no key of this name any more."
+    reason = "verl no longer reads a key of this name."
     for key, value in read_rollout_correction(config).items() if spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
             instead = OBSOLETE.get(key)

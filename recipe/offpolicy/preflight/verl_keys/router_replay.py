@@ -46,7 +46,7 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
         reason = (
             f"R2 records the trainer's own routes under the same name ({live}.mode=R2)."
             if mode == "R2"
-            else "the rollout's routes are replayed by nobody."
+            else "nothing replays the rollout's routes."
         )
         fix = f"Set {live}.mode=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
         override = set_to(f"{live}.mode", "R3", add=True) if live else set_to(_RECORDED, False)
