@@ -182,10 +182,10 @@ def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: i
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.correction.denominator import mini_batches
+    from recipe.offpolicy.correction.denominator import assign_mini_batches
 
     rows, size = 12, 6
-    expected = mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
+    expected = assign_mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
     batch = TensorDict({"row": torch.arange(rows), "group": expected}, batch_size=rows)
     for share in batch.chunk(ranks):
         pieces = tu.make_iterator(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.whole_runs import trained
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extended]
 
 TWO_STAGES = (
     "platform=cpu_megatron",

@@ -23,9 +23,10 @@ from recipe.offpolicy.correction import (
     step_stage,
 )
 from tests.support.corrections import tensor
+from tests.support.examples import at_most
 from tests.support.reference import Batch
 
-examples = settings(max_examples=60, derandomize=True, database=None)
+examples = settings(max_examples=at_most(60), derandomize=True, database=None)
 
 
 @dataclass(frozen=True)

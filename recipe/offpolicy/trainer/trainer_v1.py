@@ -29,7 +29,7 @@ from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
-from ..proof.rollout_checks import ALIGNED, SAMPLED, naming_missing
+from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
 from ..worker.loss import loss_of
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
@@ -89,7 +89,7 @@ class OffPolicyTrainer(SupervisedRun):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            with naming_missing():
+            with name_missing_column():
                 rows = _columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
         if self.extensions:

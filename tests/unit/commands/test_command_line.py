@@ -49,6 +49,7 @@ def test_what_their_modules_import_at_once_is_said_too(tool: str, recording: Pat
     assert without(tool, ("numpy",), recording).stderr == f"{tool}: not installed: numpy. Fix: pip install numpy\n"
 
 
+@pytest.mark.slow
 def test_what_only_a_picture_takes_is_said_before_the_work_and_for_a_picture_alone(
     recording: Path, tmp_path: Path
 ) -> None:
@@ -59,6 +60,7 @@ def test_what_only_a_picture_takes_is_said_before_the_work_and_for_a_picture_alo
     assert without("attribute", missing, recording, "--json").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

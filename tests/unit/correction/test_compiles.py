@@ -102,6 +102,7 @@ def outputs(step: StepStage) -> list[Tensor]:
     return [step.weight, step.keep, *step.rejected.values(), *(torch.as_tensor(part) for part in parts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "measure"),
     [("token", "nothing"), ("gsm", "nothing"), ("opsm", "nothing"), ("turn", "nothing"), ("stack", "all")],

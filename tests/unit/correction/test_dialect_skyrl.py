@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.dialect_rows import Row, coefficients, rectangle, rows
+from tests.support.examples import at_most
 
 from_skyrl = CorrectionSpec.from_skyrl
 
@@ -91,7 +92,7 @@ def assert_like_skyrl(keys: dict[str, Any], data: list[Row]) -> None:
         torch.testing.assert_close(got[i, : len(values)], expected, rtol=2e-6, atol=0)
 
 
-@settings(max_examples=250)
+@settings(max_examples=at_most(250))
 @given(skyrl_keys(), rows)
 def test_skyrl_decides_the_same(keys: dict[str, Any], data: list[Row]) -> None:
     assert_like_skyrl(keys, data)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.dialect_rows import Row, coefficients, rectangle, rows, small
+from tests.support.examples import at_most
 
 from_trl = CorrectionSpec.from_trl
 
@@ -63,7 +64,7 @@ trl_keys = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250)
+@settings(max_examples=at_most(250))
 @given(trl_keys, rows, st.data())
 def test_trl_decides_the_same(keys: dict[str, Any], data: list[Row], draw: st.DataObject) -> None:
     log_rho, mask = rectangle(data)

@@ -20,6 +20,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.dialect_rows import coefficients
+from tests.support.examples import at_most
 
 from_verl = CorrectionSpec.from_verl
 
@@ -98,7 +99,7 @@ def test_every_rejection_option_of_the_installed_verl_is_known() -> None:
     assert set(THRESHOLDS) == SUPPORTED_ROLLOUT_RS_OPTIONS
 
 
-@settings(max_examples=100)
+@settings(max_examples=at_most(100))
 @given(
     st.fixed_dictionaries(
         {

@@ -20,6 +20,7 @@ from recipe.offpolicy.correction import CorrectionSpec, StepStage
 from recipe.offpolicy.correction.statistics import merge_all
 from tests.support.corrections import GSM, TIS, on_host, opsm, spec, values
 from tests.support.drawn import Rows, batches, constants_of, corrections, decide, examples, masks, weights
+from tests.support.examples import at_most
 
 MEANS = ("geometric", "any", "k1_mean", "k1_max", "k2_mean", "k2_max", "k3_max", "tv_max", "binary_tv")
 
@@ -316,7 +317,7 @@ def test_tiling_leaves_what_is_a_mean_or_an_extreme(some: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@settings(examples, max_examples=20)
+@settings(examples, max_examples=at_most(20))
 @given(correction=corrections(), rows=batches())
 def test_the_dtype_does_not_matter(dtype: torch.dtype, correction: CorrectionSpec, rows: Rows) -> None:
     """These log-probs are exact in each, so anything computed in a short dtype would show."""

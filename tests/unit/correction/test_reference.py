@@ -28,6 +28,7 @@ from tests.support.drawn import (
     examples,
     skyrl_corrections,
 )
+from tests.support.examples import at_most
 
 CLEAR = 2e-6  # float32 log-probs are good to that; what is closer to a bound may go either way
 SIGNS = [("any", "row"), ("negative", "row"), ("negative", "token"), ("positive", "row"), ("positive", "token")]
@@ -200,7 +201,7 @@ def test_tokens_that_are_not_finite(bad: float) -> None:
         agree(CorrectionSpec.from_mapping({"weight": weight, "masks": {"m": mask}}), rows)
 
 
-@settings(examples, max_examples=400)
+@settings(examples, max_examples=at_most(400))
 @given(corrections(), batches())
 def test_any_correction_on_any_batch(correction: CorrectionSpec, rows: Rows) -> None:
     want = reference.expected(correction.to_mapping(), rows.lists)
@@ -208,7 +209,7 @@ def test_any_correction_on_any_batch(correction: CorrectionSpec, rows: Rows) -> 
     agree(correction, rows)
 
 
-@settings(examples, max_examples=200)
+@settings(examples, max_examples=at_most(200))
 @given(skyrl_corrections(), batches())
 def test_the_order_of_skyrl(correction: CorrectionSpec, rows: Rows) -> None:
     want = reference.expected(correction.to_mapping(), rows.lists)

@@ -18,6 +18,7 @@ from recipe.offpolicy.correction import (
 )
 from recipe.offpolicy.correction.statistics import merge_all
 from tests.support.corrections import TIS, on_host, run, spec, values
+from tests.support.examples import at_most
 from tests.support.telemetry_cases import CORRECTIONS, NAN, Batch, random_batch, shadow, stages
 
 
@@ -179,7 +180,7 @@ def test_chi2_near_1_in_float32() -> None:
     assert result["kl/k3"] == pytest.approx(5e-11, rel=1e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=at_most(40))
 @given(
     draw.sampled_from(sorted(CORRECTIONS)),
     draw.integers(0, 2**16),
@@ -206,7 +207,7 @@ def test_any_split_of_the_rows_merges_to_the_whole(name: str, seed: int, cuts: l
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=at_most(20))
 @given(draw.integers(0, 2**16), draw.integers(0, 12))
 def test_shadows_merge_to_the_whole(seed: int, cut: int) -> None:
     batch = random_batch(seed)

@@ -12,6 +12,7 @@ import pytest
 from tests.support.paths import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [(["--json", "--module", "no.such.program"], 2), (["--module", "no.such.program"], 2), (["--help"], 0)],

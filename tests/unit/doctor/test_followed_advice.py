@@ -16,7 +16,7 @@ from tests.support.corrections import opsm
 from tests.support.doctor_cases import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
 from tests.support.mended import with_overrides
 
-pytestmark = pytest.mark.verl(">=0.9")
+pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.slow]
 
 Changes = dict[str, Any]
 OPSM: Changes = {"correction.masks": {"opsm": opsm(0.1)}}

@@ -14,6 +14,7 @@ from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Si
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
+from tests.support.examples import at_most
 from tests.support.mended import with_overrides
 
 MOST_PASTES = 12
@@ -199,14 +200,14 @@ def test_a_level_is_not_guessed(mapping: dict[str, Any]) -> None:
     assert problem.fix.endswith(".level=token, sequence, turn or version.")
 
 
-@settings(max_examples=400)
+@settings(max_examples=at_most(400))
 @given(one=MASKS)
 def test_any_mask_is_mended(one: dict[str, Any]) -> None:
     spec, _ = mended({"masks": {"it": one}})
     assert isinstance(dict(spec.masks)["it"], MaskSpec)
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(weight=OF_WEIGHT)
 def test_any_weight_is_mended(weight: dict[str, Any]) -> None:
     spec, _ = mended({"weight": weight})

@@ -92,7 +92,7 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
     assert said == (
         ", line 2: 4 overrides are not known (a.b, c.d, e.f, g.h): it depends on what `count` says, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
-        "empty, and give the script's arguments behind --script FILE, and to look at the launch with values of your own, "
+        "empty, and give the script's arguments behind --script FILE, and to check the launch with values of your own, "
         f"add a.b=VALUE e.f=VALUE behind --script {script}."
     )
 

@@ -16,6 +16,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
 from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
+from tests.support.examples import at_most
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Answer = tuple[DataProto | None, Tensor, dict[str, float]]
@@ -97,7 +98,7 @@ def test_agrees_with_verl(config: dict[str, Any], dtype: torch.dtype) -> None:
         assert_same(got, expected, rtol=1e-4 if loose else 1e-7, atol=1e-5 if loose else 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(
     st.sampled_from(WEIGHTS),
     st.lists(st.sampled_from(sorted(REJECTIONS)), min_size=1, max_size=4, unique=True),

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_patches.execution_path import live_path
 
 from ...correction import CorrectionSpec, SpecError
-from ...correction.dialects.verl import VERL_DEFAULTS, verl_rejections, verl_weight_bounds
+from ...correction.dialects.verl import VERL_DEFAULTS, read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, set_to
 from ..verl_keys import find_dead_keys as dead_keys_of
 from ..verl_keys.keys import VERL, find_changed_keys, list_active, name_part, read_rollout_correction
@@ -55,10 +55,10 @@ def check_thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
         return
     values = read_rollout_correction(config)
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
-        yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: verl_weight_bounds(cap, _IS))
+        yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
-        read = partial(verl_rejections, rejection, bound, f"{VERL}.")
+        read = partial(read_verl_rejections, rejection, bound, f"{VERL}.")
         malformed = list(_find_malformed(_RS, "rollout_rs", _get_usual(str(rejection)), read))
         yield from malformed or _find_inverted(str(rejection), bound)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, set_to, shown
+from ...correction.problem import Problem, format_value, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ..old_log_prob import count_gradient_steps
 from ..verl_keys.estimators import OUTCOME
@@ -83,9 +83,9 @@ def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Itera
     yield Problem(
         key,
         scored,
-        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={shown(trained)}): kernels may round "
-        f"differently, so that pi / pi_old is not exactly 1 at the first step.",
-        f"Set {key}={shown(trained)}.",
+        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
+        f"round differently, so that pi / pi_old is not exactly 1 at the first step.",
+        f"Set {key}={format_value(trained)}.",
         "NOTE",
         ("pi_old",),
         (set_to(key, trained),),

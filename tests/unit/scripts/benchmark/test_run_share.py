@@ -46,6 +46,7 @@ def test_shares_by_hand(run_share: Any) -> None:
     assert "50.0 ms in the worker and 50.0 ms in the driver, 2.00 % of a step" in run_share.shown(found)
 
 
+@pytest.mark.slow
 def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: Path) -> None:
     code = (
         "import call_times\n"

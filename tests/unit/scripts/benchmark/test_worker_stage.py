@@ -19,6 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
     result = run("--model", "tiny", *sizes, "--shadow", "--json", str(tmp_path / "figures.json"))
@@ -34,6 +35,7 @@ def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     assert "with a correction" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_size_of_nothing_is_refused() -> None:
     result = run("--rows", "0")
     assert result.returncode == 2

@@ -175,6 +175,7 @@ def test_keep_rates(aggregate, case, length, share):
     assert shipped == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / rows) + 0.01 * (rows > 1))
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_every_estimator_and_draws(tmp_path, capsys):
     assert estimators.main(["--out", str(tmp_path / "deeper" / "a.png")], SMALL) == 0
     first = capsys.readouterr().out
@@ -191,11 +192,13 @@ def test_the_seed_is_another_world():
     assert not torch.equal(build(3, 3, seed=0).theta, build(3, 3, seed=1).theta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_claims_do_not_hang_on_the_seed(seed):
     collect(replace(SMALL, seed=seed))
 
 
+@pytest.mark.slow
 def test_it_runs_by_path_from_anywhere(tmp_path):
     command = [sys.executable, str(SCRIPT), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -75,6 +75,7 @@ def test_an_update_that_is_not_live() -> None:
 NO_MU = "actor_rollout_ref.rollout.calculate_log_probs=false"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
