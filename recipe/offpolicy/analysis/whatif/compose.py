@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...correction import SpecError
-from ...preflight.hydra_groups import AUTO, GROUP, check_stack, chosen_options, own_keys_for_us
+from ...preflight.hydra_groups import AUTO, GROUP, check_stack, force_own_keys, read_chosen_options
 from ...preflight.old_log_prob import AUTO as AUTO_PROXIMAL
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
@@ -58,9 +58,9 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         if key.split(".")[0] != GROUP:
             raise SpecError(f"{override}: no part of a correction, so that a replay does not read it. {_EXAMPLE}")
     try:
-        config = compose(_PRIMARY, overrides=own_keys_for_us(overrides), return_hydra_config=True)
+        config = compose(_PRIMARY, overrides=force_own_keys(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
-        options = chosen_options()
+        options = read_chosen_options()
         check_stack(options)
         if options == [AUTO]:
             raise SpecError(
