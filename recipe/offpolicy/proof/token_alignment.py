@@ -20,17 +20,17 @@ from ..correction.deferred import DeferredValue, fetch
 MARGIN = 0.1
 """Nats by which two log-probs have to differ, for both policies, before a pair is counted."""
 MOST_ELEMENTS = 1 << 18
-"""Elements of a batch that are looked at; of more, rows are left out evenly."""
+"""Most elements of a batch that are compared; of more, rows are left out evenly."""
 MOST_POSITIONS = 512
-"""Of a row, those that are looked at."""
+"""Most tokens of a row that are compared."""
 LEAST_PAIRS = 128
-"""Pairs at a lag below which its concordance is not looked at."""
+"""Fewest pairs at a lag for which its concordance is judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Rows that a judgement takes, and rows after which the next begins; between them updates are judged together."""
+"""Fewest rows that are judged, and rows after which counting starts anew; between them updates are pooled."""
 ROWS_OF_A_GROUP = 2
-"""Rows that the rows of one prompt count for, next to those of another."""
+"""Most rows of one prompt that count as independent of each other."""
 BETTER_BESIDE = 0.2
-"""How much better the token beside has to agree before mu is called off by one; more where rows are few."""
+"""Least gain in concordance with the neighbouring token by which mu is off by one; more where rows are few."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")

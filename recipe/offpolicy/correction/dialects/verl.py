@@ -20,7 +20,7 @@ VERL_DEFAULTS: Final[dict[str, Any]] = {
     "bypass_mode": False,
     "loss_type": "ppo_clip",
 }
-"""What verl ships under ``algorithm.rollout_correction``, in every supported release."""
+"""Values that verl ships under ``algorithm.rollout_correction``, in every supported release."""
 _VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "token_k1": ("token", "product"),
     "token_k2": ("token", "k2_sum"),
