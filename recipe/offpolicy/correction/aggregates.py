@@ -26,8 +26,8 @@ class Aggregate:
 
     Attributes:
         name: as ``masks.<name>.aggregate`` gives it.
-        reduce: how values of tokens become one of the unit; ``each`` compares every token, all of which must lie
-            inside, and ``batch`` takes a cutoff that the whole batch decides (see ``masks.second_moment_cutoff``).
+        reduce: from values of tokens to that of the unit; ``each`` compares every token, all of which must lie inside,
+            and ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``.
         token: value of a token; None: its log-ratio.
         on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
         least, greatest: range of what is compared; a mask that holds all of it never acts.

@@ -97,7 +97,7 @@ def measured(
 def _compared(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``masks.extremes``, float32, rounded as the mask compares them: (B, U) each, (B, T) where it picks tokens."""
+    """``masks.compute_extremes`` in float32, as the mask compares: (B, U) each, (B, T) where it picks tokens."""
     least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)
