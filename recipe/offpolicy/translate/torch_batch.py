@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..correction.ratios import (
     clamp_and_exp,
+    compute_divergence,
     compute_excess,
     compute_log_ratio,
-    divergence,
     find_valid_tokens,
     promote_weight_dtype,
 )
@@ -41,7 +41,11 @@ class TorchBatch:
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         rows, valid = self._rows, self._valid
-        above, k2, k3 = compute_excess(self._log_rho), divergence("k2", self._log_rho), divergence("k3", self._log_rho)
+        above, k2, k3 = (
+            compute_excess(self._log_rho),
+            compute_divergence("k2", self._log_rho),
+            compute_divergence("k3", self._log_rho),
+        )
         sums = [
             self._mask.bool().double(),
             valid.double(),
@@ -92,7 +96,7 @@ class TorchBatch:
 
     def _values(self, quantity: Quantity) -> Tensor:
         if not quantity.is_weight:
-            return divergence(quantity.kind, self._log_rho)
+            return compute_divergence(quantity.kind, self._log_rho)
         raw = clamp_and_exp(self._log_rho)
         if quantity.kind == "capped":
             return raw.clamp(max=quantity.bounds[1])
@@ -103,5 +107,6 @@ class TorchBatch:
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
-        value = (self._log_rho if quantity.is_weight else divergence(quantity.kind, self._log_rho)).to(torch.float32)
+        value = self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)
+        value = value.to(torch.float32)
         return value > quantity.upper, value < quantity.lower

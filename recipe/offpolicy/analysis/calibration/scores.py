@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError
-from ...correction.masks import applies, extremes
+from ...correction.masks import compute_extremes, find_applicable
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
@@ -152,8 +152,8 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
     ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
     units = partition_units(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
-        low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
-        looked = applies(part.spec, block.advantages, valid)
+        low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
+        looked = find_applicable(part.spec, block.advantages, valid)
     else:
         low = high = compute_log_weight(part.spec, value, units)
         looked = torch.ones_like(valid[:, :1])

@@ -11,7 +11,7 @@ from ...correction import CorrectionSpec, MaskSpec
 from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
 from ...correction.problem import Problem, format_value, set_to
 from ...correction.ratios import EXP_CLAMP
-from ...correction.validation import band
+from ...correction.validation import get_usual_bounds
 from .config_reader import ACTOR
 
 
@@ -105,7 +105,7 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
     """Return the usual value of a bound."""
     if bound in ("delta", "budget"):
         return {"delta": 0.1, "budget": 0.04}[bound]
-    return band(mask.aggregate)[bound == "upper"]
+    return get_usual_bounds(mask.aggregate)[bound == "upper"]
 
 
 def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.correction.masks import extremes, outside
+from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
@@ -93,11 +93,11 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
         for aggregate, lower, upper in AGGREGATES:
             mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
             units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
-            values = extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
+            values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)
             least, greatest = mask.limits
             beyond = units.spread((below < least) | (above > greatest))
-            expected = outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
+            expected = find_outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
             assert torch.equal(beyond & valid, expected & valid), (aggregate, level)
 
 
