@@ -3,7 +3,7 @@
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
 
 Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
-argument is no good.
+argument is invalid.
 """
 
 from __future__ import annotations
@@ -95,9 +95,12 @@ def _plain(value: Any) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.attribute", description="Where does the mismatch of a recorded run come from?"
+        prog="python -m recipe.offpolicy.attribute",
+        description="Attribute the mismatch of a recorded run to its sources and causes.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of offpolicy.record.dir")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the recording: the directory that offpolicy.record.dir named"
+    )
     parser.add_argument(
         "--steps",
         type=_steps,

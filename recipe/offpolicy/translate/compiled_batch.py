@@ -53,11 +53,11 @@ class CompiledBatch:
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         count = self._rows.count
         columns, measures = np.zeros((len(COLUMNS), count)), np.zeros((len(MEASURES), len(quantities), count))
-        ends = self._starts.copy()  # what the mask does not span is not read again
+        ends = self._starts.copy()  # later passes stop where each row's mask ends
         asked = _asked(quantities)
         for rows, tokens, read in self._parts():
             loops.sweep(*read, EXP_CLAMP, *asked, ends[rows], rows.start, columns, measures)
-            ends[rows] += tokens.start
+            ends[rows] += tokens.start  # the loops count from the start of their part
         self._ends = ends
         return RowSums.from_table(columns), QuantitySums.from_token_table(quantities, measures)
 

@@ -117,6 +117,7 @@ def verl_rollout_correction(
         rejected = np.any(outside[~statistics.of_tokens], axis=0)
         touched |= bool(outside.any())
         metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))
+    # Untouched, the given tensor itself is returned: no copy of the batch's size.
     if touched:
         mask, gone = batch.kept(rejected, list(of_tokens.values()))
     if options:

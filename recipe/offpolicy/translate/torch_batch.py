@@ -76,7 +76,7 @@ class TorchBatch:
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
         """Spread one value a row over the row's tokens."""
-        return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
+        return self._rows.broadcast(self._rows.to_column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
         rows, values, valid = self._rows, self._values(quantity), self._valid
@@ -85,7 +85,7 @@ class TorchBatch:
         above, below = self._outside(quantity)
         return [
             *(rows.sum(each) for each in (counted, counted.square(), deviation, deviation.square())),
-            -rows.max(torch.where(valid, -values, -math.inf)),
+            -rows.max(torch.where(valid, -values, -math.inf)),  # ``min`` is for integers
             rows.max(torch.where(valid, values, -math.inf)),
             *(rows.sum((valid & outside).double()) for outside in (above, below)),
         ]

@@ -27,11 +27,11 @@ from .token_text import load_decoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
 
 WORST = 12
-"""Tokens and rows that are listed."""
+"""Number of tokens and of rows that are listed."""
 _MEMORY = 62.0
-"""Bytes of memory for a byte of a recording: 20 M tokens of 12 bytes took 14.4 GB."""
+"""Bytes of memory a byte of a recording takes: 20 M tokens of 12 bytes took 14.4 GB."""
 _MUCH = 4e9
-"""Bytes of memory from which it is said."""
+"""Bytes of memory from which a warning is given."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Attribution:
     """The result of attributing a recording's mismatch.
 
     Attributes:
-        steps: recorded, of which this is.
-        rows: how many it is of.
-        left_out: how many there are besides, see ``scored_rows.ScoredRows``.
-        whole: of all of them together.
-        by_step: of each.
-        versions: by the age of the weights that sampled a row.
-        profiles: by position, length, probability, turn and staleness.
-        tokens, worst: the largest mismatches, with their text.
-        without_text: why ids are shown in place of text; empty where text is.
-        causes: what the cause finder says.
-        mend_first: which of them no bound should be set by, see ``faults.describe_faults``; empty for none.
+        steps: recorded steps that were read.
+        rows: number of rows that are attributed.
+        left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
+        whole: decomposition over all rows.
+        by_step: decomposition of each step.
+        versions: mismatch by the age of the weights that sampled a row.
+        profiles: mismatch by position, length, probability, turn and staleness.
+        tokens, worst: tokens and rows with the largest mismatch, with their text.
+        without_text: why ids are shown instead of text; empty where text is.
+        causes: verdict on each possible cause.
+        mend_first: sentence on the faults to mend before a bound is set, see ``faults.describe_faults``; or empty.
     """
 
     steps: Sequence[int]

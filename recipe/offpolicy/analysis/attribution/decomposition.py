@@ -16,7 +16,7 @@ from ...recording import Rows
 
 REPLICATES: Final = 400
 CHUNK: Final = 1 << 20
-"""Padded tokens that are worked on at a time."""
+"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -29,11 +29,11 @@ class Decomposition:
     """Shares of backend, staleness and drift in the mismatch of a set of rows.
 
     Attributes:
-        tokens: how many are in it.
-        variance, kl: shares.
+        tokens: number of tokens.
+        variance, kl: shares of the variance of log pi/mu, and of its KL.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
-        together: what the rollout's share is called where its two parts are not identified.
+        together: label of the rollout's share where its two parts are not identified.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class VersionMismatch:
         staleness: steps between the weights that sampled and those that the step began with; -1: not known.
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
-        backend: what of it fresh tokens of the same probability have; None where not identified.
+        backend: part of ``k3`` that fresh tokens of the same probability have; None where not identified.
     """
 
     staleness: int
@@ -187,5 +187,5 @@ def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, 
     return {
         key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
         for key, values in drawn.items()
-        if len(values) > REPLICATES / 2
+        if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
     }

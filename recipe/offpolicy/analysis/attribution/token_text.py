@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...recording.redaction import redacted_text
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode's categories of what would act on a terminal or turn the direction of a line, or is not assigned."""
+"""Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
 
 
 class Tokenizer(Protocol):

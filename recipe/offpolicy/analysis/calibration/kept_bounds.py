@@ -34,7 +34,7 @@ class Threshold:
         interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
         reached: what the values reach on the recording, in the target's own measure.
         count, groups: units and prompt groups that it rests on; of a kept share those that the part looks at.
-        note: what has to be said of it; empty for nothing.
+        note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
     """
 
@@ -85,6 +85,7 @@ def find_bound_for_kept_share(
         return build_not_found(scores, f"not identified: it looks at none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
+    # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     if radius == math.inf:

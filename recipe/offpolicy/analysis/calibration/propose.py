@@ -65,7 +65,7 @@ class LengthBound:
     Attributes:
         bucket: its name in the metrics.
         rows: of these lengths that the part looks at.
-        reached: what the bound for all lengths reaches on them: the proposed one, or the present one where none was.
+        reached: value that the bound for all lengths reaches on them: the proposed one, else the present one.
         threshold: the bound that would reach the target on them alone.
         curve: of a kept share.
     """
@@ -83,9 +83,9 @@ class Proposal:
 
     Attributes:
         part: whose bound.
-        target: what is to be reached, and ``goal`` how much of it.
+        target: measure to reach, and ``goal`` its value.
         looked: share of all units that the part looks at; it keeps the others whatever its bound is.
-        now: what the present bound reaches; NaN where it has no value yet.
+        now: value that the present bound reaches; NaN where it has no value yet.
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
         length: whether the statistic depends on T.

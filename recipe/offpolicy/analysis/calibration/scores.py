@@ -92,7 +92,7 @@ def compute_scores(
 
     Raises:
         SpecError: what was recorded is not enough for ``spec``.
-        RecordingError: no response or no finite token is recorded, or what acted at a step is no correction.
+        RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
     found: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states: list[RowState] = []
@@ -129,13 +129,13 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
     """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
-        RecordingError: what its file says is none.
+        RecordingError: its file's metadata holds no valid correction.
     """
     try:
         return CorrectionSpec.from_mapping(step.spec)
     except SpecError as error:
         number = int(step.rows.step[0]) if len(step.rows) else "?"
-        raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
+        raise RecordingError(f"step {number}: its file's metadata holds no valid correction: {error}") from error
 
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:

@@ -138,4 +138,4 @@ def _check(block: Any) -> None:
     from markupsafe import Markup
 
     if not isinstance(block, Markup):
-        raise TypeError(f"{str(block)[:60]!r} is no block of a page: use paragraph, code, table or figure.")
+        raise TypeError(f"{str(block)[:60]!r} is not a block of a page. Fix: pass what a render_ function returns.")

@@ -137,6 +137,7 @@ def _of_step(step: Step) -> StepNumbers:
     old = trainers_pi_old(step).astype(np.float64)
     unscored = int((~scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
+        # The correction compared mu with its own pi_old; the mismatch of the engines is with the trainer's.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)

@@ -50,13 +50,15 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
 
     Raises:
-        SpecError: an override that is malformed or of something else, an option that does not exist, two options
-            that set one key, or ``correction=auto``.
+        SpecError: a malformed override, one of another group, an unknown option, two options that set
+            one key, or ``correction=auto``.
     """
     for override in overrides:
         key = parse_key(override)
         if key.split(".")[0] != GROUP:
-            raise SpecError(f"{override}: no part of a correction, so that a replay does not read it. {_EXAMPLE}")
+            raise SpecError(
+                f"{override}: not an override of the correction, which is all that a replay reads. {_EXAMPLE}"
+            )
     try:
         config = compose(_PRIMARY, overrides=own_keys_for_us(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
@@ -75,7 +77,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
     if not isinstance(mapping, dict):
-        raise SpecError(f"{GROUP}={mapping}: no correction. {_EXAMPLE}")
+        raise SpecError(f"{GROUP}={mapping}: not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
         # What a recording holds as pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
@@ -124,4 +126,4 @@ def _parsed(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise SpecError(f"{override!r}: no Hydra override, key=value. {_EXAMPLE}") from error
+        raise SpecError(f"{override!r}: not a Hydra override, key=value. {_EXAMPLE}") from error

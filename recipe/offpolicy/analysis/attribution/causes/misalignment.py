@@ -82,7 +82,7 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         NAME,
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
-        f"log mu has nothing to do with log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
+        f"log mu is unrelated to log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
         f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats a token of KL",
         "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
@@ -94,6 +94,7 @@ def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
     first = np.arange(len(row))
     if lag == 0:
         return first, first
+    # The margin of 3 keeps neighbours before the first and after the last position apart from other rows.
     key = row * (place.max(initial=0) + 3) + place
     there = np.searchsorted(key, key + lag)
     there = np.minimum(there, len(key) - 1)

@@ -26,7 +26,6 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     numbers = [int(number) for number in np.unique(turn) if (turn == number).sum() >= LEAST_TOKENS]
     if len(numbers) < 2:
         return report_untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
-    # Medians do not follow the few tokens that are out of place in a clean turn.
     means = {number: float(compute_k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
     cleanest = min(means, key=lambda number: means[number])
     evidence: dict[str, float] = {f"kl_turn_{number}": value for number, value in means.items()}
