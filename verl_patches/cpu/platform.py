@@ -26,12 +26,12 @@ REGISTRY = Contract(
 
 
 def needed() -> bool:
-    """Whether the installed verl has platforms."""
+    """Return True if the installed verl has a platform registry."""
     return installed_has(lambda release: release.platforms)
 
 
 def install() -> None:
-    """Registers the platform under "cpu", once."""
+    """Register the platform under "cpu", once."""
     if not needed():
         return
     register = REGISTRY.check()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .mask_spec import MaskSpec
 from .ratios import beyond, divergence
-from .rows import RowLayout, detect_layout
+from .row_layout import RowLayout, detect_layout
 from .units import Units
 
 

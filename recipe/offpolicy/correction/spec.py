@@ -53,13 +53,13 @@ class CorrectionSpec:
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
-        denominator: what the loss is divided by: ``original`` counts rejected tokens and rows, ``kept`` does not.
-        baseline: whether rejected siblings count in the group baselines of GRPO, RLOO and OPO.
+        denominator: of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
+        baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
         skyrl_compat: reproduces SkyRL, where an outlier mask acts first, then token masks, and what decides by
             sequence sees only the tokens that these leave.
-        allow_truncated_sampling: says that top-p, top-k, min-p or a repetition penalty is meant, although
-            mu is then another distribution than the one pi_old is compared with.
+        allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu is another
+            distribution than the one that pi_old is compared with.
     """
 
     weight: WeightSpec | None = None
@@ -132,12 +132,14 @@ class CorrectionSpec:
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
+        # 31 bits are exact as a float too, in which metrics carry it.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
+        # The other options act through a weight or a mask alone, see rules.check_together.
         return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
 
     @property

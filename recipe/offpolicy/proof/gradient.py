@@ -120,7 +120,7 @@ def prove(
     moved = policy != 0
     proof.gradient_tokens = int(moved.sum())
     if adapter.extensions:
-        # What arrives has their terms in it. What of it is the correction's is told from verl's own loss alone.
+        # The gradient that arrives includes their terms; the correction's share is computed from verl's own loss alone.
         predicted, extended = _demanded(adapter.extended_loss, seen, model_output, data, factor)
         proof.lost_tokens = int((moved & (extended == 0)).sum())
         policy = torch.maximum(policy.abs(), extended.abs())

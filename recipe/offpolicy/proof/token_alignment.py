@@ -18,7 +18,7 @@ from torch import Tensor
 from ..correction.deferred import DeferredValue, fetch
 
 MARGIN = 0.1
-"""Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
+"""Nats by which two log-probs have to differ, for both policies, before a pair is counted."""
 MOST_ELEMENTS = 1 << 18
 """Elements of a batch that are looked at; of more, rows are left out evenly."""
 MOST_POSITIONS = 512

@@ -1,8 +1,8 @@
 """Trial micro-batches on which one correction must act in a known way, whatever the policies at hand.
 
 Each trial moves mu, pi_old and, for differences of probabilities, pi, so that some units lie just beyond or just
-inside a bound and the others nowhere near, and says by which factor the correction then multiplies each token's
-gradient. The factor follows from the bound and the vocabulary alone; none of the correction's own code is asked.
+inside a bound and the others nowhere near, and states the factor by which the correction must multiply each token's
+gradient. The factor follows from the bound and the definition of the aggregate; it uses none of the correction's code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Trial:
     """A moved micro-batch and the gradient factors demanded of it.
 
     Attributes:
-        label: the bound that it looks at; at least one trial of each bound must be able to show it. Empty for none.
-        batch: ``log_prob`` is what the policy says there, detached.
+        label: the bound under test; at least one trial of each bound must be able to show it. Empty for none.
+        batch: with the policy's ``log_prob``, detached.
         factor: (B, T) factor of the uncorrected gradient of each token's policy term.
-        constants: what the trainer would have fixed for the batch.
+        constants: batch-level constants as the trainer would send them.
     """
 
     label: str

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..correction.ratios import EXP_CLAMP, promote_weight_dtype
-from ..correction.rows import PackedRows, RowLayout
+from ..correction.row_layout import PackedRows, RowLayout
 from . import loops
 from .row_sums import COLUMNS, MEASURES, Kind, Numbers, Quantity, QuantitySums, RowSums, Truths
 

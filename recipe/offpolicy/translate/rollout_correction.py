@@ -14,7 +14,7 @@ from torch import Tensor
 from ..correction import SpecError
 from ..correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ..correction.ratios import EXP_CLAMP
-from ..correction.rows import RowLayout, detect_layout
+from ..correction.row_layout import RowLayout, detect_layout
 from .row_sums import Batch, Kind, Numbers, Quantity, QuantitySums, RowSums, Truths, compare_with_bounds, measure_rows
 from .torch_batch import TorchBatch
 from .verl_metrics import (

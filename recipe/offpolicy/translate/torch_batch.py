@@ -16,7 +16,7 @@ from ..correction.ratios import (
     find_valid_tokens,
     promote_weight_dtype,
 )
-from ..correction.rows import RowLayout
+from ..correction.row_layout import RowLayout
 from .row_sums import COLUMNS, MEASURES, Numbers, Quantity, QuantitySums, RowSums, Truths
 
 

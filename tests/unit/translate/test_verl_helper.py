@@ -16,7 +16,7 @@ from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
-from recipe.offpolicy.correction.rows import RowLayout, detect_layout
+from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
 from recipe.offpolicy.translate import compiled_batch, loops
 from recipe.offpolicy.translate.compiled_batch import CompiledBatch
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction

@@ -27,10 +27,10 @@ from .sums import AGES, COLUMNS, SHAPE
 LEAST_TOKENS: Final = 20
 """Fresh tokens that make a bin of probability known."""
 LEAST_COVERED: Final = 0.95
-"""Share of stale tokens whose bin has to be known; the others are taken to be like the nearest bin that is."""
+"""Share of stale tokens whose bin has to be known; the others take the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Steps, or updates, before one without fresh tokens whose fresh tokens stand in."""
+"""Earlier steps, or updates, whose fresh tokens are used for one without fresh tokens."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))

@@ -1,8 +1,8 @@
 """Partial sums from which log pi/mu is decomposed; they add up over rows, micro-batches and ranks.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
-weights that its step began with sampled it: then G is the backend's doing alone. In a *stale* token G is backend and
-staleness together, and only what fresh tokens of the same probability show tells them apart.
+weights that its step began with sampled it: then G is the backend's alone. In a *stale* token G is backend plus
+staleness, which only fresh tokens of the same probability can separate.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .catalogue import BUCKETS, STALENESS, TURNS
-from .rows import RowLayout
+from .row_layout import RowLayout
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``rows.RowLayout``.
+    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``row_layout.RowLayout``.
 
     Attributes:
         rows: how tokens lie in rows.
@@ -99,7 +99,7 @@ def build_sample(
     """Group tokens and rows for statistics; see ``stages.rollout_stage``.
 
     Example:
-        >>> from .rows import detect_layout
+        >>> from .row_layout import detect_layout
         >>> mask = torch.tensor([[True, True, True], [True, False, False]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> sample.count.item(), sample.length.flatten().tolist()
@@ -120,6 +120,7 @@ def build_sample(
         valid=valid,
         valid_number=valid_number,
         invalid_number=1 - valid_number,
+        # argmax gives the first of equal elements.
         first=valid.view(torch.uint8).argmax() if valid.numel() else None,
         tokens=tokens,
         length=length,
@@ -175,7 +176,7 @@ class _Bounds:
 
     Attributes:
         names: of the groups.
-        column: (G,) int64, which number: tokens, length, age.
+        column: (G,) int64, index of the number: tokens, length, age.
         bound: (G, 1) float64.
         less_the_next: (G, G) float64, takes from each group what lies above the next bound of the same number.
     """

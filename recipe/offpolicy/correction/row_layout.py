@@ -127,7 +127,7 @@ class PackedRows(RowLayout):
     """Tokens as (N,), the rows end to end.
 
     Attributes:
-        offsets: (B + 1,) integers, where each row begins, and N.
+        offsets: (B + 1,) integers, the start of each row, and N.
         length: N.
         like: what a caller gave, nested.
     """
