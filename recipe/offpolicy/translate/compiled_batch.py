@@ -61,25 +61,25 @@ class CompiledBatch:
         self._ends = ends
         return RowSums.from_table(columns), QuantitySums.from_token_table(quantities, measures)
 
-    def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         weights = self._zeros(self._dtype)
         kinds, lower, upper, caps, _ = _asked([quantity])
         bounds = (kinds[0], lower[0], upper[0], caps[0])
         for _, tokens, read in self._parts():
-            loops.token_weights(*read, EXP_CLAMP, *bounds, float(factor), weights[tokens])
+            loops.compute_token_weights(*read, EXP_CLAMP, *bounds, float(factor), weights[tokens])
         return self._as_given(torch.from_numpy(weights))
 
-    def row_weights(self, rows: Numbers) -> Tensor:
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
         weights = self._zeros(self._dtype)
         for part, tokens, read in self._parts():
-            loops.row_weights(*read, rows[part], weights[tokens])
+            loops.spread_row_weights(*read, rows[part], weights[tokens])
         return self._as_given(torch.from_numpy(weights))
 
-    def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         mask, gone = self._zeros(self._dtypes[2]), np.zeros(self._rows.count)
         kinds, lower, upper, *_ = _asked(quantities)
         for part, tokens, read in self._parts():
-            loops.kept(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
+            loops.apply_rejections(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
         keep, given = torch.from_numpy(mask), self._tensors[2]
         if keep.dtype != given.dtype:
             keep = torch.where(keep.view(given.shape), given, torch.zeros((), dtype=given.dtype))

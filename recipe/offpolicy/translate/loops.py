@@ -298,7 +298,7 @@ def sweep(
 
 
 @_kept_on_disk
-def token_weights(
+def compute_token_weights(
     old: Any,
     rollout: Any,
     mask: Any,
@@ -334,7 +334,7 @@ def token_weights(
 
 
 @_kept_on_disk
-def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
+def spread_row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
     """Fill ``weights`` (N,) on valid tokens with the weight of their row, ``rows`` (B,)."""
     for i in range(len(starts)):
         row = rows[i]
@@ -349,7 +349,7 @@ def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows
 
 
 @_kept_on_disk
-def kept(
+def apply_rejections(
     old: Any,
     rollout: Any,
     mask: Any,

@@ -98,9 +98,9 @@ def verl_rollout_correction(
             total, count = row_values[some].sum(), len(tokens)
         factor = _batch_mean(total, count, batch.device) if rollout_is_batch_normalize else 1.0
         if row_values is None:
-            weights = batch.token_weights(weight, factor)
+            weights = batch.compute_token_weights(weight, factor)
         else:
-            weights = batch.row_weights(row_values / factor)
+            weights = batch.spread_row_weights(row_values / factor)
         measures = measures.select_rows(some)
         metrics = compute_weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
         if weight.kind == "banded":
@@ -119,7 +119,7 @@ def verl_rollout_correction(
         metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))
     # Untouched, the given tensor itself is returned: no copy of the batch's size.
     if touched:
-        mask, gone = batch.kept(rejected, list(of_tokens.values()))
+        mask, gone = batch.apply_rejections(rejected, list(of_tokens.values()))
     if options:
         metrics |= compute_total_rejection_metrics(tokens, gone[some])
 

@@ -58,15 +58,15 @@ class TorchBatch:
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
         return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
 
-    def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         return self._rows.to_given_layout(
             torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype)
         )
 
-    def row_weights(self, rows: Numbers) -> Tensor:
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
         return self._rows.to_given_layout(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
 
-    def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         keep = self._valid & ~self._by_token(rows)
         for quantity in quantities:
             above, below = self._outside(quantity)

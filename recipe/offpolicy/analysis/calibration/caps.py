@@ -39,7 +39,7 @@ class EssCurve:
     ess: Floats
     resampled: Floats
 
-    def band(self, confidence: float) -> tuple[Floats, Floats]:
+    def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
         """Compute the percentiles of the bootstrap draws, (K,) each; NaN where there are none."""
         if not len(self.resampled):
             return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
@@ -70,14 +70,14 @@ def find_cap_for_ess(
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
     widest = float(np.abs(scores.low).max())
-    if (most := compute_ess(part, scores, part.limits_at(widest))) >= target:
+    if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
-        start = 0.0 if compute_ess(part, scores, part.limits_at(0.0)) >= target else math.nan
+        start = 0.0 if compute_ess(part, scores, part.compute_limits_at(0.0)) >= target else math.nan
     if math.isnan(start):
         best = float(curve.ess.max())
         return build_not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
@@ -85,12 +85,14 @@ def find_cap_for_ess(
     for _ in range(_EXACT):
         middle = (inside + beyond) / 2
         inside, beyond = (
-            (middle, beyond) if compute_ess(part, scores, part.limits_at(middle)) >= target else (inside, middle)
+            (middle, beyond)
+            if compute_ess(part, scores, part.compute_limits_at(middle)) >= target
+            else (inside, middle)
         )
     if reason := check_radius(part, inside):
         return build_not_found(scores, reason)
     values = _rounded(part, scores, inside, target)
-    reached = compute_ess(part, scores, part.limits_with(values))
+    reached = compute_ess(part, scores, part.compute_limits_with(values))
     interval = _interval(curve, target, confidence)
     note = "no interval: all units are of one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
@@ -190,10 +192,12 @@ def _rounded(part: BoundedPart, scores: Scores, radius: float, target: float) ->
     for digits in range(1, 17):
         scale = 10.0**digits
         values = {}
-        for name, value in part.values_at(radius).items():
+        for name, value in part.compute_values_at(radius).items():
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
         ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
-        if ordered and target <= compute_ess(part, scores, part.limits_with(values)) < target + _CLOSE * (1 - target):
+        if ordered and target <= compute_ess(part, scores, part.compute_limits_with(values)) < target + _CLOSE * (
+            1 - target
+        ):
             return values
-    return part.values_at(radius)
+    return part.compute_values_at(radius)

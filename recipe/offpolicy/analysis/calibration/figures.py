@@ -60,7 +60,7 @@ def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
     axis.set_xlabel(_bound_label(proposal))
     axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept")
     if isinstance(curve, EssCurve):
-        low, high = curve.band(confidence)
+        low, high = curve.compute_band(confidence)
         _line(axis, curve.radius, curve.ess, low, high, "all lengths")
         _widen(axis, proposal, float(curve.radius.max(initial=0.0)) / 300, curve.radius.max(initial=0.0))
     else:

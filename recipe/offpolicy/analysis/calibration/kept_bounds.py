@@ -59,12 +59,12 @@ def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, f
     """Compute the share kept of the units that the part looks at; NaN where it looks at none."""
     if not scores.looked.any():
         return math.nan
-    return float(1 - scores.outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
+    return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
     """Compute the radius that keeps each unit that the part looks at, (L,); inf where the other bound rejects it."""
-    return part.radius(scores.low, scores.high)[scores.looked]
+    return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
 def find_bound_for_kept_share(
@@ -120,7 +120,7 @@ def find_bound_for_kept_share(
         values,
         radius,
         (max(interval[0], least), max(interval[1], least)) if not math.isnan(interval[0]) else interval,
-        compute_kept_share(part, scores, part.limits_with(values)),
+        compute_kept_share(part, scores, part.compute_limits_with(values)),
         found.count,
         found.groups,
         note,
@@ -137,10 +137,10 @@ def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, fl
     """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
-        values = {name: _outward(name, value, digits) for name, value in part.values_at(radius).items()}
+        values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
         if all(radius <= reach < furthest for reach in _reaches(part, values)):
             return values
-    return part.values_at(radius)
+    return part.compute_values_at(radius)
 
 
 def _outward(name: str, value: float, digits: int) -> float:

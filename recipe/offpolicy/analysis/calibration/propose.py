@@ -109,7 +109,7 @@ class Proposal:
         """True if there is a bound to set."""
         return bool(self.threshold.values)
 
-    def of_all(self, reached: float) -> float:
+    def to_all_units(self, reached: float) -> float:
         """Convert a share of the units that the part looks at to a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
@@ -243,7 +243,7 @@ def _by_length(
         if not len(looked):
             continue
         known = bool(overall.values) or not part.unset
-        reached = _reached(part, own, target, part.limits_with(overall.values)) if known else math.nan
+        reached = _reached(part, own, target, part.compute_limits_with(overall.values)) if known else math.nan
         if few := _few(looked):
             threshold = build_not_found(looked, few)
         else:

@@ -55,7 +55,7 @@ class Scores:
         """Return these units alone: (U,) bool."""
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
-    def outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
+    def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
         """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 as masks compare, unless ``exact``."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))

@@ -41,11 +41,11 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
             proposal.goal,
             format_bounds(proposal.part.now),
             proposal.now,
-            *([proposal.of_all(proposal.now)] if partial else []),
+            *([proposal.to_all_units(proposal.now)] if partial else []),
             format_bounds(proposal.threshold.values) if proposal.found else "none",
             format_interval(proposal.part, proposal.threshold),
             proposal.threshold.reached,
-            *([proposal.of_all(proposal.threshold.reached)] if partial else []),
+            *([proposal.to_all_units(proposal.threshold.reached)] if partial else []),
             proposal.threshold.count,
             proposal.threshold.groups,
         )
@@ -202,8 +202,8 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
         "now": part.now,
         "looked": proposal.looked,
         "reached_now": _number_or_none(proposal.now),
-        "reached_now_of_all": _number_or_none(proposal.of_all(proposal.now)),
-        "reached_of_all": _number_or_none(proposal.of_all(proposal.threshold.reached)),
+        "reached_now_of_all": _number_or_none(proposal.to_all_units(proposal.now)),
+        "reached_of_all": _number_or_none(proposal.to_all_units(proposal.threshold.reached)),
         "proposed": _threshold(part, proposal.threshold),
         "floor": None if proposal.floor is None else _finite(vars(proposal.floor)),
         "length": {**_finite(vars(test)), "interval": [_number_or_none(end) for end in test.interval]}
@@ -230,7 +230,7 @@ def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
 
 def _end(part: BoundedPart, name: str, radius: float) -> float:
     """Convert an end of an interval to the configured value ``name``; infinite where it is open."""
-    return radius if not math.isfinite(radius) else part.values_at(radius)[name]
+    return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 
 def _floor(proposal: Proposal, confidence: float) -> str:

@@ -103,7 +103,7 @@ class Timeline:
     def rows(self) -> int:
         return sum(step.rows for step in self.steps)
 
-    def column(self, name: str) -> Floats:
+    def get_column(self, name: str) -> Floats:
         """Return one field of all steps, (steps,)."""
         return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
 

@@ -83,8 +83,8 @@ def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
 
 def _mismatch(timeline: Timeline) -> Answer:
     question = "Do the engines agree?"
-    kl = timeline.column("kl")
-    tokens = timeline.column("compared")
+    kl = timeline.get_column("kl")
+    tokens = timeline.get_column("compared")
     unscored = sum(step.unscored for step in timeline.steps)
     known = np.isfinite(kl)
     if not known.any() and unscored == timeline.rows:
@@ -99,14 +99,14 @@ def _mismatch(timeline: Timeline) -> Answer:
     if is_copied(timeline):
         same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
-    fresh, counts = timeline.column("kl_fresh"), timeline.column("fresh_tokens")
+    fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
         because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
         return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
     engines = float(np.average(fresh[mine], weights=counts[mine]))
     answer = f"KL(mu, pi_old) {engines:.2g} nats a token"
-    stale = timeline.column("staleness")
+    stale = timeline.get_column("staleness")
     if np.nanmax(stale, initial=0.0) <= 0:
         return Answer(
             question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
@@ -145,8 +145,8 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
 
 def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     question = "What does the correction keep?"
-    tokens = timeline.column("tokens")
-    kept = timeline.column("kept_tokens")
+    tokens = timeline.get_column("tokens")
+    kept = timeline.get_column("kept_tokens")
     known = np.isfinite(kept)
     if not known.any() or not timeline.lengths:
         return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
@@ -201,7 +201,7 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
 
 def _reward(timeline: Timeline) -> Answer:
     question = "Does the reward rise?"
-    reward = timeline.column("reward")
+    reward = timeline.get_column("reward")
     if not np.isfinite(reward).any():
         return Answer(question, "unknown", "No reward was recorded.")
     thirds = _thirds(reward)

@@ -45,7 +45,8 @@ class _ReplayNotes:
     unscaled: dict[str, set[int]] = field(default_factory=dict)
     other_advantages: set[str] = field(default_factory=set)
 
-    def look(self, of: ReferenceBlock) -> None:
+    def add_block(self, of: ReferenceBlock) -> None:
+        """Count the rows and tokens of a block."""
         counted = of.counted.bool()
         self.rows += int(of.block.mask.any(-1).sum())
         self.tokens += int(of.block.mask.sum())
@@ -235,7 +236,7 @@ def _replay(
             [weighed[spec] for spec in chosen],
             of.counted.bool(),
         )
-        seen.look(of)
+        seen.add_block(of)
         # The record of a sample does not hold what was fixed for the whole batch.
         known = not (sampled and specs.recorded.needs_constants)
         if known:
