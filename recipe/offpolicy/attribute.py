@@ -66,6 +66,7 @@ def _show(found: Any) -> None:
     from .analysis.attribution import tables
     from .analysis.pages import to_rich
 
+    # A pipe has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     shown = [
         tables.build_causes_table(found),

@@ -41,6 +41,7 @@ def run(tool: str, main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except ModuleNotFoundError as error:
+        # Only packages that this project requires get the hint; another missing module is a bug.
         name = (error.name or "").split(".")[0]
         if name not in _OURS:
             raise

@@ -44,6 +44,7 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
+        # The loops compile once a dtype: the common two are read as they are, others as bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])
@@ -80,6 +81,7 @@ class CompiledBatch:
         kinds, lower, upper, *_ = _asked(quantities)
         for part, tokens, read in self._parts():
             loops.apply_rejections(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
+        # A mask that was read as bool gets its own dtype and values again.
         keep, given = torch.from_numpy(mask), self._tensors[2]
         if keep.dtype != given.dtype:
             keep = torch.where(keep.view(given.shape), given, torch.zeros((), dtype=given.dtype))

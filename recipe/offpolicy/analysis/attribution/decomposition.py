@@ -66,6 +66,7 @@ class VersionMismatch:
 
 def compute_row_sums(rows: Rows) -> Array:
     """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
+    # Rows are padded to the longest of all, so a chunk holds this many.
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
     parts = []
@@ -132,6 +133,7 @@ def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomp
     result: dict[int, Decomposition] = {}
     numbers = np.unique(steps)
     for index, step in enumerate(numbers):
+        # Never later steps: the share of a step must not depend on what followed.
         before = np.isin(steps, numbers[max(0, index - RECENT) : index])
         result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
     return result
@@ -174,6 +176,7 @@ def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, 
     """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
+    # A bootstrap draw is a weighted sum of rows: one product with the counts.
     flat = sums.reshape(rows, -1)
     drawn: dict[str, list[float]] = {}
     for _ in range(REPLICATES):

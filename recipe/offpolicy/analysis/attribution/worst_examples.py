@@ -93,6 +93,7 @@ def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, mos
             alike &= (rows.uid == rows.uid[row])[tokens.row]
         found = np.flatnonzero(alike)
         same = np.array([np.array_equal(_before(rows, tokens.row[i], tokens.index[i]), before) for i in found])
+        # Rows of one group share their first tokens: the same mismatch is listed once, with its count.
         siblings = found[same]
         shown[siblings] = True
         worst.append(

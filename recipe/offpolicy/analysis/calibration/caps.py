@@ -69,11 +69,13 @@ def find_cap_for_ess(
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+    # Beyond the farthest unit a cap changes nothing.
     widest = float(np.abs(scores.low).max())
     if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
+        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest that fits.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
@@ -125,6 +127,7 @@ def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDAr
     else:
         below, above = value < 0, value >= 0
     distance = np.where(above, value, -value)
+    # Units that the fixed bound rejects, wherever the moving one lies.
     dead = np.zeros(len(value), dtype=bool)
     if part.rejects and part.side != "both":
         dead = (value < fixed_lower) if part.side == "upper" else (value > fixed_upper)
@@ -164,6 +167,7 @@ def _ess(totals: Floats) -> Floats:
 
 def _places(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, dense in the tail."""
+    # Half of the radii by rank from the largest distance inward, where few units decide the ESS.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _PLACES // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _PLACES // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
@@ -173,12 +177,14 @@ def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
     """Compute percentiles of the widest radius that reaches the target over the draws; inf where all radii do."""
     if not len(curve.resampled):
         return math.nan, math.nan
+    # The widest radius of each draw: the last True of its row.
     enough = curve.resampled >= target
     last = enough.shape[1] - 1 - enough[:, ::-1].argmax(1)
     found = enough.any(1)
     following = np.minimum(last + 1, enough.shape[1] - 1)
     draws = np.arange(len(last))
     high, low = curve.resampled[draws, last], curve.resampled[draws, following]
+    # Linear between the two radii around the crossing.
     step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
     crossing = curve.radius[last] + step * (curve.radius[following] - curve.radius[last])
     crossing = np.where(last == enough.shape[1] - 1, math.inf, np.where(found, crossing, curve.radius[0]))
@@ -193,11 +199,12 @@ def _rounded(part: BoundedPart, scores: Scores, radius: float, target: float) ->
         scale = 10.0**digits
         values = {}
         for name, value in part.compute_values_at(radius).items():
+            # Inward is the safe side: a narrower bound has a higher ESS.
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
+        # Rounding must not move a bound to the other side of ratio 1.
         ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
-        if ordered and target <= compute_ess(part, scores, part.compute_limits_with(values)) < target + _CLOSE * (
-            1 - target
-        ):
+        ess = compute_ess(part, scores, part.compute_limits_with(values)) if ordered else math.nan
+        if target <= ess < target + _CLOSE * (1 - target):
             return values
     return part.compute_values_at(radius)

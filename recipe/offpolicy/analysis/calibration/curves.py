@@ -40,6 +40,7 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     radii = radii[np.isfinite(radii) & (radii > 0)]
     if not len(radii):
         return np.zeros(0)
+    # By rank the curve is resolved near 1, evenly in log where it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))

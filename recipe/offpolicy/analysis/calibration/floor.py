@@ -63,7 +63,9 @@ def estimate_noise_floor(
         NotIdentifiedError: there are no such rows, or too few.
     """
     first = state.mini_batch == 0
+    # An unknown version, -1, counts as fresh; the result says how many do.
     fresh = first & (state.staleness <= 0)
+    # NaN, no finite token, is never same.
     same = fresh & (state.apart <= rounding)
     if not first.any():
         raise NotIdentifiedError(
@@ -89,11 +91,13 @@ def estimate_noise_floor(
             f"{_above(2 * float(np.nanmedian(state.apart[fresh]))):g}."
         )
     rows = scores.select(same[scores.row])
+    # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
     noise = np.sort(-rows.low)
     quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
     if not math.isfinite(upper):
         lower = (each for each in _LOWER if each < share)
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
+        # The highest quantile that this recording can bound.
         smaller = next(enough, None)
         advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
         raise NotIdentifiedError(

@@ -93,6 +93,7 @@ def find_bound_for_kept_share(
         return build_not_found(
             scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable"
         )
+    # A bound of 0 would reject every unit that differs at all.
     if radius == 0 and floor <= 0:
         return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""
@@ -135,6 +136,7 @@ def _least(part: BoundedPart) -> float:
 
 def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
     """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
+    # Outward is the safe side: a wider bound keeps the target.
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
         values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}

@@ -153,6 +153,7 @@ def propose_bounds(
         if proposal.found:
             spec = set_values(spec, proposal.part.key, proposal.threshold.values)
     found = {proposal.part.key for proposal in proposals if proposal.found}
+    # A mask whose required delta was not found has no valid value left.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     on_pi = any(part.spec.ratio != "rollout" for part in parts)

@@ -112,6 +112,7 @@ def compute_scores(
             for part in parts:
                 pieces[part.key].append(_of_block(part, block, old, group, before))
         for part in parts:
+            # A budget is shared by the batch, hence computed after its blocks are joined.
             joined = _joined(Scores, pieces[part.key])
             found[part.key].append(_by_budget(joined) if part.by_batch else joined)
         before += len(rows)
@@ -163,6 +164,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
         tokens, looked = valid.double(), looked.expand(valid.shape)
     else:
         tokens, looked = units.tokens, looked.expand(units.tokens.shape)
+    # Padding and units without a valid token have no score.
     there = (tokens > 0).numpy()
     at, _ = np.nonzero(there)
     row = block.rows[at]
@@ -200,6 +202,7 @@ def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
     """Number each row's prompt, extending ``known``; rows without a uid get a number each."""
     numbers = np.empty(len(rows), dtype=np.int64)
     for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
+        # NUL cannot occur in a uid, so that a made-up name collides with none.
         name = str(uid) or f"\0{step}/{rank}/{index}"
         numbers[index] = known.setdefault(name, len(known))
     return numbers
@@ -214,6 +217,7 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+    # Training stops at such a pi; the count warns that these units are left out here.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     return RowState(

@@ -153,6 +153,7 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("rows kept"),
         Column("ESS"),
     )
+    # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [
         (s.step, s.rows, s.reward, s.length, s.kl, s.drift, s.staleness, s.kept_tokens, s.kept_rows, s.ess)

@@ -202,6 +202,7 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
+    # ``add.at`` accumulates rows of one bucket, where indexed += would keep the last.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 

@@ -208,6 +208,7 @@ def _reward(timeline: Timeline) -> Answer:
     if thirds is None:
         return Answer(question, "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}.")
     (first, first_error), (last, last_error) = thirds
+    # Standard error of the difference of two independent means.
     error = math.hypot(first_error, last_error)
     gain = last - first
     word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
@@ -222,6 +223,7 @@ def describe_trend(values: Floats, unit: str) -> str:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
+    # Swings are told before a trend: one spike in a third would otherwise pass for growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
@@ -237,6 +239,7 @@ def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] |
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
+        # A third of one step has no deviation of its own: that of all steps stands in.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

@@ -88,6 +88,7 @@ def build_candidates(
         own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
         for point in _points(own):
             candidate = _candidate(label, mapping, point)
+            # Two specs may cross into the same correction: it is replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
                 raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
@@ -107,6 +108,7 @@ def _bases(
         )
     for point in _points(groups):
         options = [f"{key}={value}" for key, value in point.items()]
+        # An option of the grid replaces the override of the same group.
         kept = [override for override in overrides if not (point and parse_key(override) in point)]
         yield " ".join([*options, *kept]), compose_correction([*options, *kept])
 

@@ -31,6 +31,7 @@ _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.up
 @contextmanager
 def initialize_composer() -> Iterator[None]:
     """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
+    # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     # The lines of offpolicy_trainer.yaml less verl's own configuration, which a correction does not read.
@@ -60,6 +61,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
                 f"{override}: not an override of the correction, which is all that a replay reads. {_EXAMPLE}"
             )
     try:
+        # The Hydra node tells which options were chosen.
         config = compose(_PRIMARY, overrides=own_keys_for_us(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         options = chosen_options()

@@ -136,6 +136,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
+    # A correction may fail at a later step than the one that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -212,6 +213,7 @@ def _replay(
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
+    # Missing for specs whose scale is unknown: they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
         if unknown := counts.explain_unknown(rows):
@@ -221,6 +223,7 @@ def _replay(
                 scales[spec] = counts.compute_scale(
                     rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], size)
                 )
+    # Keyed by spec: candidates that are equal at this step are replayed once.
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
     for block in iterate_blocks(rows, size):
         of = build_reference_block(block, base_loss)

@@ -41,6 +41,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return [
             report_untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES
         ]
+    # Two engines never agree to the bit on this many tokens.
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
         return [
             report_untestable(
@@ -67,5 +68,6 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
+    # A constant offset by context would pass for noise: numerics then looks within contexts only.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]

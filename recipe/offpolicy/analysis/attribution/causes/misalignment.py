@@ -32,6 +32,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     values = {lag: _correlation(_columns(sampled, *pair).sum(0)) for lag, pair in pairs.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
     here, beside = _columns(sampled, *pairs[0]), _columns(sampled, *pairs[best])
+    # One table for both correlations, so that each bootstrap draw resamples them together.
     columns = np.concatenate([np.pad(here, ((0, 0), (0, 6))), np.pad(beside, ((0, 0), (6, 0)))])
     cluster = np.concatenate([sampled.cluster[pairs[0][0]], sampled.cluster[pairs[best][0]]])
     better = estimate(columns, cluster, lambda sums: _correlation(sums[6:]) - _correlation(sums[:6]))

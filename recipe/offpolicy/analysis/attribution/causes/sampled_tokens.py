@@ -119,6 +119,7 @@ def estimate(
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
+    # An interval of the finite draws alone would be of a selection.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))

@@ -52,6 +52,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         "fit": fit.value,
         "fit_low": fit.low,
     }
+    # Distance of the interval from 1; negative if it contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
         return report_absent(
