@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(options.directory)
         card = recording.card  # read first, so that a damaged one fails before the work
         spec, unset = build_spec(recording, options.spec)
-        # The recording is read once: calibration consumes it while the screen samples it.
+        # Samples the recording while calibration reads it, which saves a pass over the files.
         screen = FaultScreen(recording.steps)
         result = propose_bounds(screen.tee(recording), spec, request, unset)
         faults = screen.describe_faults(card)

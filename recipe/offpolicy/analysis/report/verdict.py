@@ -223,7 +223,7 @@ def describe_trend(values: Floats, unit: str) -> str:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
-    # Swings are told before a trend: one spike in a third would otherwise pass for growth.
+    # Swings come before the trend: one spike in a third would otherwise pass for growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):

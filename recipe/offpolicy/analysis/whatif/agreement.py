@@ -92,7 +92,7 @@ def _kappa(both: Matrix, count: float) -> Matrix:
         return np.full_like(both, math.nan)
     own = np.diag(both) / count
     rejects = both / count
-    # Both keep or both reject: (1 - a - b + ab) + ab of the joint shares.
+    # Equal decisions: both keep, a share of 1 - a - b + r, or both reject, r.
     observed = 1 - own[:, None] - own[None, :] + 2 * rejects
     chance = own[:, None] * own[None, :] + (1 - own[:, None]) * (1 - own[None, :])
     return np.divide(observed - chance, 1 - chance, out=np.full_like(both, math.nan), where=chance < 1)
