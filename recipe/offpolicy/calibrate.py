@@ -188,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it looks at")
+    add(
+        "--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it applies to"
+    )
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
     add("--by-length", action="store_true", help="advice by length also where it does not matter: one bound acts")

@@ -54,7 +54,7 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
 
     Args:
         tokens: (B,) T.
-        lower, upper: bounds that raw row means are held against.
+        lower, upper: bounds that raw row means are compared with.
     """
     raw_row_mean, row_mean = measures.total / tokens
     total = tokens.sum()

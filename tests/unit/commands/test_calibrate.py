@@ -73,7 +73,7 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "kept of rows" in out
     assert "kept of tokens" in out
     assert "of all" not in out  # both look at everything
-    assert "the correction takes one bound; these tell which lengths it would hit" in out
+    assert "the correction takes one bound; these show which lengths it would affect" in out
     assert "All of it together" in out
     assert "masks.gsm: depends on length (rank correlation" in out
     assert "masks.gsm by length" in out

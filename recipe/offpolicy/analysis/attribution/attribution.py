@@ -95,14 +95,16 @@ def size_warning(recording: Recording, steps: tuple[int, int | None] | None = No
     memory = _MEMORY * size
     if memory < _MUCH or not chosen:
         return ""
-    said = (
+    warning = (
         f"steps {chosen[0]} to {chosen[-1]}, {size / 1e6:,.0f} MB, are read together, which takes about "
         f"{memory / 1e9:.0f} GB of memory."
     )
     most = max(int(len(chosen) * _MUCH / memory), 1)
     if most == len(chosen):
-        return f"{said} Record fewer rows a step: offpolicy.record.share=0.1."
-    return f"{said} With --steps {chosen[0]}:{chosen[most - 1]} it is about {memory * most / len(chosen) / 1e9:.1f} GB."
+        return f"{warning} Record fewer rows a step: offpolicy.record.share=0.1."
+    return (
+        f"{warning} With --steps {chosen[0]}:{chosen[most - 1]} it is about {memory * most / len(chosen) / 1e9:.1f} GB."
+    )
 
 
 def _chosen(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:

@@ -47,7 +47,7 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
 
 
 def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
-    """Compute the share of the units that the part looks at and keeps, at each ``radius``."""
+    """Compute the share of the units that the part applies to and keeps, at each ``radius``."""
     radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
     found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
     ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)

@@ -51,9 +51,9 @@ def estimate_noise_floor(
 ) -> NoiseFloor:
     """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
-    Every such row counts, whatever the sign of its advantage: noise does not know it. A row whose recorded pi_old is of
-    the trainer has to bear out that pi is pi_old; one recorded under another ``proximal`` has nothing to show, and is
-    not chosen by a pi_old that is made of mu.
+    Every such row counts, whatever the sign of its advantage, on which noise does not depend. Where the recorded
+    pi_old is the trainer's, a row counts only if pi is pi_old up to ``rounding``; under another ``proximal`` pi stands
+    in for pi_old, so that the condition always holds.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
@@ -101,7 +101,7 @@ def estimate_noise_floor(
         smaller = next(enough, None)
         advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
         raise NotIdentifiedError(
-            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old say as much as "
+            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
             f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}."

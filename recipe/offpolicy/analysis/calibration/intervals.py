@@ -21,7 +21,7 @@ class ClusteredShare:
         share: kept / count.
         count: how many units.
         groups: how many prompt groups they come from.
-        effective: units that would say as much were they independent, count / design effect (Kish 1965); NaN where
+        effective: independent units of the same precision, count / design effect (Kish 1965); NaN where
             one group leaves it unknown.
     """
 

@@ -33,7 +33,7 @@ class Threshold:
         radius: where that is, in what the part compares: nats for ratios; NaN where none was found.
         interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
         reached: what the values reach on the recording, in the target's own measure.
-        count, groups: units and prompt groups that it rests on; of a kept share those that the part looks at.
+        count, groups: units and prompt groups that it rests on; of a kept share those that the part applies to.
         note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
     """
@@ -56,21 +56,21 @@ def build_not_found(
 
 
 def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute the share kept of the units that the part looks at; NaN where it looks at none."""
+    """Compute the share kept of the units that the part applies to; NaN where it applies to none."""
     if not scores.looked.any():
         return math.nan
     return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
-    """Compute the radius that keeps each unit that the part looks at, (L,); inf where the other bound rejects it."""
+    """Compute the radius that keeps each unit that the part applies to, (L,); inf where the other bound rejects it."""
     return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
 def find_bound_for_kept_share(
     part: BoundedPart, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
 ) -> Threshold:
-    """Find the narrowest bound that keeps at least ``target`` of the units that the part looks at.
+    """Find the narrowest bound that keeps at least ``target`` of the units that the part applies to.
 
     Args:
         floor: nats below which the radius must not fall, such as what backend noise alone reaches.
@@ -82,7 +82,7 @@ def find_bound_for_kept_share(
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
     scores = scores.select(scores.looked)
     if not len(scores):
-        return build_not_found(scores, f"not identified: it looks at none of the {part.share_of}")
+        return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
     # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.

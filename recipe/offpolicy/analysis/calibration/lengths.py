@@ -18,7 +18,7 @@ from .intervals import Interval
 from .scores import Scores
 
 LEAST_ROWS = 20
-"""Rows that a bucket needs to have a say in the test."""
+"""Rows that a bucket needs to enter the test."""
 
 
 @dataclass(frozen=True)

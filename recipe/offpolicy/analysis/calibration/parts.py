@@ -17,7 +17,7 @@ Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
-"""Nats: stands for a delta that is asked for and not set, so that the rest of the correction can be read."""
+"""Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
 _SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}

@@ -29,7 +29,7 @@ class Request:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it looks at (OPSM:
+        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it applies to (OPSM:
             of rows with a negative advantage); None for none.
         target_ess: effective sample size that the weight is to have; None for none.
         of: one part or bound, see ``list_parts``; None for all.
@@ -64,7 +64,7 @@ class LengthBound:
 
     Attributes:
         bucket: its name in the metrics.
-        rows: of these lengths that the part looks at.
+        rows: of these lengths that the part applies to.
         reached: value that the bound for all lengths reaches on them: the proposed one, else the present one.
         threshold: the bound that would reach the target on them alone.
         curve: of a kept share.
@@ -84,7 +84,7 @@ class Proposal:
     Attributes:
         part: whose bound.
         target: measure to reach, and ``goal`` its value.
-        looked: share of all units that the part looks at; it keeps the others whatever its bound is.
+        looked: share of all units that the part applies to; it keeps the others whatever its bound is.
         now: value that the present bound reaches; NaN where it has no value yet.
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
@@ -110,7 +110,7 @@ class Proposal:
         return bool(self.threshold.values)
 
     def to_all_units(self, reached: float) -> float:
-        """Convert a share of the units that the part looks at to a share of all units; NaN for an ESS."""
+        """Convert a share of the units that the part applies to to a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
@@ -253,9 +253,9 @@ def _by_length(
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
                 alone = _threshold(part, own, target, goal, request, None).values
-                said = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
+                alone_text = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
                 noise = "its backend noise is not identified"
-                threshold = build_not_found(looked, f"{noise}; {said}" if said else noise)
+                threshold = build_not_found(looked, f"{noise}; {alone_text}" if alone_text else noise)
         line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
         found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)

@@ -33,7 +33,7 @@ class Scores:
     Attributes:
         low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
             nats for ratios. They differ where each token of a unit has to lie inside by itself.
-        looked: (U,) bool, whether the part looks at the unit at all, see ``MaskSpec.when``.
+        looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
         tokens: (U,) int64, valid tokens of the unit.
         length: (U,) int64, T, valid tokens of the row that it belongs to.
         row: (U,) int64, that row, numbered over all steps.

@@ -14,7 +14,7 @@ from .kept_bounds import Threshold
 from .parts import BoundedPart
 from .propose import CalibrationResult, LengthBound, Proposal
 
-BY_LENGTH = "advice, for the correction takes one bound; these tell which lengths it would hit"
+BY_LENGTH = "advice: the correction takes one bound; these show which lengths it would affect"
 
 
 def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
@@ -96,27 +96,27 @@ def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
 
 def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     """Format what limits the tables, a sentence each."""
-    said = []
+    sentences = []
     for proposal in result.proposals:
         name, threshold = format_part_name(proposal.part), proposal.threshold
         if threshold.note:
-            said.append(
+            sentences.append(
                 threshold.note if threshold.note.startswith(proposal.part.key) else f"{name}: {threshold.note}."
             )
-        said += [_floor(proposal, confidence)] if proposal.floor is not None else []
-        said.append(describe_length_dependence(proposal, confidence))
-    said += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
+        sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
+        sentences.append(describe_length_dependence(proposal, confidence))
+    sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
-        said.append(
+        sentences.append(
             f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
             f"them out, and training stops at one."
         )
     if result.grouped < 1:
-        said.append(
+        sentences.append(
             f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: they count as independent, and the "
             f"intervals are too narrow if they are not."
         )
-    return said
+    return sentences
 
 
 def describe_length_dependence(proposal: Proposal, confidence: float) -> str:

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
 _PRODUCT = (math.log(0.5), math.log(2.0))
 REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
-"""Masks that rows are held against whatever was on, as in the metrics of ``offpolicy/length/``."""
+"""Masks that rows are compared with, whatever correction acted, as in the metrics of ``offpolicy/length/``."""
 
 
 @dataclass(frozen=True)

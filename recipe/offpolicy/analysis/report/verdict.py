@@ -180,23 +180,23 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
 
     given = "By default" if new else "Now"
-    said = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
+    sentences = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
     if proposal.found:
         answer = format_bounds(threshold.values)
-        said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
+        sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
     else:
         answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
     if threshold.note:
         note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
-        said.append(f"{note[0].upper()}{note[1:]}")
+        sentences.append(f"{note[0].upper()}{note[1:]}")
         if option := _OF_CALIBRATE.search(note):
             spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
-            said.append(
+            sentences.append(
                 f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {option[0]}"
             )
     if proposal.lengths:
-        said.append("It treats lengths unlike, see below")
-    return Answer(question, answer, ". ".join(said) + ".")
+        sentences.append("It treats lengths unlike, see below")
+    return Answer(question, answer, ". ".join(sentences) + ".")
 
 
 def _reward(timeline: Timeline) -> Answer:

@@ -61,7 +61,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
                 f"{override}: not an override of the correction, which is all that a replay reads. {_EXAMPLE}"
             )
     try:
-        # The Hydra node tells which options were chosen.
+        # The Hydra node lists the chosen options.
         config = compose(_PRIMARY, overrides=own_keys_for_us(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         options = chosen_options()

@@ -15,7 +15,7 @@ Sums = NDArray[np.float64]
 """(L, len(COLUMNS)): the sums over a group's rows of each length bucket; the last line is of rows without length."""
 
 FEW = 30.0
-"""Effective rows below which a reference by sequence says nothing."""
+"""Effective rows that a reference by sequence needs."""
 
 
 @dataclass(frozen=True)

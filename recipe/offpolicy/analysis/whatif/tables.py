@@ -26,7 +26,7 @@ OVERALL = {
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
-"""Corrections up to which tables have a column for each: beyond, nobody reads them, and a page grows too large."""
+"""Corrections up to which tables have a column for each: beyond, they are unreadable and the page too large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 

@@ -1,6 +1,6 @@
 """Search for the causes of a mismatch: each test sees the tokens that the tests before it have not explained.
 
-Misalignment is looked for first, as nothing can be said of log-probs that belong to other tokens. What is re-tokenized
+Misalignment is tested first: log-probs of other tokens invalidate every other test. What is re-tokenized
 is then left out turn by turn, and what is stale step by step, so that the remaining tests see the backend alone.
 """
 

@@ -61,14 +61,14 @@ def _beside(sampled: SampledTokens) -> Cause:
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
     """Test whether the two correlate nowhere; None where they do, or are too near each other to tell.
 
-    A step or a turn that correlates by itself says that the others went wrong: that is staleness, or re-tokenisation.
+    A single step or turn that correlates points to staleness, or re-tokenisation, of the others.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
-    # An offset common to all tokens says nothing of which token is whose.
+    # An offset common to all tokens does not show which token a log-prob belongs to.
     loss = np.stack([np.ones(count), compute_k3(gap - gap.mean())], axis=-1)
     here = estimate(columns, sampled.cluster, _correlation)
     mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))

@@ -122,7 +122,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
     """Describe whether weights or cache are stale, where prompts could not be compared."""
     if (sampled.staleness > 0).any():
-        return ""  # the versions say it
+        return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
         return "; weights or cache, which recorded prompts would tell apart"
     if again.sum() < LEAST_TOKENS:

@@ -50,7 +50,7 @@ class Thresholds:
 
 
 LEAST_TOKENS = 200
-"""Tokens below which no test is made."""
+"""Tokens that a test needs."""
 LEAST_CONTEXTS = 20
-"""Contexts with two different sampled tokens below which nothing is said about slopes."""
+"""Contexts with two different sampled tokens that a slope test needs."""
 THRESHOLDS = Thresholds()

@@ -75,7 +75,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     """Judge truncated sampling and extra vocabulary.
 
     Args:
-        sampling: what the card says of how was sampled, ``top_p`` and the like; empty where there is none.
+        sampling: sampling settings of the card, ``top_p`` and the like; empty where there is none.
     """
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
