@@ -150,7 +150,7 @@ def _show(
 def _page(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> Any:
-    from .analysis.calibration.figures import build_panels as drawn
+    from .analysis.calibration.figures import build_panels
     from .analysis.calibration.tables import (
         build_joint_table,
         build_length_table,
@@ -169,7 +169,7 @@ def _page(
         render_table(build_overview_table(result, confidence)),
         render_code(" \\\n".join(map(shlex.quote, list_overrides(result))) or "none"),
     )
-    page.add_section("Curves", render_panels(drawn(result.proposals, confidence)))
+    page.add_section("Curves", render_panels(build_panels(result.proposals, confidence)))
     lengths = [
         render_table(build_length_table(proposal, confidence)) for proposal in result.proposals if proposal.lengths
     ]

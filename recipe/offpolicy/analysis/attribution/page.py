@@ -7,7 +7,7 @@ from . import figures, tables
 from .attribution import Attribution
 from .token_text import escape
 
-HOW = (
+METHOD = (
     "log pi/mu of each token is backend + staleness + drift. Shares of variance are covariances with the whole, so "
     "that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of the sum "
     "with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
@@ -30,7 +30,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
     )
     page.add_section(
         "Where the mismatch comes from",
-        render_paragraph(HOW),
+        render_paragraph(METHOD),
         render_table(tables.build_shares_table(attribution.whole)),
         render_panels(figures.build_panels(attribution)),
         render_table(tables.build_versions_table(attribution)),
