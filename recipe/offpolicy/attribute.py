@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "hydra", *shown)
-    from .analysis.attribution.attribution import attribute, size_warning
+    from .analysis.attribution.attribution import attribute, check_memory
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
-        if warning := size_warning(recording, options.steps):
+        if warning := check_memory(recording, options.steps):
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
         found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:

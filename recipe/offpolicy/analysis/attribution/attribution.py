@@ -88,7 +88,7 @@ def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = No
     return attribute_rows(found.rows, recording.card, worst=worst, left_out=found.left_out)
 
 
-def size_warning(recording: Recording, steps: tuple[int, int | None] | None = None) -> str:
+def check_memory(recording: Recording, steps: tuple[int, int | None] | None = None) -> str:
     """Estimate from file sizes the memory that ``attribute`` takes; return a warning with a remedy, or ""."""
     chosen = _chosen(recording, steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])

@@ -52,7 +52,7 @@ class _ReplayNotes:
         self.tokens += int(of.block.mask.sum())
         self.uncounted += int((of.block.mask & ~counted).sum())
 
-    def notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
+    def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
         """Yield what limits the figures, a sentence each."""
         if self.uncounted:
             yield (
@@ -151,7 +151,7 @@ def run_study(
         fidelity=seen.fidelity,
         notes=(
             *([base_loss.note] if base_loss.note else []),
-            *seen.notes(sampled=sampled, needs_batch=needs_batch),
+            *seen.format_notes(sampled=sampled, needs_batch=needs_batch),
             *_few_rows(outcomes),
         ),
     )
