@@ -20,7 +20,7 @@ def compute_arithmetic_limit(mask: MaskSpec) -> float:
         >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
         20.0
     """
-    return math.inf if _summed(mask) else _at(mask, EXP_CLAMP)
+    return math.inf if _summed(mask) else mask.entry.at(EXP_CLAMP)
 
 
 def compute_proposal_limit(mask: MaskSpec) -> float:
@@ -32,24 +32,10 @@ def compute_proposal_limit(mask: MaskSpec) -> float:
         10.0
     """
     if _summed(mask):
-        return _at(mask, EXP_CLAMP)
-    averaged = mask.level != "token" and (mask.aggregate == "geometric" or mask.aggregate.endswith("_mean"))
-    return _at(mask, _MEAN if averaged or mask.aggregate == "second_moment" else _TOKEN)
+        return mask.entry.at(EXP_CLAMP)
+    averaged = mask.entry.reduce == "batch" or (mask.level != "token" and mask.entry.reduce == "mean")
+    return mask.entry.at(_MEAN if averaged else _TOKEN)
 
 
 def _summed(mask: MaskSpec) -> bool:
-    return mask.level != "token" and (mask.aggregate == "product" or mask.aggregate.endswith("_sum"))
-
-
-def _at(mask: MaskSpec, nats: float) -> float:
-    """Compute the aggregate's value at a log-ratio of ``nats``."""
-    if mask.aggregate == "binary_tv":
-        return math.inf  # a difference of probabilities, whose range the mask itself is held to
-    if mask.aggregate == "second_moment":
-        return nats**2
-    measure = mask.aggregate.split("_")[0]
-    return {
-        "k2": nats**2 / 2,
-        "k3": math.expm1(nats) - nats,
-        "tv": math.expm1(nats) / 2,
-    }.get(measure, nats)
+    return mask.level != "token" and mask.entry.reduce == "sum"

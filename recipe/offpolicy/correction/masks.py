@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .aggregates import AGGREGATES, Aggregate
 from .mask_spec import MaskSpec
-from .ratios import beyond, divergence
+from .ratios import beyond
 from .row_layout import RowLayout, detect_layout
 from .units import Units
 
@@ -41,27 +42,56 @@ def outside(
 def _outside(
     spec: MaskSpec, log_ratio: Tensor, units: Units, numerator: Tensor, denominator: Tensor, cutoff: float | None
 ) -> Tensor:
-    match spec.aggregate:
-        case "product":
-            return _beyond(spec, units.total(log_ratio))
-        case "geometric":
-            return _beyond(spec, units.mean(log_ratio))
-        case "any":
-            return _any(units, _beyond(spec, log_ratio))
-        case "binary_tv":
-            gap = numerator.detach().double().exp() - denominator.detach().double().exp()
-            return _any(units, _beyond(spec, gap))
-        case "second_moment":
+    aggregate = AGGREGATES[spec.aggregate]
+    value = _by_token(aggregate, units, log_ratio, numerator, denominator)
+    match aggregate.reduce:
+        case "each":
+            return _any(units, _beyond(spec, value))
+        case "batch":
             if cutoff is None:
-                raise ValueError("second_moment cuts by the batch: pass the constants of batch_constants.")
-            return log_ratio.double().square() > cutoff
-        case _:
-            measure, reduction = spec.aggregate.split("_")
-            values = torch.where(units.valid, divergence(measure, log_ratio), 0.0)
-            if reduction == "max":
-                greatest = units.greatest(values)
-                return _beyond(spec, greatest) & (units.tokens > 0)
-            return _beyond(spec, units.mean(values) if reduction == "mean" else units.total(values))
+                raise ValueError(f"{aggregate.name} cuts by the batch: pass the constants of batch_constants.")
+            return value > cutoff
+        case "max":
+            return _beyond(spec, units.greatest(value)) & (units.tokens > 0)
+        case reduction:
+            return _beyond(spec, units.mean(value) if reduction == "mean" else units.total(value))
+
+
+def extremes(
+    mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Least and greatest of what ``outside`` compares: a unit lies inside if and only if both do.
+
+    Args:
+        units: of ``mask.level``.
+        log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
+        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+
+    Returns:
+        (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
+        that are ratios. One and the same but for aggregates that bind each token by itself; (log r)^2 for
+        ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
+    """
+    aggregate = AGGREGATES[mask.aggregate]
+    value = _by_token(aggregate, units, log_value, numerator, denominator)
+    match aggregate.reduce:
+        case "each":
+            return -units.greatest(-value), units.greatest(value)
+        case "max":
+            value = units.greatest(value)
+        case "mean":
+            value = units.mean(value)
+        case "sum":
+            value = units.total(value)
+    return value, value
+
+
+def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    if aggregate.token is None:
+        return log_ratio
+    value = aggregate.token(log_ratio, numerator, denominator)
+    # A sum or mean must not see what stands off the unit; the others leave it out by themselves.
+    return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
 def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:

@@ -8,21 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
+from .aggregates import AGGREGATES
 from .problem import SpecError
 from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
 _IN_USE = {"delta": 0.1, "budget": 0.04, "kind": "truncate", "ratio": "rollout", "when": "any", "sign": "row"}
-_BANDS: dict[str, tuple[float | None, float | None]] = {
-    "product": (0.5, 2.0),
-    "geometric": (0.99, 1.01),
-    "any": (0.5, 2.0),
-    "binary_tv": (-0.2, 0.2),
-    "k1_sum": (-0.7, 0.7),
-    "k1_mean": (-0.01, 0.01),
-    "k1_max": (-0.7, 0.7),
-}
-"""Aggregate -> bounds in use; the others are never negative: from above 0.01 for a mean, else 0.2."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -91,8 +82,8 @@ def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key:
 
 
 def choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, default: str | None = None) -> Any:
-    """One of the options of a Literal type."""
-    allowed = get_args(options)
+    """One of the options of a Literal type, or of a tuple."""
+    allowed = get_args(options) or options
     if (value := mapping.get(name, default)) not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
         in_use = default or usual(mapping, name, key).get(f"{key}.{name}", allowed[0])
@@ -217,7 +208,7 @@ def usual(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
 
 def band(aggregate: str) -> tuple[float | None, float | None]:
     """Bounds in use on an aggregate; None for an open side."""
-    return _BANDS.get(aggregate, (None, 0.01 if aggregate.endswith("_mean") else 0.2))
+    return AGGREGATES[aggregate].usual if aggregate in AGGREGATES else (None, 0.2)
 
 
 def metric_name(name: str, key: str, mask: Any = None) -> str:

@@ -170,8 +170,12 @@ def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tens
             return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
         case "k3":
             return torch.where(free > 0, _k3_inverse(value, 1.0), _k3_inverse(value, -1.0))
-        case _:
+        case "product" | "geometric" | "any":
             return value
+        case _:
+            raise NotImplementedError(
+                f"aggregate {aggregate}: the liveness proof has no statement of it. Fix: add one to proof/trials.py."
+            )
 
 
 def _k3_inverse(value: Tensor, sign: float) -> Tensor:

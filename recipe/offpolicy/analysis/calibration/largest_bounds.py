@@ -18,8 +18,7 @@ def find_largest_radius(part: BoundedPart) -> float:
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
-    # A difference of probabilities reaches 1.
-    return 1.0 if spec.aggregate == "binary_tv" else bound_limits.compute_proposal_limit(spec)
+    return min(bound_limits.compute_proposal_limit(spec), spec.entry.greatest)
 
 
 def check_radius(part: BoundedPart, radius: float) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
-from ...correction.mask_spec import ON_RATIO
 
 Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
@@ -21,7 +20,6 @@ PLACEHOLDER = 1.0
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
 _SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
-_ONE_SIDED = ("k2", "k3", "tv")  # never negative: only the upper bound can move
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class BoundedPart:
     @property
     def on_ratio(self) -> bool:
         """True if the bounds are ratios, which are compared as their logs."""
-        return isinstance(self.spec, WeightSpec) or self.spec.aggregate in ON_RATIO
+        return isinstance(self.spec, WeightSpec) or self.spec.entry.on_ratio
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -223,7 +221,7 @@ def _side(key: str, part: MaskSpec | WeightSpec, bound: str | None) -> Side:
         return "lower"
     if bound is not None:
         return "lower" if bound == "lower" else "upper"
-    if isinstance(part, MaskSpec) and part.aggregate.startswith(_ONE_SIDED):
+    if isinstance(part, MaskSpec) and part.entry.one_sided:
         return "upper"
     if part.lower is None and part.upper is None:
         raise SpecError(f"correction.{key}: it has no bound to set. Name one: --of {key}.upper.")

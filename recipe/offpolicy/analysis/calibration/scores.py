@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError
-from ...correction.aggregates import extremes
-from ...correction.masks import applies
+from ...correction.masks import applies, extremes
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic
-from ...correction.aggregates import extremes
 from ...correction.deferred import DeferredValue, fetch
-from ...correction.masks import applies
+from ...correction.masks import applies, extremes
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import Units, partition_units
@@ -98,7 +97,7 @@ def measured(
 def _compared(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``extremes.extremes``, float32, rounded as the mask compares them: (B, U) each, (B, T) where it picks tokens."""
+    """``masks.extremes``, float32, rounded as the mask compares them: (B, U) each, (B, T) where it picks tokens."""
     least, greatest = extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)

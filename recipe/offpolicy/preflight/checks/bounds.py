@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, MaskSpec
 from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
-from ...correction.mask_spec import ON_RATIO
 from ...correction.problem import Problem, format_value, set_to
 from ...correction.ratios import EXP_CLAMP
 from ...correction.validation import band
@@ -18,9 +17,7 @@ from .config_reader import ACTOR
 
 def bounds_without_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Bands that reject policies which agree."""
-    banded = [
-        (f"masks.{name}", mask.lower, mask.upper, 1 if mask.aggregate in ON_RATIO else 0) for name, mask in spec.masks
-    ]
+    banded = [(f"masks.{name}", mask.lower, mask.upper, 1 if mask.entry.on_ratio else 0) for name, mask in spec.masks]
     if spec.weight is not None:
         banded.append(("weight", spec.weight.lower, spec.weight.upper, 1))
     for part, lower, upper, neutral in banded:
@@ -81,8 +78,8 @@ def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 def _closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     """A band without width: whatever differs at all is rejected."""
-    neutral = 1.0 if mask.aggregate in ON_RATIO else 0.0
-    one_sided = mask.aggregate.startswith(("k2", "k3", "tv"))
+    neutral = 1.0 if mask.entry.on_ratio else 0.0
+    one_sided = mask.entry.one_sided
     if mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
     reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
@@ -101,7 +98,7 @@ def _distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
         for bound in ("lower", "upper"):
             value = getattr(mask, bound)
             if value is not None:
-                yield bound, value, abs(math.log(value)) if mask.aggregate in ON_RATIO else abs(value)
+                yield bound, value, abs(math.log(value)) if mask.entry.on_ratio else abs(value)
 
 
 def _usual(mask: MaskSpec, bound: str) -> float | None:
@@ -140,10 +137,7 @@ def aggregate_of_single_tokens(config: DictConfig, spec: CorrectionSpec) -> Iter
         key = "correction.weight.aggregate"
         yield Problem(key, spec.weight.aggregate, reason, parts=("weight",), overrides=(set_to(key, "product"),))
     for name, mask in spec.masks:
-        measure, _, reduction = mask.aggregate.partition("_")
-        instead = (
-            "product" if mask.aggregate == "geometric" else f"{measure}_sum" if reduction in ("mean", "max") else ""
-        )
+        instead = mask.entry.single
         if mask.level == "token" and instead:
             key = f"correction.masks.{name}.aggregate"
             yield Problem(key, mask.aggregate, reason, parts=(f"masks.{name}",), overrides=(set_to(key, instead),))

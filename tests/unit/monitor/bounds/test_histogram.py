@@ -15,9 +15,8 @@ from hypothesis import strategies as draw
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.aggregates import extremes
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.correction.masks import outside
+from recipe.offpolicy.correction.masks import extremes, outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
