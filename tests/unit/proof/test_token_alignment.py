@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.proof.token_alignment import AlignmentError, AlignmentWatch, Count, Tally, by_chance, tally
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.proof.token_alignment import (
+    AlignmentError,
+    AlignmentWatch,
+    Count,
+    Tally,
+    agreements,
+    by_chance,
+    tally,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -170,3 +179,10 @@ def test_large_batches_are_sampled() -> None:
     count = tally(old, mu, mask).rows
     assert 256 <= count.rows <= 1024
     assert count.concordance() > 0.95
+
+
+def test_agreements_stay_on_the_device_until_they_are_fetched() -> None:
+    rows = batch(generator(), rows=16)
+    reading = agreements(*rows)
+    assert isinstance(reading.numbers, torch.Tensor)
+    assert fetch([reading]) == [tally(*rows)]
