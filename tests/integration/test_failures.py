@@ -104,8 +104,8 @@ DEAD = r"WatchdogError: a worker of \w+ has died|ActorDiedError|EngineDeadError"
     [
         ("log_probs_of_other_rows:2", "AlignmentError: rollout_log_probs are those of other rows"),
         ("shift_log_probs:2", "AlignmentError: rollout_log_probs are off by one token"),
-        ("lose_log_probs:2", "ArrivalError: .*have stopped arriving"),
-        ("zero_log_probs:2", "ArrivalError: .*have stopped arriving"),
+        ("lose_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
+        ("zero_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
         ("kill_actor_worker:2", DEAD),
         ("kill_rollout_server:2", DEAD),
         ("kill_rollout_engine:2", DEAD),

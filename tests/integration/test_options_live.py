@@ -103,5 +103,5 @@ def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int
     assert proof.gradient_error <= proof.tolerance
     for correction, shift in proof.shifts.items():
         assert shift.error <= proof.tolerance, correction
-        # REINFORCE reads no pi_old, see liveness.verify.
+        # REINFORCE reads no pi_old, see proof/verify.py.
         assert shift.vacuous == (correction == "proximal" and name in NEEDS_GPG), correction

@@ -11,7 +11,7 @@ import torch
 from recipe.offpolicy.correction import (
     Reduction,
 )
-from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, markdown
+from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.paths import ROOT
 from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
 
@@ -58,14 +58,14 @@ def test_the_catalogue_holds_every_key_and_no_other() -> None:
         if not correction.is_none:
             for key, statistic in shadow({name: correction}, random_batch(1)).items():
                 shown[key.replace(f"shadow/{name}/", "shadow/<option>/")] = statistic.reduction
-    assert emitted == dict(pair for entry in ENTRIES for pair in entry.expanded())
-    assert shown == dict(pair for entry in SHADOW_ENTRIES for pair in entry.expanded())
+    assert emitted == dict(pair for entry in ENTRIES for pair in entry.expand())
+    assert shown == dict(pair for entry in SHADOW_ENTRIES for pair in entry.expand())
 
 
 def test_the_table_says_every_key_and_no_other() -> None:
     """The table of docs/metrics.md, read back: {a,b} groups, expanded."""
-    said = [key for line in markdown().splitlines()[2:] for key in expanded(line.split("`")[1])]
-    known = [key for entry in (*ENTRIES, *SHADOW_ENTRIES) for key, _ in entry.expanded()]
+    said = [key for line in format_markdown().splitlines()[2:] for key in expanded(line.split("`")[1])]
+    known = [key for entry in (*ENTRIES, *SHADOW_ENTRIES) for key, _ in entry.expand()]
     assert sorted(said) == sorted(known)
     assert len(set(said)) == len(said)
 
@@ -81,4 +81,4 @@ def expanded(pattern: str) -> list[str]:
 def test_the_documentation_has_the_table() -> None:
     """To write it anew: python -c 'from recipe.offpolicy.correction import catalogue; print(catalogue.markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert [line for line in markdown().splitlines() if line not in page] == []
+    assert [line for line in format_markdown().splitlines() if line not in page] == []

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.trainer.ppo.core_algos import agg_loss
 
-from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, kept_scale, mini_batches, scale_of_counts
+from recipe.offpolicy.correction.denominator import (
+    HAS_DENOMINATOR,
+    assign_mini_batches,
+    compute_kept_scale,
+    compute_scale_of_counts,
+)
 from tests.support.examples import at_most
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
@@ -31,20 +36,20 @@ ONE_MINI_BATCH = torch.zeros(4, dtype=torch.int64)
     ],
 )
 def test_by_hand(mode: str, expected: list[float]) -> None:
-    scale = kept_scale(mode, response_mask=MASK, keep=KEEP, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    scale = compute_kept_scale(mode, response_mask=MASK, keep=KEEP, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
     assert scale.tolist() == pytest.approx(expected, abs=1e-15)
 
 
 def test_each_mini_batch_has_a_count_of_its_own() -> None:
     group = torch.tensor([0, 1, 0, 1])
-    scale = kept_scale("token-mean", response_mask=MASK, keep=KEEP, mini_batch=group, mini_batch_rows=2)
+    scale = compute_kept_scale("token-mean", response_mask=MASK, keep=KEEP, mini_batch=group, mini_batch_rows=2)
     # 7 tokens with 1 rejected; 2 tokens, all rejected, whose loss is 0 anyway.
     assert scale.tolist() == pytest.approx([7 / 6, 1.0, 7 / 6, 1.0])
 
 
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
 def test_without_rejection_it_is_exactly_one(mode: str) -> None:
-    scale = kept_scale(mode, response_mask=MASK, keep=MASK, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    scale = compute_kept_scale(mode, response_mask=MASK, keep=MASK, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
     assert scale.tolist() == [1.0] * 4
 
 
@@ -63,7 +68,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @given(batch=batches())
 def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     mask, keep, loss = batch
-    scale = kept_scale(
+    scale = compute_kept_scale(
         mode,
         response_mask=mask,
         keep=keep,
@@ -82,9 +87,9 @@ def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor
 
 
 def test_rows_are_dealt_as_verl_deals_them() -> None:
-    assert mini_batches(8, ranks=1, rows_a_mini_batch=4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert assign_mini_batches(8, ranks=1, rows_a_mini_batch=4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     # Rank 0 has rows 0 to 3 and trains on 0, 1 first; rank 1 has rows 4 to 7.
-    assert mini_batches(8, ranks=2, rows_a_mini_batch=4).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert assign_mini_batches(8, ranks=2, rows_a_mini_batch=4).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_counts_alone_give_the_same_scale() -> None:
@@ -92,5 +97,5 @@ def test_counts_alone_give_the_same_scale() -> None:
     counts = {"tokens": [3.0, 2.0, 4.0], "kept": [2.0, 2.0, 0.0]}
     columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in counts.items()}
     given = columns | {"mini_batch": torch.tensor([0, 0, 1])}
-    assert scale_of_counts("token-mean", **given, mini_batch_rows=2).tolist() == [5 / 4, 5 / 4, 1.0]
-    assert scale_of_counts("seq-mean-token-mean", **given, mini_batch_rows=2).tolist()[:2] == [3 / 2, 1.0]
+    assert compute_scale_of_counts("token-mean", **given, mini_batch_rows=2).tolist() == [5 / 4, 5 / 4, 1.0]
+    assert compute_scale_of_counts("seq-mean-token-mean", **given, mini_batch_rows=2).tolist()[:2] == [3 / 2, 1.0]

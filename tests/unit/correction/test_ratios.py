@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from recipe.offpolicy.correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens, weight_dtype
+from recipe.offpolicy.correction.ratios import (
+    clamp_and_exp,
+    compute_excess,
+    compute_log_ratio,
+    divergence,
+    find_valid_tokens,
+    promote_weight_dtype,
+)
 from tests.support.corrections import opsm, run, spec, tensor, values
 
 NAN, INF = math.nan, math.inf
@@ -17,17 +24,19 @@ def test_valid_tokens_are_in_the_mask_and_finite() -> None:
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     old = tensor([[-1.0, NAN, -1.0, -1.0, -1.0]])
     mu = tensor([[-1.0, -1.0, -INF, -1.0, -1.0]])
-    assert valid_tokens(mask, old, mu).tolist() == [[True, False, False, True, False]]
+    assert find_valid_tokens(mask, old, mu).tolist() == [[True, False, False, True, False]]
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
 def test_a_mask_may_be_of_any_type(kind: torch.dtype) -> None:
-    assert valid_tokens(torch.tensor([[1, 0]]).to(kind), tensor([[-1.0, -1.0]])).tolist() == [[True, False]]
+    assert find_valid_tokens(torch.tensor([[1, 0]]).to(kind), tensor([[-1.0, -1.0]])).tolist() == [[True, False]]
 
 
 def test_log_ratio_by_hand() -> None:
     # log(pi_old / mu) = log pi_old - log mu: -1 - (-1.5) = 0.5, and -2 - (-1) = -1; padding gives 0.
-    result = log_ratio(tensor([[-1.0, -2.0, NAN]]), tensor([[-1.5, -1.0, INF]]), torch.tensor([[1, 1, 0]]).bool())
+    result = compute_log_ratio(
+        tensor([[-1.0, -2.0, NAN]]), tensor([[-1.5, -1.0, INF]]), torch.tensor([[1, 1, 0]]).bool()
+    )
     assert result.tolist() == [[0.5, -1.0, 0.0]]
 
 
@@ -46,31 +55,31 @@ def test_log_ratio_is_float64_and_weights_float32_or_wider(
 ) -> None:
     """In bfloat16 itself -7 - (-7.03125) = 0.03125 has no error, but a sum of 300 of them stops growing at 8."""
     a, b = torch.full((1, 300), -7.0, dtype=numerator), torch.full((1, 300), -7.03125, dtype=denominator)
-    result = log_ratio(a, b, torch.ones(1, 300, dtype=torch.bool))
+    result = compute_log_ratio(a, b, torch.ones(1, 300, dtype=torch.bool))
     assert result.dtype is torch.float64
     assert result.sum().item() == pytest.approx(300 * 0.03125, abs=1e-9)
-    assert weight_dtype(a, b) is weight
+    assert promote_weight_dtype(a, b) is weight
 
 
 def test_log_ratio_of_policies_far_apart_is_not_rounded() -> None:
     """-1 - (-2^-30) has 30 binary digits, more than float32 holds: 32768 of them would be off by 3e-5 together."""
     a, b = torch.full((1, 1), -1.0), torch.full((1, 1), -(2.0**-30))
-    assert log_ratio(a, b, torch.ones(1, 1, dtype=torch.bool)).item() == -1.0 + 2.0**-30
+    assert compute_log_ratio(a, b, torch.ones(1, 1, dtype=torch.bool)).item() == -1.0 + 2.0**-30
 
 
 def test_log_ratio_is_detached() -> None:
     a = torch.zeros(1, 1, requires_grad=True)
-    assert not log_ratio(a, a + 1, torch.ones(1, 1, dtype=torch.bool)).requires_grad
+    assert not compute_log_ratio(a, a + 1, torch.ones(1, 1, dtype=torch.bool)).requires_grad
 
 
 def test_exp_is_clamped_at_20_nats() -> None:
     # e^20 = 485 165 195.4 and e^-20 = 2.0612e-9; inside the clamp nothing changes: e^0.5 = 1.6487213.
-    result = exp_clamped(tensor([-INF, -1000.0, 0.0, 0.5, 1000.0, INF], torch.float64)).tolist()
+    result = clamp_and_exp(tensor([-INF, -1000.0, 0.0, 0.5, 1000.0, INF], torch.float64)).tolist()
     assert result == pytest.approx([2.0611536e-9, 2.0611536e-9, 1.0, 1.6487213, 4.851652e8, 4.851652e8], rel=1e-7)
 
 
 def test_exp_in_float32_is_finite() -> None:
-    assert torch.isfinite(exp_clamped(tensor([-1e30, 1e30]))).all()
+    assert torch.isfinite(clamp_and_exp(tensor([-1e30, 1e30]))).all()
 
 
 def test_the_clamp_is_at_the_exp_only() -> None:
@@ -95,7 +104,9 @@ def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
     x = tensor([1e-4, -1e-4, 1e-6])
     exact = [v * v / 2 + v**3 / 6 + v**4 / 24 for v in x.double().tolist()]
     assert divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
-    assert excess(x).tolist() == pytest.approx([v + v * v / 2 + v**3 / 6 for v in x.double().tolist()], rel=1e-12)
+    assert compute_excess(x).tolist() == pytest.approx(
+        [v + v * v / 2 + v**3 / 6 for v in x.double().tolist()], rel=1e-12
+    )
 
 
 def test_divergences_are_clamped_at_the_exp_only() -> None:

@@ -20,7 +20,7 @@ from recipe.offpolicy.correction import (
     step_stage,
     turns,
 )
-from recipe.offpolicy.correction.shadow import shadow_statistics
+from recipe.offpolicy.correction.shadow import compute_shadow_statistics
 from recipe.offpolicy.preflight.shadows import parse_shadows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 
@@ -43,7 +43,7 @@ def rows(**changes: Any) -> dict[str, Any]:
 
 
 def report(shadows: Mapping[str, CorrectionSpec], **changes: Any) -> dict[str, float]:
-    statistics = shadow_statistics(shadows, **rows(**changes))
+    statistics = compute_shadow_statistics(shadows, **rows(**changes))
     return {name.removeprefix("shadow/"): one.value() for name, one in statistics.items()}
 
 
@@ -93,7 +93,7 @@ def test_it_reports_what_the_correction_does_once_it_is_on(seed: int, name: str)
     stage = rollout_stage(correction, **given_rows, **ids)
     step = step_stage(correction, stage, log_prob=mu + old + pi, advantages=signs)
     on = {key: one.value() for key, one in step.statistics.items()}
-    off = shadow_statistics({name: correction}, **given_rows, **ids, log_prob=mu + old + pi, advantages=signs)
+    off = compute_shadow_statistics({name: correction}, **given_rows, **ids, log_prob=mu + old + pi, advantages=signs)
     renamed = {
         "keep_token_share": "keep/token_share",
         "keep_sequence_share": "keep/sequence_share",
@@ -121,23 +121,23 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
     first = {key: value for key, value in rows.items() if key not in ("log_prob", "advantages")}
     stage = rollout_stage(spec(TIS, wide=band(0.5, 2.0)), **first)
     shadows = {name: CORRECTIONS[name]}
-    alone, beside = (shadow_statistics(shadows, **rows, **more) for more in ({}, {"beside": stage}))
+    alone, beside = (compute_shadow_statistics(shadows, **rows, **more) for more in ({}, {"beside": stage}))
     assert {key: one.value() for key, one in beside.items()} == pytest.approx(
         {key: one.value() for key, one in alone.items()}, nan_ok=True, rel=0, abs=0
     )
     with pytest.raises(ValueError, match="stage of other tensors"):
-        shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
+        compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
 
 
 def test_nothing_of_it_reaches_a_gradient() -> None:
     tensors = {name: t.clone().requires_grad_() for name, t in rows().items() if name != "response_mask"}
-    statistics = shadow_statistics({"tis": spec(TIS, gsm=GSM, opsm=opsm(0.1))}, **rows(**tensors))
+    statistics = compute_shadow_statistics({"tis": spec(TIS, gsm=GSM, opsm=opsm(0.1))}, **rows(**tensors))
     assert not any(part.requires_grad for one in statistics.values() for part in one.parts if isinstance(part, Tensor))
     assert torch.is_grad_enabled()
 
 
 def test_no_shadow_says_nothing() -> None:
-    assert shadow_statistics({}, **rows()) == {}
+    assert compute_shadow_statistics({}, **rows()) == {}
 
 
 def test_names_are_the_same_whatever_the_data() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.problem import shown
+from recipe.offpolicy.correction.problem import format_value
 from tests.support.corrections import M2PO, opsm, spec
 from tests.support.refusals import mask, refused, weight, without
 
@@ -45,7 +45,12 @@ def test_signed_bounds() -> None:
     ],
 )
 def test_bounds_that_hold_everything(aggregate: str, lower: float | None, upper: float | None) -> None:
-    refused(mask(aggregate=aggregate, lower=lower, upper=upper), f"masks.gsm.lower={shown(lower)}", "never acts", "Set")
+    refused(
+        mask(aggregate=aggregate, lower=lower, upper=upper),
+        f"masks.gsm.lower={format_value(lower)}",
+        "never acts",
+        "Set",
+    )
 
 
 @pytest.mark.parametrize("aggregate", ["k1_mean", "k3_mean", "tv_sum", "binary_tv", "any"])
@@ -96,7 +101,7 @@ def test_a_delta_that_no_mean_reaches() -> None:
 def test_a_budget_is_positive(bad: Any) -> None:
     refused(
         {"masks": {"m": M2PO | {"budget": bad}}},
-        f"masks.m.budget={shown(bad)}",
+        f"masks.m.budget={format_value(bad)}",
         "> 0",
         "Set correction.masks.m.budget=",
     )

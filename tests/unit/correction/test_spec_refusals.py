@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.problem import shown
+from recipe.offpolicy.correction.problem import format_value
 from tests.support.corrections import GSM, M2PO, TIS, opsm
 from tests.support.refusals import mask, refused, weight, without
 
@@ -68,7 +68,7 @@ def test_delta_is_a_finite_number(bad: Any) -> None:
 
 @pytest.mark.parametrize("bad", [-0.1, -1e-12, None])
 def test_delta_is_not_negative(bad: Any) -> None:
-    refused({"masks": {"opsm": opsm(bad)}}, f"correction.masks.opsm.delta={shown(bad)}", ">= 0", "delta=0.1")
+    refused({"masks": {"opsm": opsm(bad)}}, f"correction.masks.opsm.delta={format_value(bad)}", ">= 0", "delta=0.1")
 
 
 def test_a_delta_that_the_option_asks_for() -> None:
@@ -168,8 +168,8 @@ def test_a_mask_that_is_null() -> None:
 @pytest.mark.parametrize("bad", ["yes", 1, 0, None, "true", "???"])
 def test_truth_values(bad: Any) -> None:
     for key in ("allow_truncated_sampling", "skyrl_compat"):
-        refused({key: bad}, f"correction.{key}={shown(bad)}", "true or false")
-    refused(weight(normalize=bad), "correction.weight.normalize", shown(bad) if bad != "???" else "required")
+        refused({key: bad}, f"correction.{key}={format_value(bad)}", "true or false")
+    refused(weight(normalize=bad), "correction.weight.normalize", format_value(bad) if bad != "???" else "required")
 
 
 @pytest.mark.parametrize("name", ["min", "gsm_max", "admin", "GSM", "1st", "a.b", "a/b", "a b", "", "_a", 1])

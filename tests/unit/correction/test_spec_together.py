@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.problem import shown
+from recipe.offpolicy.correction.problem import format_value
 from tests.support.corrections import M2PO
 from tests.support.refusals import mask, refused, weight
 
@@ -48,7 +48,7 @@ def test_loglinear_has_no_inert_ratio() -> None:
 
 @pytest.mark.parametrize("alpha", [None, 0, 1, -0.5, 1.5])
 def test_alpha_lies_between_bypass_and_reuse(alpha: Any) -> None:
-    given = shown(None if alpha is None else float(alpha))
+    given = format_value(None if alpha is None else float(alpha))
     refused({"proximal": "loglinear", "alpha": alpha}, f"correction.alpha={given}", "Set correction.alpha=0.5")
 
 
@@ -75,7 +75,7 @@ def test_a_kl_clip_that_is_not_around_one(bounds: tuple[float | None, float | No
     lower, upper = bounds
     refused(
         {"kl_clip": {"lower": lower, "upper": upper}},
-        f"correction.kl_clip={{lower: {shown(lower)}, upper: {shown(upper)}}}",
+        f"correction.kl_clip={{lower: {format_value(lower)}, upper: {format_value(upper)}}}",
         "Set correction.kl_clip.lower=0.8",
     )
 

@@ -33,7 +33,7 @@ def moments(weights: Tensor) -> Moments:
 
 def test_a_distribution_by_hand() -> None:
     """Of 1, 2 and 6: mean 3, variance (4 + 1 + 9) / 3 = 14/3, ESS 9^2 / (3 x 41) = 0.6585, chi2 41/3 - 1 = 38/3."""
-    result = {name: one.value() for name, one in moments(tensor([1.0, 2.0, 6.0])).statistics("w").items()}
+    result = {name: one.value() for name, one in moments(tensor([1.0, 2.0, 6.0])).build_statistics("w").items()}
     assert result == {
         "w/mean": pytest.approx(3.0),
         "w/std": pytest.approx(math.sqrt(14 / 3)),
@@ -55,16 +55,16 @@ def test_perplexity_by_hand() -> None:
 def test_of_nothing() -> None:
     """A sum is 0; what divides by a count, and extremes, are NaN."""
     nothing = torch.zeros((), dtype=torch.float64)
-    statistics = moments(torch.zeros(0)).statistics("w") | {
-        "share": st.mean(nothing, nothing),
+    statistics = moments(torch.zeros(0)).build_statistics("w") | {
+        "share": st.build_mean(nothing, nothing),
         "perplexity": Statistic(Reduction.PERPLEXITY, (nothing, nothing)),
     }
     assert {name: math.isnan(one.value()) for name, one in statistics.items()} == dict.fromkeys(statistics, True)
-    assert st.total(nothing).value() == 0.0
+    assert st.build_sum(nothing).value() == 0.0
 
 
 def test_weights_of_0_have_no_effective_sample() -> None:
-    result = {name: one.value() for name, one in moments(torch.zeros(4)).statistics("w").items()}
+    result = {name: one.value() for name, one in moments(torch.zeros(4)).build_statistics("w").items()}
     assert (result["w/mean"], result["w/chi2"], result["w/std"]) == (0.0, -1.0, 0.0)
     assert math.isnan(result["w/ess"])
 
@@ -80,7 +80,7 @@ def test_merge_by_hand() -> None:
 @given(draw.lists(draw.floats(2**-7, 128, width=32), max_size=12), draw.integers(0, 12))
 def test_two_parts_are_the_whole(weights: list[float], cut: int) -> None:
     """Every reduction of a distribution, with either part maybe empty."""
-    whole, one, two = (moments(tensor(part)).statistics("w") for part in (weights, weights[:cut], weights[cut:]))
+    whole, one, two = (moments(tensor(part)).build_statistics("w") for part in (weights, weights[:cut], weights[cut:]))
     for name, statistic in whole.items():
         assert one[name].merge(two[name]).value() == pytest.approx(statistic.value(), rel=1e-9, abs=1e-9, nan_ok=True)
 
@@ -98,7 +98,7 @@ def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float
     """Weights 1 +- 1e-7: E[w^2] - 1 and E[w^2] - E[w]^2 of the weights themselves would be rounding."""
     size = 1e-7
     ratios = 1.0 + size * tensor([1.0, -1.0] * 500, torch.float64)
-    result = moments(ratios).statistics("w")[f"w/{reduction.value}"].value()
+    result = moments(ratios).build_statistics("w")[f"w/{reduction.value}"].value()
     assert result == pytest.approx(expected(size), rel=1e-6)
 
 
@@ -110,7 +110,9 @@ def test_extremes_of_nothing_do_not_count() -> None:
 
 
 def test_floats_stay_what_they_are() -> None:
-    statistics = moments(tensor([1.0, 5.0])).statistics("w") | {"c": st.total(torch.tensor(3.0, dtype=torch.float64))}
+    statistics = moments(tensor([1.0, 5.0])).build_statistics("w") | {
+        "c": st.build_sum(torch.tensor(3.0, dtype=torch.float64))
+    }
     host = on_host(statistics)
     assert {name: one.value() for name, one in host.items()} == {name: one.value() for name, one in statistics.items()}
     assert all(type(part) is float for one in host.values() for part in one.parts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import turns
-from recipe.offpolicy.correction.units import Units, units_of
+from recipe.offpolicy.correction.units import Units, partition_units
 from tests.support.corrections import TIS, band, opsm, run, spec, tensor, values
 
 LOG = math.log
@@ -19,7 +19,7 @@ IDS = torch.tensor([[5, 9, 9, 5], [7, 7, 7, 7], [0, 1, 2, 3]])
 
 
 def units(level: str) -> Units:
-    return units_of(level, VALID, IDS)  # type: ignore[arg-type]
+    return partition_units(level, VALID, IDS)  # type: ignore[arg-type]
 
 
 # A partition of the valid tokens ----------------------------------------------------------------------------
@@ -80,14 +80,14 @@ def test_ids_of_any_integer_type_and_size(dtype: torch.dtype) -> None:
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     ids = torch.tensor([[high, low, high, 0, low]], dtype=dtype)
     valid = torch.tensor([[True, True, False, True, True]])
-    unit = units_of("version", valid, ids)
+    unit = partition_units("version", valid, ids)
     total = unit.total(tensor([[1.0, 10.0, 0.0, 100.0, 1000.0]]))
     assert total[unit.tokens > 0].tolist() == [1010.0, 100.0, 1.0]
 
 
 def test_ids_off_the_mask_make_no_unit() -> None:
     """Neither below nor above the one that counts."""
-    unit = units_of("turn", torch.tensor([[False, True, False]]), torch.tensor([[1, 5, 9]]))
+    unit = partition_units("turn", torch.tensor([[False, True, False]]), torch.tensor([[1, 5, 9]]))
     assert unit.tokens.sum() == (unit.tokens > 0).sum() == 1
 
 
@@ -95,7 +95,7 @@ def test_ids_off_the_mask_make_no_unit() -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
 def test_without_tokens(level: str, shape: tuple[int, int]) -> None:
     empty = torch.zeros(shape)
-    unit = units_of(level, empty.bool(), empty.long())  # type: ignore[arg-type]
+    unit = partition_units(level, empty.bool(), empty.long())  # type: ignore[arg-type]
     assert unit.spread(unit.total(empty)).shape == unit.spread(unit.greatest(empty)).shape == shape
     assert unit.mean(empty).shape == unit.tokens.shape
 
@@ -104,7 +104,7 @@ def test_sums_are_in_float64() -> None:
     """2^24 + 1 in float32 is 2^24."""
     values = tensor([[2.0**24, 1.0, 1.0]])
     for level in ("sequence", "turn"):
-        unit = units_of(level, torch.ones(1, 3).bool(), torch.zeros(1, 3).long())
+        unit = partition_units(level, torch.ones(1, 3).bool(), torch.zeros(1, 3).long())
         assert unit.total(values).max().item() == 2.0**24 + 2
 
 

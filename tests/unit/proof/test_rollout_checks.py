@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch.micro_batch import sampled_checksums
-from recipe.offpolicy.proof.rollout_checks import SampleWatch, naming_missing
-from recipe.offpolicy.proof.rollout_log_probs import ArrivalError
-from recipe.offpolicy.proof.token_alignment import AlignmentError, tally
+from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column
+from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
+from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
 
 ROWS, WIDTH = 64, 12
 
@@ -36,58 +36,58 @@ def rollout(*, nested: bool, seed: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_healthy_rollout(nested: bool) -> None:
-    watch, rows = SampleWatch(), rollout(nested=nested)
-    assert watch.sampled(rows) == sampled_checksums(rows)
-    watch.aligned(rows, groups=[str(row // 8) for row in range(ROWS)])
+    watch, rows = RolloutChecker(), rollout(nested=nested)
+    assert watch.check_sampled(rows) == sampled_checksums(rows)
+    watch.check_aligned(rows, groups=[str(row // 8) for row in range(ROWS)])
     assert watch.metrics()["alignment/concordance_rows"] > 0.95
     assert watch.metrics().keys() == {f"alignment/concordance_{kind}" for kind in ("rows", "siblings", "tokens")}
 
 
 def test_both_layouts_have_the_same_checksums() -> None:
-    assert SampleWatch().sampled(rollout(nested=True)) == SampleWatch().sampled(rollout(nested=False))
+    assert RolloutChecker().check_sampled(rollout(nested=True)) == RolloutChecker().check_sampled(rollout(nested=False))
 
 
 def test_missing() -> None:
     rows = rollout(nested=True).exclude("rollout_log_probs")
-    with pytest.raises(ArrivalError, match="came without them, it has old_log_probs, response_mask, responses"):
-        SampleWatch().sampled(rows)
+    with pytest.raises(RolloutLogProbError, match="came without them, it has old_log_probs, response_mask, responses"):
+        RolloutChecker().check_sampled(rows)
 
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_zeros(nested: bool) -> None:
     rows = rollout(nested=nested)
     rows["rollout_log_probs"] = rows["rollout_log_probs"] * 0
-    watch = SampleWatch()
-    watch.sampled(rows)
-    with pytest.raises(ArrivalError, match="64 of 64 rows hold nothing but zeros"):
-        watch.aligned(rows)
+    watch = RolloutChecker()
+    watch.check_sampled(rows)
+    with pytest.raises(RolloutLogProbError, match="64 of 64 rows hold nothing but zeros"):
+        watch.check_aligned(rows)
 
 
 def test_rows_permuted_at_the_source() -> None:
     rows = rollout(nested=False)
     rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
-    watch = SampleWatch()
-    watch.sampled(rows)  # nothing is wrong with them as far as they go
+    watch = RolloutChecker()
+    watch.check_sampled(rows)  # nothing is wrong with them as far as they go
     with pytest.raises(AlignmentError, match="those of other rows"):
-        watch.aligned(rows)
+        watch.check_aligned(rows)
 
 
 def test_what_workers_counted() -> None:
     rows = rollout(nested=False)
     mu, old, mask = (rows[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
-    halves = [tally(old[part], mu[part], mask[part]) for part in (slice(0, 32), slice(32, 64))]
-    watch = SampleWatch()
-    watch.judge([*halves, None])
+    halves = [tally_agreements(old[part], mu[part], mask[part]) for part in (slice(0, 32), slice(32, 64))]
+    watch = RolloutChecker()
+    watch.check_tallies([*halves, None])
     assert watch.metrics()["alignment/concordance_rows"] > 0.95
-    shifted = [tally(old[part], mu[part].roll(1, -1), mask[part]) for part in (slice(0, 32), slice(32, 64))]
+    shifted = [tally_agreements(old[part], mu[part].roll(1, -1), mask[part]) for part in (slice(0, 32), slice(32, 64))]
     with pytest.raises(AlignmentError, match="off by one token"):
-        SampleWatch().judge(shifted)
+        RolloutChecker().check_tallies(shifted)
 
 
 def test_a_store_in_which_some_rows_lack_them() -> None:
-    with pytest.raises(ArrivalError, match="stopped arriving"), naming_missing():
+    with pytest.raises(RolloutLogProbError, match="stopped arriving"), name_missing_column():
         raise ValueError("Some fields are not ready in all the requested keys!")
-    with pytest.raises(ValueError, match="were not found"), naming_missing():
+    with pytest.raises(ValueError, match="were not found"), name_missing_column():
         raise ValueError("keys or partition were not found!")
 
 

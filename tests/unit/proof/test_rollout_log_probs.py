@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.proof.rollout_log_probs import ArrivalError, check_arrived, check_zeros, missing
+from recipe.offpolicy.proof.rollout_log_probs import (
+    RolloutLogProbError,
+    build_missing_error,
+    check_arrived,
+    check_zeros,
+)
 
 MASK = torch.ones(4, 10)
 MU = -torch.rand(4, 10, generator=torch.Generator().manual_seed(0)) - 0.01
@@ -27,7 +32,7 @@ def test_log_probs_pass() -> None:
     ],
 )
 def test_what_is_no_log_prob(mu: torch.Tensor, match: str) -> None:
-    with pytest.raises(ArrivalError, match=match):
+    with pytest.raises(RolloutLogProbError, match=match):
         check_arrived(mu, MASK)
 
 
@@ -50,17 +55,17 @@ def test_zeros_of_an_engine_that_is_sure_pass() -> None:
 
 def test_zeros_where_the_trainer_is_unsure() -> None:
     trainer = torch.full((4, 10), -0.5)
-    with pytest.raises(ArrivalError, match="4 of 4 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="4 of 4 rows hold nothing but zeros"):
         check_zeros(torch.zeros(4, 10), trainer, MASK)
     one = MU.clone()
     one[2] = 0.0
-    with pytest.raises(ArrivalError, match="1 of 4 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="1 of 4 rows hold nothing but zeros"):
         check_zeros(one, trainer, MASK)
 
 
 def test_short_rows_of_zeros_tell_together() -> None:
     trainer, mask = torch.full((16, 2), -0.5), torch.ones(16, 2)
-    with pytest.raises(ArrivalError, match="16 of 16 rows"):
+    with pytest.raises(RolloutLogProbError, match="16 of 16 rows"):
         check_zeros(torch.zeros(16, 2), trainer, mask)
     # One of them, with two tokens, is no sign.
     mu = torch.full((16, 2), -0.4)
@@ -69,5 +74,5 @@ def test_short_rows_of_zeros_tell_together() -> None:
 
 
 def test_missing_names_what_is_there() -> None:
-    assert "came without them, it has responses, uid" in str(missing("responses, uid"))
-    assert "calculate_log_probs=true" in str(missing("responses"))
+    assert "came without them, it has responses, uid" in str(build_missing_error("responses, uid"))
+    assert "calculate_log_probs=true" in str(build_missing_error("responses"))

@@ -7,13 +7,13 @@ import torch
 
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.proof.token_alignment import (
+    AlignmentChecker,
     AlignmentError,
-    AlignmentWatch,
-    Count,
-    Tally,
-    agreements,
-    by_chance,
-    tally,
+    AlignmentTally,
+    PairCounts,
+    compute_chance_limit,
+    count_agreements,
+    tally_agreements,
 )
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,7 +40,7 @@ def test_counts_by_hand() -> None:
     # less than the margin. A pair counts twice, as (0, 1) and as (1, 0).
     trainer = torch.tensor([[-0.25, -0.20, -0.27], [-1.0, -2.0, -0.35]])
     mu = torch.tensor([[-0.2, -3.0, -0.30], [-1.5, -1.0, -2.00]])
-    count = tally(trainer, mu, torch.ones(2, 3)).rows
+    count = tally_agreements(trainer, mu, torch.ones(2, 3)).rows
     assert count.pairs[1] == 4
     assert count.agreeing[1] == 2
     assert count.rows == 2
@@ -49,7 +49,7 @@ def test_counts_by_hand() -> None:
     assert count.pairs[2] == 4
     assert count.agreeing[2] == 2
     # Neighbouring tokens: (0, 1) and (1, 2) of row 1 only disagree in sign with mu: -1.0 > -2.0 and -1.5 < -1.0.
-    tokens = tally(trainer, mu, torch.ones(2, 3)).tokens
+    tokens = tally_agreements(trainer, mu, torch.ones(2, 3)).tokens
     assert tokens.pairs[1] == 2
     assert tokens.agreeing[1] == 0
 
@@ -58,37 +58,37 @@ def test_padding_and_what_is_not_finite_are_not_read() -> None:
     old, mu, mask = batch(generator())
     mask = mask.clone()
     spoiled = torch.where(mask, mu, -50.0 * torch.rand(mu.shape, generator=generator(1)))
-    assert tally(old, spoiled, mask) == tally(old, mu, mask)
+    assert tally_agreements(old, spoiled, mask) == tally_agreements(old, mu, mask)
     holes = torch.rand(mu.shape, generator=generator(2)) < 0.1
-    assert tally(old, torch.where(holes, torch.nan, mu), mask) == tally(old, mu, mask & ~holes)
+    assert tally_agreements(old, torch.where(holes, torch.nan, mu), mask) == tally_agreements(old, mu, mask & ~holes)
 
 
 def test_tallies_add_up() -> None:
-    one, other = Count((1, 2, 3), (0, 1, 2), 4), Count((10, 20, 30), (5, 6, 7), 8)
-    assert one + other == Count((11, 22, 33), (5, 7, 9), 12)
-    assert Tally(one) + Tally(other, one) == Tally(one + other, one)
+    one, other = PairCounts((1, 2, 3), (0, 1, 2), 4), PairCounts((10, 20, 30), (5, 6, 7), 8)
+    assert one + other == PairCounts((11, 22, 33), (5, 7, 9), 12)
+    assert AlignmentTally(one) + AlignmentTally(other, one) == AlignmentTally(one + other, one)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.005, 0.3, 1.0])
 @pytest.mark.parametrize(("rows", "width"), [(128, 10), (16, 8), (8, 4), (512, 1), (1, 2000), (64, 200)])
 def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
     # Up to noise of one nat at log p = -1, far beyond what staleness does; with a drift common to all tokens.
-    watch, source = AlignmentWatch(), generator(rows + width)
+    watch, source = AlignmentChecker(), generator(rows + width)
     for _ in range(40):
-        watch.judge(tally(*batch(source, rows, width, noise, drift=0.5)))
+        watch.judge(tally_agreements(*batch(source, rows, width, noise, drift=0.5)))
 
 
 def test_a_policy_that_is_sure_of_everything_passes() -> None:
     # Nothing but rounding is left to compare: no pair differs by the margin.
-    watch, source = AlignmentWatch(), generator()
+    watch, source = AlignmentChecker(), generator()
     for _ in range(20):
         mask = torch.ones(128, 10)
         old, mu = (-0.03 * torch.rand(128, 10, generator=source) for _ in range(2))
-        assert watch.judge(tally(old, mu, mask)) == {}
+        assert watch.judge(tally_agreements(old, mu, mask)) == {}
 
 
-def first_error(batches: list[Tally]) -> tuple[int, str]:
-    watch = AlignmentWatch()
+def first_error(batches: list[AlignmentTally]) -> tuple[int, str]:
+    watch = AlignmentChecker()
     for number, one in enumerate(batches, start=1):
         try:
             watch.judge(one)
@@ -107,7 +107,7 @@ def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: st
         batches = []
         for _ in range(within):
             old, mu, mask = batch(source, rows, width)
-            batches.append(tally(old, mu.roll(by, -1), mask))
+            batches.append(tally_agreements(old, mu.roll(by, -1), mask))
         _, message = first_error(batches)
         assert "off by one token" in message
         assert f"mu of the token {where}" in message
@@ -122,19 +122,19 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
             old, mu, mask = batch(source, rows, width)
             permuted = mu[torch.randperm(rows, generator=source)]
             strange = permuted if other == "permuted" else batch(source, rows, width)[1]
-            batches.append(tally(old, strange, mask))
+            batches.append(tally_agreements(old, strange, mask))
         assert "those of other rows" in first_error(batches)[1]
 
 
 @pytest.mark.parametrize(("rows", "width", "within"), [(256, 8192, 1), (16, 16_384, 16)])
 def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
     source, batches = generator(), []
-    healthy = AlignmentWatch()
+    healthy = AlignmentChecker()
     for _ in range(within):
         old, mu, mask = batch(source, rows, width)
         groups = [str(row // 8) for row in range(rows)]
-        healthy.judge(tally(old, mu, mask, groups))
-        batches.append(tally(old, mu[torch.randperm(rows, generator=source)], mask, groups))
+        healthy.judge(tally_agreements(old, mu, mask, groups))
+        batches.append(tally_agreements(old, mu[torch.randperm(rows, generator=source)], mask, groups))
     assert "those of other rows" in first_error(batches)[1]
 
 
@@ -148,41 +148,48 @@ def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:
         groups = [str(row // 8) for row in range(128)]
         order = torch.randperm(128, generator=source)
         shuffled = [groups[int(row)] for row in order]
-        batches.append(tally(old[order], old[mixed][order], torch.ones(128, 10), shuffled))
+        batches.append(tally_agreements(old[order], old[mixed][order], torch.ones(128, 10), shuffled))
         assert batches[-1].rows.concordance() > 0.5
-        healthy = tally(old[order], old[order], torch.ones(128, 10), shuffled)
+        healthy = tally_agreements(old[order], old[order], torch.ones(128, 10), shuffled)
         assert healthy.siblings.concordance() == healthy.rows.concordance() == 1.0
     assert "of siblings" in first_error(batches)[1]
 
 
 def test_meant_log_probs_are_only_measured() -> None:
     old, mu, mask = batch(generator())
-    metrics = AlignmentWatch(allow_unrelated=True).judge(tally(old, mu.flip(0), mask))
+    metrics = AlignmentChecker(allow_unrelated=True).judge(tally_agreements(old, mu.flip(0), mask))
     assert abs(metrics["concordance_rows"]) < 0.3
     with pytest.raises(AlignmentError, match="allow_unrelated_log_probs=true"):
-        AlignmentWatch().judge(tally(old, mu.flip(0), mask))
+        AlignmentChecker().judge(tally_agreements(old, mu.flip(0), mask))
 
 
 def test_few_rows_wait_for_more() -> None:
-    source, watch = generator(), AlignmentWatch()
-    judged = [watch.judge(tally(*batch(source, 16, 8))) for _ in range(8)]
+    source, watch = generator(), AlignmentChecker()
+    judged = [watch.judge(tally_agreements(*batch(source, 16, 8))) for _ in range(8)]
     assert judged[0] == {}
     assert judged[-1]["concordance_rows"] > 0.9
 
 
 def test_the_threshold_tightens_with_rows() -> None:
-    assert by_chance(32) < 0 < by_chance(64) < by_chance(128) < by_chance(10_000) == 0.25
+    assert (
+        compute_chance_limit(32)
+        < 0
+        < compute_chance_limit(64)
+        < compute_chance_limit(128)
+        < compute_chance_limit(10_000)
+        == 0.25
+    )
 
 
 def test_large_batches_are_sampled() -> None:
     old, mu, mask = batch(generator(), 4096, 512)
-    count = tally(old, mu, mask).rows
+    count = tally_agreements(old, mu, mask).rows
     assert 256 <= count.rows <= 1024
     assert count.concordance() > 0.95
 
 
 def test_agreements_stay_on_the_device_until_they_are_fetched() -> None:
     rows = batch(generator(), rows=16)
-    reading = agreements(*rows)
-    assert isinstance(reading.numbers, torch.Tensor)
-    assert fetch([reading]) == [tally(*rows)]
+    deferred = count_agreements(*rows)
+    assert isinstance(deferred.numbers, torch.Tensor)
+    assert fetch([deferred]) == [tally_agreements(*rows)]

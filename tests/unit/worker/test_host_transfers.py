@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
 from recipe.offpolicy.correction import CorrectionSpec, deferred
-from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, bounds_of
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.bounds.cap_histogram import TOKENS
 from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets
@@ -129,7 +129,7 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
     tokens = sum(int(row.sum()) for row in data["response_mask"].unbind())
     constants = constants_of(correction, data)
     shadows = {name: constants_of(shadow, data) for name, shadow in SHADOWS.items()}
-    moving = bounds_of(correction, MOVING)
+    moving = read_bounds(correction, MOVING)
     tu.assign_non_tensor(data, batch_num_tokens=tokens)
     tu.assign_non_tensor(data, **{PLAN: SharedPlan(1, constants, shadows, bounds=moving)})
     if correction.denominator == "kept":
@@ -142,7 +142,7 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
 
 
 def loss_of(correction: CorrectionSpec) -> OffPolicyLoss:
-    moving = {name: MOVING[name] for name in bounds_of(correction, MOVING)}
+    moving = {name: MOVING[name] for name in read_bounds(correction, MOVING)}
     return OffPolicyLoss(correction, None, shadows=SHADOWS, moving=moving, base_loss=plain_loss)
 
 

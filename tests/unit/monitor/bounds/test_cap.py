@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, WeightSpec
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, bounds_of, fingerprint, with_bounds
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
 from recipe.offpolicy.monitor.active_correction import Steering, differences
@@ -240,44 +240,44 @@ def test_state_survives_a_checkpoint() -> None:
 
 def test_a_cap_comes_back_to_the_bit_and_leaves_the_rest() -> None:
     correction = spec(weight=TIS | {"kind": "clip", "lower": 0.5}, gsm=GSM)
-    assert bounds_of(correction, (WEIGHT,)) == {WEIGHT: {"upper": 2.0}}
-    assert bounds_of(correction, ("gsm",)) == {"gsm": {"lower": 0.99, "upper": 1.01}}
-    moved = with_bounds(correction, {WEIGHT: {"upper": 3.1}})
+    assert read_bounds(correction, (WEIGHT,)) == {WEIGHT: {"upper": 2.0}}
+    assert read_bounds(correction, ("gsm",)) == {"gsm": {"lower": 0.99, "upper": 1.01}}
+    moved = replace_bounds(correction, {WEIGHT: {"upper": 3.1}})
     assert moved.weight is not None
     assert (moved.weight.lower, moved.weight.upper, moved.masks) == (0.5, 3.1, correction.masks)
-    assert with_bounds(moved, json.loads(json.dumps(bounds_of(correction, (WEIGHT,))))) == correction
+    assert replace_bounds(moved, json.loads(json.dumps(read_bounds(correction, (WEIGHT,))))) == correction
 
 
 def test_a_cap_of_no_weight_and_one_that_none_can_have() -> None:
     with pytest.raises(KeyError, match=r"bounds for correction\.weight"):
-        with_bounds(spec(gsm=GSM), {WEIGHT: {"upper": 2.0}})
+        replace_bounds(spec(gsm=GSM), {WEIGHT: {"upper": 2.0}})
     with pytest.raises(SpecError, match=r"correction\.weight\.upper"):
-        with_bounds(CAPPED, {WEIGHT: {"upper": -1.0}})
+        replace_bounds(CAPPED, {WEIGHT: {"upper": -1.0}})
 
 
 def test_a_mask_with_the_name_of_the_weight_is_a_mask() -> None:
     correction = spec(weight=TIS, weight_=GSM)
-    assert bounds_of(correction, ("weight_",)) == {"weight_": {"lower": 0.99, "upper": 1.01}}
+    assert read_bounds(correction, ("weight_",)) == {"weight_": {"lower": 0.99, "upper": 1.01}}
     named = CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}})
-    assert bounds_of(named, ("weight",)) == {"weight": {"lower": 0.99, "upper": 1.01}}
-    assert with_bounds(named, {"weight": {"upper": 1.5}}).weight == named.weight
+    assert read_bounds(named, ("weight",)) == {"weight": {"lower": 0.99, "upper": 1.01}}
+    assert replace_bounds(named, {"weight": {"upper": 1.5}}).weight == named.weight
 
 
 def test_the_fingerprint_leaves_out_the_cap_alone() -> None:
     correction = spec(weight=TIS, gsm=GSM)
-    moved = with_bounds(correction, {WEIGHT: {"upper": 3.0}})
-    assert fingerprint(moved, (WEIGHT,)) == fingerprint(correction, (WEIGHT,))
-    assert fingerprint(moved, ()) != fingerprint(correction, ())
+    moved = replace_bounds(correction, {WEIGHT: {"upper": 3.0}})
+    assert compute_fingerprint(moved, (WEIGHT,)) == compute_fingerprint(correction, (WEIGHT,))
+    assert compute_fingerprint(moved, ()) != compute_fingerprint(correction, ())
     clip = TIS | {"kind": "clip"}
     others = [
-        fingerprint(correction, ()),
-        fingerprint(correction, (WEIGHT, "gsm")),
-        fingerprint(spec(weight=TIS, gsm=band(0.99, 1.02)), (WEIGHT,)),
-        fingerprint(spec(weight=TIS | {"level": "sequence"}, gsm=GSM), (WEIGHT,)),
-        fingerprint(spec(weight=clip | {"lower": 0.5}, gsm=GSM), (WEIGHT,)),
-        fingerprint(spec(weight=clip | {"lower": 0.4}, gsm=GSM), (WEIGHT,)),
+        compute_fingerprint(correction, ()),
+        compute_fingerprint(correction, (WEIGHT, "gsm")),
+        compute_fingerprint(spec(weight=TIS, gsm=band(0.99, 1.02)), (WEIGHT,)),
+        compute_fingerprint(spec(weight=TIS | {"level": "sequence"}, gsm=GSM), (WEIGHT,)),
+        compute_fingerprint(spec(weight=clip | {"lower": 0.5}, gsm=GSM), (WEIGHT,)),
+        compute_fingerprint(spec(weight=clip | {"lower": 0.4}, gsm=GSM), (WEIGHT,)),
     ]
-    assert len({fingerprint(correction, (WEIGHT,)), *others}) == 7
+    assert len({compute_fingerprint(correction, (WEIGHT,)), *others}) == 7
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
-from recipe.offpolicy.correction.moving_bounds import bounds_of, fingerprint, with_bounds
+from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
 from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
@@ -196,41 +196,43 @@ def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogC
 def test_bounds_come_back_to_the_bit() -> None:
     correction = spec(gsm=band(0.99, 1.01), opsm=opsm(0.1), k3=band(None, 0.01, aggregate="k3_mean"))
     names = ("gsm", "opsm", "k3")
-    bounds = bounds_of(correction, names)
+    bounds = read_bounds(correction, names)
     assert bounds == {
         "gsm": {"lower": 0.99, "upper": 1.01},
         "opsm": {"delta": 0.1},
         "k3": {"lower": None, "upper": 0.01},
     }
-    assert with_bounds(correction, json.loads(json.dumps(bounds))) == correction
-    moved = with_bounds(correction, {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}})
-    assert bounds_of(moved, ("gsm", "opsm")) == {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}}
-    assert with_bounds(moved, bounds) == correction
+    assert replace_bounds(correction, json.loads(json.dumps(bounds))) == correction
+    moved = replace_bounds(correction, {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}})
+    assert read_bounds(moved, ("gsm", "opsm")) == {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}}
+    assert replace_bounds(moved, bounds) == correction
 
 
 def test_bounds_of_no_mask_and_bounds_that_none_can_have() -> None:
     with pytest.raises(KeyError, match="bounds for icepop"):
-        with_bounds(SYMMETRIC, {"icepop": {"lower": 0.5, "upper": 2.0}})
+        replace_bounds(SYMMETRIC, {"icepop": {"lower": 0.5, "upper": 2.0}})
     with pytest.raises(SpecError, match=r"correction\.masks\.gsm"):
-        with_bounds(SYMMETRIC, {"gsm": {"lower": 1.2, "upper": 1.1}})
+        replace_bounds(SYMMETRIC, {"gsm": {"lower": 1.2, "upper": 1.1}})
 
 
 def test_the_fingerprint_is_of_the_structure() -> None:
     correction = spec(weight=TIS, gsm=band(0.99, 1.01), opsm=opsm(0.1))
     names = ("gsm", "opsm")
-    moved = with_bounds(correction, {"gsm": {"lower": 0.9, "upper": 1.2}, "opsm": {"delta": 0.2}})
-    assert fingerprint(moved, names) == fingerprint(correction, names)
-    assert fingerprint(correction, ()) == correction.fingerprint()
+    moved = replace_bounds(correction, {"gsm": {"lower": 0.9, "upper": 1.2}, "opsm": {"delta": 0.2}})
+    assert compute_fingerprint(moved, names) == compute_fingerprint(correction, names)
+    assert compute_fingerprint(correction, ()) == correction.fingerprint()
     # Whatever does not move is in it: other masks, the weight, an open side, the way to bound, which masks move.
     others = [
-        fingerprint(correction, ("gsm",)),
-        fingerprint(correction, ()),
-        fingerprint(spec(weight=TIS | {"upper": 3.0}, gsm=band(0.99, 1.01), opsm=opsm(0.1)), names),
-        fingerprint(spec(weight=TIS, gsm=band(0.99, 1.01), opsm=opsm(0.1, when="any")), names),
-        fingerprint(spec(weight=TIS, gsm=band(None, 1.01), opsm=opsm(0.1)), names),
-        fingerprint(spec(weight=TIS, gsm=band(0.99, 1.01), opsm=band(0.9, None, ratio="full", when="negative")), names),
+        compute_fingerprint(correction, ("gsm",)),
+        compute_fingerprint(correction, ()),
+        compute_fingerprint(spec(weight=TIS | {"upper": 3.0}, gsm=band(0.99, 1.01), opsm=opsm(0.1)), names),
+        compute_fingerprint(spec(weight=TIS, gsm=band(0.99, 1.01), opsm=opsm(0.1, when="any")), names),
+        compute_fingerprint(spec(weight=TIS, gsm=band(None, 1.01), opsm=opsm(0.1)), names),
+        compute_fingerprint(
+            spec(weight=TIS, gsm=band(0.99, 1.01), opsm=band(0.9, None, ratio="full", when="negative")), names
+        ),
     ]
-    assert len({fingerprint(correction, names), *others}) == 7
+    assert len({compute_fingerprint(correction, names), *others}) == 7
 
 
 # Keys -------------------------------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.analysis.calibration.parts import parts_of
-from recipe.offpolicy.analysis.calibration.scores import scores_of
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.aggregates import extremes
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.masks import outside
-from recipe.offpolicy.correction.ratios import log_ratio, valid_tokens
+from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.correction.units import units_of
+from recipe.offpolicy.correction.units import partition_units
 from recipe.offpolicy.monitor.bounds.histogram import EDGES, Side, histogram, measured, moving_sides, quantile
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
@@ -88,12 +88,12 @@ def test_edges() -> None:
 @examples
 @given(batch=batches())
 def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
-    valid = valid_tokens(batch.mask, batch.old, batch.mu)
-    log_rho = log_ratio(batch.old, batch.mu, valid)
+    valid = find_valid_tokens(batch.mask, batch.old, batch.mu)
+    log_rho = compute_log_ratio(batch.old, batch.mu, valid)
     for level in ("token", "sequence", "turn"):
         for aggregate, lower, upper in AGGREGATES:
             mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
-            units = units_of(mask.level, valid, batch.turns if level == "turn" else None)
+            units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
             values = extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)
             least, greatest = mask.limits
@@ -163,8 +163,8 @@ def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
     rows = varied_rows(30, seed=1)
     rows = replace(rows, advantages=np.random.default_rng(2).standard_normal(rows.tokens).astype(np.float32))
     correction = spec(opsm=opsm(0.01, level=level, sign=sign))
-    (part,) = parts_of(correction)
-    offline = scores_of([Step(rows, NONE, ())], correction, [part])[0][part.key]
+    (part,) = list_parts(correction)
+    offline = compute_scores([Step(rows, NONE, ())], correction, [part])[0][part.key]
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
     (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
     kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)

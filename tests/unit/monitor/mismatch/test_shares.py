@@ -14,9 +14,9 @@ from recipe.offpolicy.analysis.attribution.decomposition import decompose
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
-from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, floor_of, shares
-from recipe.offpolicy.monitor.mismatch.statistics import attributed, share_statistics
-from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, sums_by_row
+from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics, defer_share_statistics
+from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, compute_shares, estimate_floor
+from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, compute_sums_by_row
 
 MU = math.log(0.3)  # all in the bin 0.1-0.5
 
@@ -32,7 +32,7 @@ def sums_of(
     g, d = torch.tensor(gap, dtype=torch.float64), torch.tensor(drift, dtype=torch.float64)
     base = torch.full_like(g, mu)
     age = None if staleness is None else torch.tensor(staleness)
-    return sums_by_row(base, base + g, base + g + d, torch.ones_like(g), age).numpy()
+    return compute_sums_by_row(base, base + g, base + g + d, torch.ones_like(g), age).numpy()
 
 
 def test_fresh_rows_worked_by_hand() -> None:
@@ -40,7 +40,7 @@ def test_fresh_rows_worked_by_hand() -> None:
 
     Cov(G, L) = (0.1 x 0.2 + -0.1 x -0.2) / 2 = 0.02, a half; so is that of D.
     """
-    of_variance, of_kl = shares(sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0]).sum(0))
+    of_variance, of_kl = compute_shares(sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0]).sum(0))
     assert of_variance.whole == pytest.approx(0.04)
     assert of_variance.backend == pytest.approx(0.5)
     assert of_variance.staleness == pytest.approx(0.0, abs=1e-12)
@@ -58,7 +58,7 @@ def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
     """
     half = LEAST_TOKENS // 2
     table = sums_of([[0.1, -0.1] * half, [0.3, -0.3] * half], [[0.0] * 2 * half] * 2, [0, 2]).sum(0)
-    of_variance, of_kl = shares(table)
+    of_variance, of_kl = compute_shares(table)
     assert of_variance.whole == pytest.approx(0.05)
     assert of_variance.backend == pytest.approx(0.2)
     assert of_variance.staleness == pytest.approx(0.8)
@@ -71,7 +71,7 @@ def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
 def test_a_mean_of_the_backend_moves_with_what_is_correlated_with_it() -> None:
     """A constant backend of 0.1 has no variance of its own, in fresh or in stale rows."""
     table = sums_of([[0.1] * LEAST_TOKENS, [0.1, 0.5] * (LEAST_TOKENS // 2)], [[0.0] * LEAST_TOKENS] * 2, [0, 1]).sum(0)
-    of_variance, _ = shares(table)
+    of_variance, _ = compute_shares(table)
     # L is 0.1 in fresh rows, 0.1 and 0.5 in stale ones: mean 0.2, variance (3 x 0.01 + 0.09) / 4 = 0.03, all staleness.
     assert of_variance.whole == pytest.approx(0.03)
     assert of_variance.backend == pytest.approx(0.0, abs=1e-12)
@@ -83,7 +83,7 @@ def test_a_mean_of_the_backend_moves_with_what_is_correlated_with_it() -> None:
 )
 def test_without_fresh_rows_backend_and_staleness_are_not_identified(staleness: list[int] | None, why: str) -> None:
     rows = [[0.1, -0.2] * LEAST_TOKENS] * 2
-    of_variance, of_kl = shares(sums_of(rows, [[0.05] * len(rows[0])] * 2, staleness).sum(0))
+    of_variance, of_kl = compute_shares(sums_of(rows, [[0.05] * len(rows[0])] * 2, staleness).sum(0))
     for split in (of_variance, of_kl):
         assert split.backend is None, why
         assert split.staleness is None
@@ -94,17 +94,17 @@ def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
     """Fresh tokens at probability 0.3, stale ones at 0.0001: nothing is known of the backend there."""
     fresh = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
     stale = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1], mu=math.log(1e-4))
-    assert shares((fresh + stale).sum(0))[0].backend is None
+    assert compute_shares((fresh + stale).sum(0))[0].backend is None
     # One stale token in 41 there is borne: it is taken to be like the nearest bin.
     few = sums_of([[0.1]], [[0.0]], [1], mu=math.log(1e-4))
     many = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1])
-    assert shares((fresh + few + many).sum(0))[0].backend is not None
+    assert compute_shares((fresh + few + many).sum(0))[0].backend is not None
 
 
 def test_floor_by_probability() -> None:
     low = sums_of([[0.4, -0.4] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.05))
     high = sums_of([[0.01, -0.01] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.95))
-    floor = floor_of((low + high).sum(0))
+    floor = estimate_floor((low + high).sum(0))
     assert floor is not None
     assert floor.known.tolist() == [False, False, True, False, False, True]
     # The bins between take the nearer one.
@@ -126,10 +126,10 @@ def test_a_floor_that_is_none_is_from_nowhere() -> None:
 
 
 def test_nothing_to_share() -> None:
-    of_variance, of_kl = shares(np.zeros(SHAPE))
+    of_variance, of_kl = compute_shares(np.zeros(SHAPE))
     assert math.isnan(of_variance.whole)
     assert of_kl.backend is None
-    equal, _ = shares(sums_of([[0.0, 0.0]], [[0.0, 0.0]], [0]).sum(0))
+    equal, _ = compute_shares(sums_of([[0.0, 0.0]], [[0.0, 0.0]], [0]).sum(0))
     assert equal.whole == 0.0
     assert math.isnan(equal.drift)
 
@@ -137,7 +137,9 @@ def test_nothing_to_share() -> None:
 def test_tokens_that_do_not_count() -> None:
     """Padding and log-probs that are not finite stay out, whatever stands there."""
     mu = torch.tensor([[MU, math.nan, MU, 1e30]])
-    table = sums_by_row(mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None)
+    table = compute_sums_by_row(
+        mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None
+    )
     assert table[..., COLUMNS.index("tokens")].sum() == 2
     assert torch.isfinite(table).all()
 
@@ -162,7 +164,7 @@ def test_shares_sum_to_one(rows: list[tuple[list[tuple[float, float]], int]]) ->
         [[d for _, d in tokens] for tokens, _ in rows],
         [age for _, age in rows],
     ).sum(0)
-    for split in shares(table):
+    for split in compute_shares(table):
         if not split.whole > 1e-6:
             continue
         assert split.rollout + split.drift == pytest.approx(1.0, abs=1e-6)
@@ -178,7 +180,7 @@ def test_the_order_of_rows_does_not_matter(rows: list[tuple[list[tuple[float, fl
             [[d for _, d in tokens] for tokens, _ in order],
             [age for _, age in order],
         ).sum(0)
-        return [getattr(split, part) for split in shares(table) for part in ("whole", "rollout", "drift")]
+        return [getattr(split, part) for split in compute_shares(table) for part in ("whole", "rollout", "drift")]
 
     shuffled = list(rows)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -191,9 +193,11 @@ def test_statistics_add_up_over_micro_batches() -> None:
     gap, drift = 0.1 * torch.randn(2, 16, 24, dtype=torch.float64, generator=generator)
     staleness = [0, 1] * 8
     table = sums_of(gap.tolist(), drift.tolist(), staleness)
-    halves = [share_statistics(part.sum(0).ravel().tolist()) for part in (table[:5], table[5:])]
+    halves = [build_share_statistics(part.sum(0).ravel().tolist()) for part in (table[:5], table[5:])]
     together = {name: statistic.value() for name, statistic in merge_all(halves).items()}
-    whole = {name: statistic.value() for name, statistic in share_statistics(table.sum(0).ravel().tolist()).items()}
+    whole = {
+        name: statistic.value() for name, statistic in build_share_statistics(table.sum(0).ravel().tolist()).items()
+    }
     assert together == pytest.approx(whole)
     assert set(whole) == {
         f"attribution/{of}_share/{part}"
@@ -207,7 +211,7 @@ def test_statistics_add_up_over_micro_batches() -> None:
 
 def test_a_statistic_of_what_is_not_identified_is_no_number() -> None:
     table = sums_of([[0.1, -0.1]], [[0.1, 0.0]], [3]).sum(0)
-    values = {name: statistic.value() for name, statistic in share_statistics(table.ravel().tolist()).items()}
+    values = {name: statistic.value() for name, statistic in build_share_statistics(table.ravel().tolist()).items()}
     assert math.isnan(values["attribution/kl_share/backend"])
     assert math.isfinite(values["attribution/kl_share/rollout"])
 
@@ -216,22 +220,22 @@ def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
     """Fresh G = +-0.1, later stale G = +-0.3 alone: the backend's share is 0.01 / 0.09."""
     half = LEAST_TOKENS // 2
     fresh, stale = (
-        share_statistics(sums_of([[g, -g] * half], [[0.0] * 2 * half], [age]).ravel().tolist())
+        build_share_statistics(sums_of([[g, -g] * half], [[0.0] * 2 * half], [age]).ravel().tolist())
         for g, age in ((0.1, 0), (0.3, 1))
     )
     floor = RecentFloor()
-    assert math.isnan(floor.shares(stale)["attribution/variance_share/backend"])
-    floor.take(fresh)
-    values = floor.shares(stale)
+    assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
+    floor.add(fresh)
+    values = floor.compute_shares(stale)
     assert values["attribution/variance_share/backend"] == pytest.approx(1 / 9)
     assert values["attribution/variance_share/staleness"] == pytest.approx(8 / 9)
     assert set(values) == set(stale)
     # What came too long ago is forgotten.
     for _ in range(RECENT):
-        floor.take(stale)
-    assert math.isnan(floor.shares(stale)["attribution/variance_share/backend"])
-    assert floor.shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
-    assert floor.shares({}) == {}
+        floor.add(stale)
+    assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
+    assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
+    assert floor.compute_shares({}) == {}
 
 
 def test_rows_of_two_ranks_share_as_rows_of_one() -> None:
@@ -242,8 +246,8 @@ def test_rows_of_two_ranks_share_as_rows_of_one() -> None:
 
     def statistics(rows: slice) -> dict[str, Statistic]:
         part = {name: column[rows] for name, column in columns.items()}
-        reading = attributed(**part, response_mask=torch.ones(4, 6)[rows], staleness=torch.tensor([0, 0, 1, 1])[rows])
-        (found,) = fetch([reading])
+        age = torch.tensor([0, 0, 1, 1])[rows]
+        (found,) = fetch([defer_share_statistics(**part, response_mask=torch.ones(4, 6)[rows], staleness=age)])
         return dict(found)
 
     whole, halves = statistics(slice(0, 4)), merge_all([statistics(slice(0, 2)), statistics(slice(2, 4))])
