@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks.config_reader import parts_of, shadows_of, spec_of
-from recipe.offpolicy.preflight.examination import verls_loss
-from recipe.offpolicy.preflight.hydra_groups import options_of_group, overrides_of_task
+from recipe.offpolicy.preflight.checks.config_reader import list_parts, read_shadows, read_spec
+from recipe.offpolicy.preflight.examination import describe_verls_loss
+from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
 from tests.support.applications import OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, spec
 
@@ -19,10 +19,10 @@ OF_VERL = "algorithm.rollout_correction"
 
 def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
     with application("correction=[tis_token,gsm]", folder=without_verl(tmp_path)) as config:
-        assert spec_of(config) == spec(TIS, gsm=GSM)
-        parts = parts_of(config, spec_of(config))
-        assert overrides_of_task() == ["correction=[tis_token,gsm]"]
-        assert sorted(options_of_group()) == OPTIONS
+        assert read_spec(config) == spec(TIS, gsm=GSM)
+        parts = list_parts(config, read_spec(config))
+        assert read_task_overrides() == ["correction=[tis_token,gsm]"]
+        assert sorted(list_options()) == OPTIONS
     assert [(part.name, part.reads_mu, part.ours) for part in parts] == [
         ("weight", True, True),
         ("masks.gsm", True, True),
@@ -32,17 +32,17 @@ def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
 
 def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
-    assert [(part.name, part.ours) for part in parts_of(config, CorrectionSpec())] == [
+    assert [(part.name, part.ours) for part in list_parts(config, CorrectionSpec())] == [
         ("rollout_correction.rollout_is", False)
     ]
-    assert verls_loss(config) == "verl's own algorithm.rollout_correction: rollout_is"
-    assert verls_loss(OmegaConf.create({})) == "verl's own loss"
+    assert describe_verls_loss(config) == "verl's own algorithm.rollout_correction: rollout_is"
+    assert describe_verls_loss(OmegaConf.create({})) == "verl's own loss"
 
 
 def test_shadows_are_corrections_by_name() -> None:
     plain = spec(None, gsm=GSM)
     config = OmegaConf.create({"offpolicy": {"shadow": {"gsm": plain.to_mapping()}}})
-    assert shadows_of(config) == {"gsm": plain}
-    assert shadows_of(OmegaConf.create({})) == {}
+    assert read_shadows(config) == {"gsm": plain}
+    assert read_shadows(OmegaConf.create({})) == {}
     with pytest.raises(SpecError, match=r"offpolicy\.shadow"):
-        shadows_of(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}}))
+        read_shadows(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}}))

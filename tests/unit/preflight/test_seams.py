@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 import verl_patches
-from recipe.offpolicy.preflight.checks.runtime_env import groups_of
-from recipe.offpolicy.preflight.checks.seams import seams_held
+from recipe.offpolicy.preflight.checks.runtime_env import list_patch_groups
+from recipe.offpolicy.preflight.checks.seams import check_seams_with
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath
@@ -18,7 +18,7 @@ from verl_patches.execution_path import LivePath
 def test_the_seams_of_the_path_are_held(trainer: str, module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl_patches, "status", dict)
     held: list[object] = []
-    assert list(seams_held(LivePath("0.9.1", trainer, "engine", "fsdp"), held.append)) == []
+    assert list(check_seams_with(LivePath("0.9.1", trainer, "engine", "fsdp"), held.append)) == []
     assert held == [engine_loss.SEAMS, module.SEAMS]
 
 
@@ -28,10 +28,10 @@ def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     def hold(contracts: Sequence[Contract]) -> None:
         raise PatchError("set_loss_fn has moved")
 
-    (problem,) = seams_held(LivePath("0.9.1", "v1", "engine", "fsdp"), hold)
+    (problem,) = check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), hold)
     assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has moved")
 
 
 def test_legacy_workers_load_the_patches_of_their_actors() -> None:
-    assert groups_of(LivePath("0.7.1", "v0", "legacy", "fsdp")) == ["legacy"]
-    assert groups_of(LivePath("0.7.1", "v0", "engine", "fsdp")) == []
+    assert list_patch_groups(LivePath("0.7.1", "v0", "legacy", "fsdp")) == ["legacy"]
+    assert list_patch_groups(LivePath("0.7.1", "v0", "engine", "fsdp")) == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.preflight.checks.values import unreadable_values
+from recipe.offpolicy.preflight.checks.unreadable_values import find_unreadable_values
 from tests.support.mended import with_overrides
 
 
@@ -22,10 +22,10 @@ from tests.support.mended import with_overrides
 )
 def test_a_value_of_another_kind_is_named_and_mended(config: dict[str, Any], key: str) -> None:
     wrong = OmegaConf.create(config)
-    (problem,) = unreadable_values(wrong)
+    (problem,) = find_unreadable_values(wrong)
     assert problem.key == key
-    assert list(unreadable_values(with_overrides(wrong, problem.overrides))) == []
+    assert list(find_unreadable_values(with_overrides(wrong, problem.overrides))) == []
 
 
 def test_keys_that_are_not_there_are_not_asked_for() -> None:
-    assert list(unreadable_values(OmegaConf.create({"data": {"train_batch_size": 256}}))) == []
+    assert list(find_unreadable_values(OmegaConf.create({"data": {"train_batch_size": 256}}))) == []
