@@ -20,7 +20,9 @@ ELSEWHERE = {
     *("build_joint_table", "build_length_table", "build_overview_table", "build_json", "build_page"),
     *("list_overrides", "run_from_arguments", "write_result", "unknown_to_verl"),
     # By the launches that it decides about.
-    "refused_by_verl",
+    "check_by_verl",
+    # By the launch, which asks them.
+    *("check_seams", "explain_unknown_keys"),
 }
 """Functions whose tests stand in another folder: tests/integration, tests/unit/commands, doctor or monitor."""
 
