@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "fork"))
-
-import fork_main
+from scripts.fork import command
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ".offpolicy-manifest.json"
@@ -43,7 +40,7 @@ def put(root: Path, files: dict[str, str]) -> Path:
 
 
 def call(*arguments: object) -> int:
-    return fork_main.main([str(argument) for argument in arguments])
+    return command.main([str(argument) for argument in arguments])
 
 
 def copy(fork: Path, *options: str) -> int:

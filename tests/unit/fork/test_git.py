@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from fork_copy import COPIED, MANIFEST, call, copy, git_free, new_files, put, snapshot
-from fork_main import DONE, REFUSED
+
+from scripts.fork.command import DONE, REFUSED
 
 
 def git(root: Path, *arguments: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from fork_copy import MANIFEST, call, copy, put, snapshot
-from fork_main import DONE, REFUSED
+
+from scripts.fork.command import DONE, REFUSED
 
 
 def test_a_closed_folder_is_told_before_anything_is_written(
