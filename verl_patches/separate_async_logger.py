@@ -1,4 +1,4 @@
-"""Lets verl's separate asynchronous trainer start without colocated rollouts.
+"""Let verl's separate asynchronous trainer start without colocated rollouts.
 
 With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` takes and a logger
 does not: a TypeError, on every platform, unless VERL_LOGGING_LEVEL is above INFO.
@@ -12,6 +12,7 @@ from typing import Any
 
 from .contract import Contract, PatchError, loaded, resolve
 from .contract import logger as own_logger
+from .releases import specifiers
 
 MODULE = "verl.trainer.ppo.v1.trainer_separate_async"
 CONTRACT = Contract(
@@ -19,19 +20,19 @@ CONTRACT = Contract(
     target=f"{MODULE}:logger.info",
     signature="(msg, *args, **kwargs)",
     distribution="verl",
-    releases="==0.9.1",
+    releases=specifiers(lambda release: "separate_async" in release.v1_modes),
 )
 
 
 class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
-    """verl's logger, deaf to `flush`."""
+    """Proxy of verl's logger that ignores `flush`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, {key: value for key, value in kwargs.items() if key != "flush"}
 
 
 def install() -> None:
-    """Puts the adapter in front of the module's logger, once. Imports the trainer's module.
+    """Put the adapter in front of the module's logger, once. Imports the trainer's module.
 
     Raises:
         PatchError: the module's logger is not one.

@@ -1,4 +1,4 @@
-"""The seam of verl's V1 trainers: hooks that a subclass overrides, and the registry that the subclass goes into.
+"""Contracts on verl's V1 trainers: hooks that a subclass overrides, and the registry that it is put into.
 
 verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of our own
 would change the training: a corrected trainer takes the place of verl's under verl's own name. A trainer that verl
@@ -13,9 +13,10 @@ from typing import Any
 
 from .contract import before
 from .engine_loss import seam
+from .releases import specifiers
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
-_seam = partial(seam, releases=("==0.9.0", "==0.9.1"))
+_seam = partial(seam, releases=specifiers(lambda release: bool(release.v1_modes)))
 
 _INIT = _seam("PPOTrainer.__init__", f"{_TRAINER}:PPOTrainer.__init__", "(self, config)")
 
@@ -68,7 +69,7 @@ SEAMS = (
 
 
 def before_any(look: Callable[[Any], None]) -> None:
-    """Let ``look(trainer)`` see each trainer that is built in this process, before its constructor runs."""
+    """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
     before(_INIT, look)
 
 

@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import Version
-
 from verl_patches.groups import EXTERNAL_MODULES
+from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
-PLATFORMS_SINCE = Version("0.9")
-"""From here on verl has platforms, of which one is the CPU, and the V1 trainer with its replay buffer."""
 
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -97,11 +94,12 @@ def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dic
 
 def release_overrides(platform: str, release: str) -> list[str]:
     """The option of the group `platform` in configs/, and keys that only this release of verl has."""
-    if Version(release) < PLATFORMS_SINCE:
-        return [f"platform={'cpu_before_0_9' if platform == 'cpu' else platform}"]
-    sampler = "trainer.v1.sampler.custom_sampler"
-    path = Path(__file__).with_name("sampler.py").resolve()
-    return [f"platform={platform}", quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
+    of = attributes_of(release)
+    chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
+    if of.v1_modes:
+        sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
+        chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
+    return chosen
 
 
 def quote(key: str, path: str | Path) -> str:

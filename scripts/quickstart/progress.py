@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from recipe.offpolicy.analysis.pages.table import shown
+from recipe.offpolicy.analysis.pages.table import format_cell
 
 from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, heldout_score, pick
 
@@ -89,9 +89,9 @@ class TrainingView:
         score, steps = heldout_score(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]
-            values = ", ".join(f"{name} {shown(pick(data, keys))}" for name, keys in parts)
+            values = ", ".join(f"{name} {format_cell(pick(data, keys))}" for name, keys in parts)
             of = f" of {steps}" if steps else ""
-            self._progress.line(f"  step {step}{of}: {values}, {shown(pick(data, SECONDS), 1)} s")
+            self._progress.line(f"  step {step}{of}: {values}, {format_cell(pick(data, SECONDS), 1)} s")
             if self._corrected and self._history.steps[:1] == [step] and data.get(PROVED) == 1.0:
                 self._progress.line("  the correction is proved live: it reached the gradient of the first update")
         if score is not None:

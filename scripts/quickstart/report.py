@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recipe.offpolicy.analysis.pages.figures import Panel, legend, picture, save
+from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
 from recipe.offpolicy.analysis.pages.table import Column, Table
 
 from .metrics import ESS, KEPT, KL, REWARD, SECONDS, History
@@ -75,16 +75,16 @@ def draw(history: History, path: Path, title: str) -> None:
         axes.plot(steps, history.series(ESS), color="C6", linestyle="--", label="effective sample size")
         axes.set(title="Kept share")
 
-    def panel(draw_lines: Callable[[Axes], None]) -> Panel:
+    def panel(draw_lines: Callable[[Axes], None]) -> FigurePanel:
         def draw_all(axes: Axes) -> None:
             draw_lines(axes)
             axes.set_xlabel("step")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            legend(axes, columns=3)
+            add_legend(axes, columns=3)
 
-        return Panel(draw_all, "")
+        return FigurePanel(draw_all, "")
 
-    save(picture([panel(lines) for lines in (reward, mismatch, kept)], columns=3, title=title), path, dpi=150)
+    save(draw_panels([panel(lines) for lines in (reward, mismatch, kept)], columns=3, title=title), path, dpi=150)
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:

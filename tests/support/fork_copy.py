@@ -9,7 +9,6 @@ from pathlib import Path
 
 from scripts.fork import command
 
-ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ".offpolicy-manifest.json"
 PROJECT = {
     "setup.py": 'setup(\n    name="verl-offpolicy",\n    version="1.2.3",\n)\n',

@@ -1,4 +1,4 @@
-"""Lets VERL_ENGINE_DEVICE choose the training engine in releases of verl that do not read it.
+"""Let VERL_ENGINE_DEVICE choose the training engine in releases of verl that do not read it.
 
 An engine is registered for devices by name, none of them `cpu`; those for `cuda` run there. From 0.9 verl reads the
 variable itself; before that, every engine of the device that it names is registered for `cpu` as well, which is
@@ -14,7 +14,8 @@ from typing import Any
 
 from ..contract import Contract, PatchError, logger
 from ..deferred import after_import
-from .release_patch import in_releases
+from ..releases import specifiers
+from .release_patch import installed_has
 
 MODULE = "verl.workers.engine"
 VARIABLE = "VERL_ENGINE_DEVICE"
@@ -23,12 +24,12 @@ REGISTER = Contract(
     target=f"{MODULE}.base:EngineRegistry.register",
     signature="(model_type, backend, device='cuda')",
     distribution="verl",
-    releases=("==0.7.1", "==0.8.0"),
+    releases=specifiers(lambda release: not release.platforms),
 )
 
 
 def _registered() -> dict[str, dict[str, dict[str, Any]]]:
-    """Model type -> backend -> device -> engine class."""
+    """Return verl's registry: model type -> backend -> device -> engine class."""
     registry = importlib.import_module(f"{MODULE}.base").EngineRegistry
     engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
     return engines
@@ -47,12 +48,12 @@ def _register_for_cpu() -> None:
 
 
 def needed() -> bool:
-    """Whether the installed verl leaves the variable unread."""
-    return not in_releases("verl", ">=0.9")
+    """Return True if the installed verl does not read the variable."""
+    return installed_has(lambda release: not release.platforms)
 
 
 def install() -> None:
-    """Registers the engines now or when verl's engines are imported."""
+    """Register the engines now or when verl's engines are imported."""
     if needed() and not in_force() and not waiting():
         after_import(MODULE, _register_for_cpu)
 

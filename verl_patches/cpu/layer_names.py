@@ -1,4 +1,4 @@
-"""Hands FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
+"""Hand FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
 
 vLLM's CPU build needs transformers 5, which gives these names as a set; verl 0.7.1 takes the first one by its index.
 Later releases make a list of it too.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..contract import Contract
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.utils.fsdp_utils"
@@ -32,11 +33,11 @@ PATCH = ReleasePatch(
                     target=f"{_MODULE}:apply_fsdp2",
                     signature="(model, fsdp_kwargs, config)",
                     distribution="verl",
-                    releases="==0.7.1",
+                    releases=specifiers(lambda release: release.legacy_actors),
                 ),
             ),
         ),
     ),
-    not_needed=">=0.8",
+    cause=lambda release: release.legacy_actors,
     after=_MODULE,
 )

@@ -6,6 +6,7 @@ is named; a step that is saved a second time overwrites what is named; and the n
 
     default_local_dir/offpolicy_saving.json            while a checkpoint is being written: which
     default_local_dir/global_step_N/offpolicy.json     when it is complete: with which correction
+    default_local_dir/global_step_N/offpolicy/SECTION  what an extension keeps in files of its own
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SAVING = "offpolicy_saving.json"
 RECORD = "offpolicy.json"
 CHANGED = "offpolicy.resume_changed_correction"
+STATES = "offpolicy"
+"""Folder of a checkpoint for what extensions keep in files."""
 _STEP = "global_step_"
 _CUT_SHORT = "its writing was cut short"
 
 
-def _none(steering: Mapping[str, Any] | None) -> list[str]:
+def _none(found: Mapping[str, Any] | None) -> list[str]:
     return []
+
+
+def _without_state(folder: Path) -> dict[str, Any]:
+    return {}
 
 
 class CheckpointError(RuntimeError):
@@ -108,12 +115,17 @@ class Mark:
 
 @contextlib.contextmanager
 def saving(
-    config: DictConfig, step: int, spec: CorrectionSpec, steering: Mapping[str, Any] | None = None
+    config: DictConfig,
+    step: int,
+    spec: CorrectionSpec,
+    steering: Mapping[str, Any] | None = None,
+    extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
 ) -> Iterator[None]:
     """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete.
 
     Args:
         steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
+        extensions: takes a folder for their files; what they have to keep, by section.
     """
     folder = Folder.of(config)
     _keep_previous(config)
@@ -127,8 +139,13 @@ def saving(
     yield
     # An asynchronous save of Megatron's goes on; verl names it when it is done.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
-    content = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint(), "step": step, "complete": complete}
-    write_json(record, content if steering is None else content | {"steering": dict(steering)})
+    content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
+    content |= {"step": step, "complete": complete}
+    if steering is not None:
+        content["steering"] = dict(steering)
+    if states := extensions(folder.step(step) / STATES):
+        content["extensions"] = dict(states)
+    write_json(record, content)
     if complete:
         # As verl has just done, but at once.
         _write(folder.path / TRACKER, str(step))
@@ -136,12 +153,16 @@ def saving(
 
 
 def before_loading(
-    config: DictConfig, spec: CorrectionSpec, differences: Callable[[Mapping[str, Any] | None], list[str]] = _none
+    config: DictConfig,
+    spec: CorrectionSpec,
+    differences: Callable[[Mapping[str, Any] | None], list[str]] = _none,
+    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _none,
 ) -> dict[str, Any] | None:
     """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
 
     Args:
         differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
+        of_extensions: takes what it holds of extensions, by section; likewise.
 
     Returns:
         The checkpoint's ``steering``, for a run with the same correction; None where there is none.
@@ -162,7 +183,7 @@ def before_loading(
         return None
     steering: dict[str, Any] | None = record.get("steering")
     of_correction = changes(_by_effect(record["correction"]), _by_effect(spec.to_mapping()))
-    if not (found := of_correction + differences(steering)):
+    if not (found := of_correction + differences(steering) + of_extensions(record.get("extensions", {}))):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
@@ -177,6 +198,13 @@ def before_loading(
         logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
         return None
     return steering
+
+
+def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
+    """What the checkpoint that verl has just loaded holds of extensions, and the folder of their files."""
+    path = _to_load(config)
+    record = None if path is None else _read(path / RECORD)
+    return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:

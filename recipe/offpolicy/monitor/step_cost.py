@@ -50,7 +50,12 @@ class StepCost:
             columns: of all rows, each row to one rank, dense or nested.
             handed: what each rank gets a copy of; counted once, as it is pickled.
         """
-        self._bytes += sum(bytes_of(column) for column in columns.values()) + len(pickle.dumps(handed))
+        self.add_columns(columns)
+        self._bytes += len(pickle.dumps(handed))
+
+    def add_columns(self, columns: Mapping[str, Tensor]) -> None:
+        """What else travels in columns, of all rows."""
+        self._bytes += sum(bytes_of(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:
         """By the names that the logger gets."""

@@ -13,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from ..batch import micro_batch as mb
 from ..batch.plan import REWARD, UID
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.ratios import valid_tokens
+from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
 from .ranks import Place, place
@@ -86,7 +86,7 @@ def _seen(
         log_prob=batch.log_prob.detach(),
         advantages=batch.advantages,
         weight=step.weight,
-        valid=valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
+        valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
         uids=_uids(data),
         reward=_reward(data),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
 
-from ..fault_tolerance.checkpoints import before_loading, saving
+from ..extensions.hooks import ExtensionHooks
+from ..fault_tolerance.checkpoints import before_loading, extension_states, saving
 from ..fault_tolerance.watchdog import watch
 from ..monitor.active_correction import differences
 from ..preflight.checks import spec_of
@@ -56,7 +58,8 @@ class SupervisedRun:
     """Mixed into verl's V0 and V1 trainers.
 
     Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
-    and what ``watchdog.PHASES`` lists.
+    ``_validate(self, ...)``, ``_val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, ...)``, and
+    what ``watchdog.PHASES`` lists.
     """
 
     fits: ClassVar[int] = 0
@@ -64,14 +67,17 @@ class SupervisedRun:
     config: DictConfig
     global_steps: int
     recording: RunRecord | None = None
+    extensions: ExtensionHooks = ExtensionHooks()
     supervision: Supervision
+    _validating: bool = False
     _resumed: Mapping[str, Any] | None = None
     """What a checkpoint that was loaded says of alarms and bounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         set_up_logger()
         super().__init__(*args, **kwargs)
-        watch(self, self.config)
+        watchdog = watch(self, self.config)
+        self.extensions = ExtensionHooks.begin(self.config, nullcontext if watchdog is None else watchdog.phase)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         SupervisedRun.fits += 1
@@ -83,6 +89,7 @@ class SupervisedRun:
         finally:
             # Workers are killed once this returns or raises: the update that decided may not be written yet.
             self._finish_recording(patience)
+            self._end_extensions()
 
     def _finish_recording(self, patience: float) -> None:
         try:
@@ -91,11 +98,38 @@ class SupervisedRun:
         except Exception:  # never in the place of what ended the run
             logger.warning("cannot see whether the last step is recorded.", exc_info=True)
 
+    def _end_extensions(self) -> None:
+        try:
+            self.extensions.end()
+        except Exception:  # never in the place of what ended the run
+            logger.warning("an extension did not end as it should.", exc_info=True)
+
+    def _validate(self, *args: Any, **kwargs: Any) -> Any:
+        self._validating = True
+        try:
+            return self.extensions.validate(self, partial(super()._validate, *args, **kwargs))  # type: ignore[misc]
+        finally:
+            self._validating = False
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = super()._val_metrics_update(  # type: ignore[misc]
+            data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs
+        )
+        if self.extensions:
+            found |= self.extensions.validation_metrics(data_sources, sample_uids, reward_extra_infos_dict)
+        return found
+
     def _save_checkpoint(self) -> None:
-        state = self.supervision.steering.state()
-        with saving(self.config, self.global_steps, spec_of(self.config), state):
+        steering = self.supervision.steering.state()
+        with saving(self.config, self.global_steps, spec_of(self.config), steering, self.extensions.state):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        self._resumed = before_loading(self.config, spec_of(self.config), partial(differences, self.config))
-        return super()._load_checkpoint()  # type: ignore[misc]
+        spec, of_config = spec_of(self.config), partial(differences, self.config)
+        self._resumed = before_loading(self.config, spec, of_config, self.extensions.differences)
+        loaded = super()._load_checkpoint()  # type: ignore[misc]
+        if self.extensions:
+            self.extensions.restore(*extension_states(self.config))
+        return loaded

@@ -1,7 +1,7 @@
 """verl's V0 trainer, ``RayPPOTrainer``, with a correction: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
 
 Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
-``compute_advantage`` around which ``fit`` is one block, and ``update_actor`` / ``compute_log_prob`` / ``set_loss_fn``
+``compute_advantage`` around which ``fit`` is one block, ``_get_gen_batch(self, batch)``, and ``update_actor`` / ``compute_log_prob`` / ``set_loss_fn``
 of the actor's worker group. Batches are DataProto; the engine's workers get the loss by ``set_loss_fn``, the legacy
 actors take it from a ``Handover`` in ``meta_info``.
 """
@@ -32,8 +32,9 @@ from ..preflight.checks import shadows_of, spec_of
 from ..preflight.old_log_prob import one_mini_batch
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
-from ..worker.legacy_handover import Handover
+from ..worker.legacy_handover import Handover, handover
 from ..worker.loss import loss_of
+from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 
@@ -63,7 +64,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         super().init_workers()  # type: ignore[misc]
         self.shadows = shadows_of(self.config)
         spec = spec_of(self.config)
-        self.supervision = Supervision(spec, self.config)
+        self.supervision = Supervision(spec, self.config, self.extensions)
         self.recording = RunRecord(self.config, spec, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
@@ -89,11 +90,22 @@ class OffPolicyRayTrainer(SupervisedRun):
         """Of the running step."""
         return StepCost()
 
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        # Validation gets its batches by the same method.
+        if self.extensions and not self._validating:
+            self.extensions.next_batch(DataProtoPrompts(batch, self.global_steps))
+        return super()._get_gen_batch(batch)  # type: ignore[misc]
+
+    def _view(self, batch: DataProto) -> DataProtoBatch:
+        return DataProtoBatch(batch, self.global_steps, self.cost.add_columns)
+
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         self.cost.begin()
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
             self.supervision.sampled(batch.batch)
+        if self.extensions:
+            self.extensions.on_rollout(self._view(batch))
         if self.correction.proximal in WITHOUT_FORWARD:
             # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
             # entropy of the forward pass that there is none of.
@@ -109,19 +121,31 @@ class OffPolicyRayTrainer(SupervisedRun):
         return old, mfu
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        view = self._view(data)
+
+        def estimator() -> None:
+            view.batch = compute(view.batch, *args, **kwargs)
+
         if self.correction.baseline == "include":
-            return compute(data, *args, **kwargs)
+            self.extensions.compute_advantages(view, estimator)
+            return view.batch
         data.batch[VERSIONS] = _versions(data, self.global_steps)
         uids = data.non_tensor_batch["uid"]
         groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
-        data.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
-        data = compute(data, *args, **kwargs)
-        data.non_tensor_batch["uid"] = uids
-        loud = ~torch.tensor(groups.silent)
-        for name in ("advantages", "returns"):
-            data.batch[name] = data.batch[name] * loud[:, None].to(data.batch[name].dtype)
+        view.regroup(groups.uids, groups.silent)
+
+        def estimator_without_rejected() -> None:
+            view.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
+            estimator()
+            view.batch.non_tensor_batch["uid"] = uids
+            loud = ~torch.tensor(groups.silent)
+            for name in ("advantages", "returns"):
+                column = view.batch.batch[name]
+                view.batch.batch[name] = column * loud[:, None].to(column.dtype)
+
+        self.extensions.compute_advantages(view, estimator_without_rejected)
         self._advantage_metrics = groups.metrics
-        return data
+        return view.batch
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         self.supervision.begin()
@@ -129,6 +153,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
         output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
         metrics = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics()
+        metrics |= self.extensions.metrics()
         if self.correction.proximal in WITHOUT_FORWARD:
             # By now verl has compared mu with what stands in for pi_old, and found no difference.
             metrics |= NOT_COMPARED
@@ -157,13 +182,14 @@ class OffPolicyRayTrainer(SupervisedRun):
             batch.batch[name] = column
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
-            handed = Handover(
+            handed = handover(
                 self.correction,
                 plan,
                 self.supervision.proving,
                 self.shadows,
                 self.recording.settings,
                 self.supervision.steering.moving,
+                extensions=self.extensions.worker_halves(),
             )
         batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
         self.cost.add({VERSIONS: versions, **columns}, handed)
@@ -175,7 +201,10 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _hand_over_loss(self) -> None:
         if self._by_engine:
             proving, moving = self.supervision.proving, self.supervision.steering.moving
-            loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
+            extensions = self.extensions.worker_halves()
+            loss = loss_of(
+                self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
+            )
             self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
 ``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
+``_next_train_batch(self, num_prompts)``,
 ``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, the number
 ``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
 ``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
@@ -14,12 +15,11 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from verl_patches import separate_async_logger
-from verl_patches.execution_path import V1_MODES
+from verl_patches.releases import V1_MODES
 from verl_patches.trainer_v1 import before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
@@ -29,9 +29,12 @@ from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import shadows_of, spec_of
 from ..preflight.old_log_prob import one_mini_batch
-from ..proof.rollout_checks import ALIGNED, SAMPLED, naming_missing
+from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
 from ..worker.loss import loss_of
+from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
+from .batch_view_v1 import put_columns as _put
+from .batch_view_v1 import read_columns as _columns
 from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 
@@ -48,7 +51,7 @@ class OffPolicyTrainer(SupervisedRun):
     def on_init_end(self) -> None:
         self.shadows = shadows_of(self.config)
         spec = spec_of(self.config)
-        self.supervision = Supervision(spec, self.config)
+        self.supervision = Supervision(spec, self.config, self.extensions)
         if self._resumed is not None:
             self.supervision.steering.restore(self._resumed)
         self.recording = RunRecord(self.config, spec, self.shadows)
@@ -75,12 +78,24 @@ class OffPolicyTrainer(SupervisedRun):
         metrics.update(self.supervision.step_metrics() | self.cost.metrics())
         return batch
 
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        batch: TensorDict = super()._next_train_batch(num_prompts)  # type: ignore[misc]
+        self.extensions.next_batch(TensorDictPrompts(batch, self.global_steps))
+        return batch
+
+    def _view(self, batch: Any) -> TransferQueueBatch:
+        return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns)
+
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            with naming_missing():
+            with name_missing_column():
                 rows = _columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
+        if self.extensions:
+            view = self._view(batch)
+            self.extensions.on_rollout(view)
+            batch = view.batch
         if self.correction.proximal in WITHOUT_FORWARD:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
@@ -93,22 +108,35 @@ class OffPolicyTrainer(SupervisedRun):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        view = self._view(batch)
+        estimate = super()._compute_advantage  # type: ignore[misc]
+
+        def estimator() -> None:
+            view.batch = estimate(view.batch, metrics)
+
         if self.correction.baseline == "include":
-            return super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+            self.extensions.compute_advantages(view, estimator)
+            return view.batch
         rows = _columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
         groups = groups_without_rejected(self.correction, rows, uids)
-        regrouped = _put(batch, uid=NonTensorStack(*groups.uids))
-        batch = super()._compute_advantage(regrouped, metrics)  # type: ignore[misc]
-        results = _columns(batch, "advantages", "returns")
-        silenced = {name: _zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
+        view.regroup(groups.uids, groups.silent)
+
+        def estimator_without_rejected() -> None:
+            view.batch = _put(view.batch, uid=NonTensorStack(*groups.uids))
+            estimator()
+            results = _columns(view.batch, "advantages", "returns")
+            silenced = {name: _zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
+            view.batch = _put(view.batch, uid=NonTensorStack(*uids), **silenced)
+
+        self.extensions.compute_advantages(view, estimator_without_rejected)
         metrics.update(groups.metrics)
-        return _put(batch, uid=NonTensorStack(*uids), **silenced)
+        return view.batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self.supervision.begin()
         batch = super()._update_actor(self._with_plan(batch), metrics)  # type: ignore[misc]
-        metrics.update(self.supervision.metrics())
+        metrics.update(self.supervision.metrics() | self.extensions.metrics())
         return batch
 
     def _with_plan(self, batch: Any) -> Any:
@@ -140,7 +168,8 @@ class OffPolicyTrainer(SupervisedRun):
 
     def _hand_over_loss(self) -> None:
         proving, moving = self.supervision.proving, self.supervision.steering.moving
-        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving)
+        extensions = self.extensions.worker_halves()
+        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions)
         self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
@@ -171,15 +200,6 @@ def install_trainers(mode: str) -> None:
     for name in V1_MODES:
         substitute(name, with_correction)
     before_any(demand_corrected)
-
-
-def _columns(batch: Any, *names: str) -> TensorDict:
-    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
-
-
-def _put(batch: Any, **columns: Any) -> Any:
-    fields = TensorDict(columns, batch_size=len(batch.keys))
-    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
 
 def _zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
 from ..batch.micro_batch import padded
+from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction.ratios import EXP_CLAMP
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -72,17 +73,7 @@ def _loss_with_clipped_kl(
     log_prob = padded(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
-    def aggregate(values: Tensor) -> Tensor:
-        return agg_loss(
-            values,
-            dense["response_mask"].to(bool),
-            config.loss_agg_mode,
-            dp_size=data["dp_size"],
-            batch_num_tokens=data["batch_num_tokens"],
-            global_batch_size=data["global_batch_size"],
-            loss_scale_factor=config.loss_scale_factor,
-        )
-
+    aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
     surrogate = clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..batch.plan import SharedPlan
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import Side
+from ..extensions.extension import WorkerExtension
 from ..recording.settings import RecordSettings
 
 if TYPE_CHECKING:
@@ -37,12 +39,32 @@ class Handover:
     record: RecordSettings | None = None
     moving: Mapping[str, Side] = field(default_factory=dict)
 
+    # No field, so that a handover without extensions travels as it always did.
+    extensions: ClassVar[Mapping[str, WorkerExtension]] = MappingProxyType({})
+
     @property
     def reads_rollout_log_probs(self) -> bool:
-        return not self.spec.is_none
+        return self.ours
+
+    @property
+    def ours(self) -> bool:
+        """Whether the actor trains with our loss, and not with verl's own."""
+        return not self.spec.is_none or bool(self.extensions)
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
         # Imported where it is used, in the worker: it imports verl's losses.
         from .legacy_loss import LegacyUpdate
 
         return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)
+
+
+@dataclass(frozen=True)
+class ExtendedHandover(Handover):
+    """A handover with the workers' halves of extensions, by section."""
+
+    extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
+
+
+def handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
+    """Make a handover of these fields, extended where there is something to extend it with."""
+    return ExtendedHandover(*arguments, extensions=extensions) if extensions else Handover(*arguments)

@@ -27,7 +27,7 @@ from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 from ..batch import micro_batch as mb
 from ..batch.plan import PLAN
 from ..correction import StepStage
-from ..correction.moving_bounds import with_bounds
+from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, clipped_kl
 from .loss import OffPolicyLoss
@@ -87,13 +87,14 @@ class LegacyLoss(OffPolicyLoss):
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
-            with_bounds(handover.spec, handover.plan.bounds),
+            replace_bounds(handover.spec, handover.plan.bounds),
             config,
             prove=handover.prove,
             shadows=handover.shadows,
             record=handover.record,
             moving=handover.moving,
             base_loss=padded_ppo_loss,
+            extensions=handover.extensions,
         )
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
@@ -118,7 +119,7 @@ class _Running:
 class LegacyUpdate:
     """One update of a legacy actor under a handover: the answers to its calls into ``core_algos``.
 
-    With ``correction=none`` they are verl's own, to the bit.
+    With ``correction=none`` and without extensions they are verl's own, to the bit.
 
     Args:
         handover: what the trainer sent with the batch.
@@ -161,13 +162,13 @@ class LegacyUpdate:
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         """In place of verl's function of that name: a policy loss with the correction in it."""
-        if self.spec.is_none:
+        if not self.handover.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """In place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
-        if self.spec.is_none:
+        if not self.handover.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(
             *args,
@@ -205,7 +206,8 @@ class LegacyUpdate:
         batch = mb.read(model_output, data)
         packet = self.loss.packet_of(batch)
         loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
-        if self.handover.prove and log_prob.requires_grad:
+        self.loss.report(packet, model_output, data)
+        if self.handover.prove and not self.spec.is_none and log_prob.requires_grad:
             packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}

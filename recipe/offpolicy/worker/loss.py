@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from verl.workers.utils.losses import ppo_loss
 
 from ..batch import micro_batch as mb
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.deferred import Reading, fetch
-from ..correction.moving_bounds import Side, bounds_of, fingerprint, with_bounds
+from ..correction.deferred import DeferredValue, fetch
+from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
+from ..extensions.extension import WorkerExtension
+from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove
-from ..proof.rollout_log_probs import zeros
+from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.settings import RecordSettings
 from ..recording.worker_hook import recorded
 from .kl_loss import BaseLoss, BoundLoss, with_clipped_kl
@@ -49,15 +52,20 @@ class OffPolicyLoss:
         record: what to record, where the trainer's plan announces it.
         moving: parts whose bounds come with each update, in the trainer's plan, and the sides that move.
         base_loss: takes (config, model_output, data, dp_group).
+        extensions: section -> what adds terms to the loss and reports on each micro-batch, in order.
 
     Attributes:
         spec: the correction, under the bounds of the update that it last saw.
         fingerprint: of what does not move.
         verl_loss: the base loss as verl runs it.
         base_loss: the same, with the KL term as the correction wants it.
+        extensions: as given.
         ledger: of the packets that this process has made and not sent; None: they report nothing.
         takes_padded: the base loss takes what ``micro_batch.with_padded`` gives.
     """
+
+    # Not set where there are none, so that a loss without extensions travels as it always did.
+    extensions: Mapping[str, WorkerExtension] = MappingProxyType({})
 
     def __init__(
         self,
@@ -69,13 +77,14 @@ class OffPolicyLoss:
         record: RecordSettings | None = None,
         moving: Mapping[str, Side] | None = None,
         base_loss: BaseLoss = ppo_loss,
+        extensions: Mapping[str, WorkerExtension] | None = None,
     ) -> None:
         self.spec = spec
         self.prove = prove
         self.shadows = dict(shadows or {})
         self.record = record
         self.moving = dict(moving or {})
-        self.fingerprint = fingerprint(spec, self.moving)
+        self.fingerprint = compute_fingerprint(spec, self.moving)
         self.ledger: Ledger | None = Ledger()
         self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
@@ -83,6 +92,17 @@ class OffPolicyLoss:
         if spec.kl_clip is not None:
             lower, upper = spec.kl_clip
             self.base_loss = with_clipped_kl(base_loss, actor_config, lower=lower, upper=upper)
+        if extensions:
+            self.extensions = dict(extensions)
+            self.actor_config = actor_config
+
+    @property
+    def extended_loss(self) -> BoundLoss:
+        """``base_loss`` with the terms of all extensions."""
+        loss = self.base_loss
+        for extension in self.extensions.values():
+            loss = extension.wrap_loss(loss, self.actor_config)
+        return loss
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
@@ -94,21 +114,29 @@ class OffPolicyLoss:
                 backward pass.
         """
         if self.spec.is_none:
-            loss, metrics = self.base_loss(model_output, data, dp_group)
+            loss, metrics = self.extended_loss(model_output, data, dp_group)
             packet = self.uncorrected(model_output, data)
         else:
             batch = mb.read(model_output, data)
             if self.moving:
-                self.spec = with_bounds(self.spec, mb.bounds(batch, self.moving))
+                self.spec = replace_bounds(self.spec, mb.bounds(batch, self.moving))
             packet = self.packet_of(batch)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
                 packet.proof = prove(self.for_trials(), batch, model_output, data, loss)
+        self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
+
+    def report(self, packet: Packet, model_output: Mapping[str, Any], data: TensorDict) -> None:
+        """Put the reports of extensions into ``packet``."""
+        if self.extensions and self.ledger is not None:
+            with torch.no_grad():
+                rows = LossRows(model_output, data, with_padding=False)
+                packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
     def packet_of(self, batch: mb.MicroBatch) -> Packet:
         """A packet that says what this micro-batch came with, and is going to say what it shows."""
-        packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
+        packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             rows = replace(batch, log_prob=batch.log_prob.detach(), layout=None)
@@ -145,7 +173,7 @@ class OffPolicyLoss:
         statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
         if self.takes_padded:
             model_output = mb.with_padded(model_output, batch)
-        loss, metrics = self.base_loss(model_output, self.hand_over(batch, step, data), dp_group)
+        loss, metrics = self.extended_loss(model_output, self.hand_over(batch, step, data), dp_group)
         return loss, metrics, statistics
 
     def for_trials(self) -> OffPolicyLoss:
@@ -168,18 +196,18 @@ class OffPolicyLoss:
     def _decided(self, batch: mb.MicroBatch) -> StepStage:
         return mb.decide(self.spec, batch, measure="nothing")
 
-    def _guards(self, batch: mb.MicroBatch) -> list[Reading[None]]:
+    def _guards(self, batch: mb.MicroBatch) -> list[DeferredValue[None]]:
         guards = [_finite(batch)]
         if batch.counted is not None:
             guards.append(batch.counted)
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
-            guards.append(zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
+            guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards
 
 
-def _finite(batch: mb.MicroBatch) -> Reading[None]:
+def _finite(batch: mb.MicroBatch) -> DeferredValue[None]:
     lost = [~torch.isfinite(t.detach()) & batch.response_mask for t in (batch.log_prob, batch.advantages)]
-    return Reading(torch.stack(lost).sum((1, 2)), _judge_finite)
+    return DeferredValue(torch.stack(lost).sum((1, 2)), _judge_finite)
 
 
 def _judge_finite(counts: list[int]) -> None:
@@ -198,8 +226,11 @@ def loss_of(
     *,
     prove: bool,
     moving: Mapping[str, Side] | None = None,
+    extensions: Mapping[str, WorkerExtension] | None = None,
 ) -> OffPolicyLoss:
     """The loss of a run, ready to be handed to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
-    return OffPolicyLoss(spec, actor_config, prove=prove, shadows=shadows, record=record, moving=moving)
+    return OffPolicyLoss(
+        spec, actor_config, prove=prove, shadows=shadows, record=record, moving=moving, extensions=extensions
+    )

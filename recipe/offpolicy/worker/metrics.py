@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..correction import Statistic
-from ..correction.deferred import Reading, fetch
+from ..correction.deferred import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
-from ..proof.token_alignment import Tally
+from ..proof.token_alignment import AlignmentTally
 from .measurement import Name, Observation, measure, together
 
 METRIC_KEY = "offpolicy"
@@ -43,6 +43,7 @@ class Packet:
         histograms: of these parts, see ``calibration.online_histogram``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
+        reports: of extensions, by section.
 
     Statistics, rows, histograms and alignment are those of all packets that waited with it.
     """
@@ -52,13 +53,14 @@ class Packet:
     rows: list[int] = field(default_factory=list)
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     histograms: dict[str, Statistic] = field(default_factory=dict)
-    alignment: Tally | None = None
+    alignment: AlignmentTally | None = None
     proof: Proof | None = None
+    reports: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ledger: Ledger | None = None
         self._observed: Observation | None = None
-        self._readings: list[dict[Name, Reading[Any]]] = []
+        self._readings: list[dict[Name, DeferredValue[Any]]] = []
 
     def settle(self) -> None:
         """Have everything on the host, of all packets that wait with this one."""
@@ -68,7 +70,10 @@ class Packet:
     def __getstate__(self) -> dict[str, Any]:
         if self._ledger is not None:
             self._ledger.leave(self)
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not self.reports:  # without extensions a packet takes no byte for them
+            del state["reports"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[3] / "recipe" / "offpolicy"
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "recipe" / "offpolicy"
 UNMENDED = {
     "analysis/calibration/": (10, "arguments of a tool, no launch"),
     "analysis/whatif/": (14, "arguments of a tool, no launch"),
     "calibrate.py": (1, "arguments of a tool, no launch"),
-    "correction/dialects/": (19, "arguments of a function; preflight/checks/verl_rollout_correction.py proposes for verl's keys"),
+    "correction/dialects/": (19, "arguments of a function; the start-up check of verl's keys proposes"),
     "correction/spec.py": (1, "the group comes back only by removing the override"),
     "correction/validation.py": (2, "which tokens are decided together is for the user to say"),
     "doctor/": (3, "a program, a release, or an argument that no override can take back"),

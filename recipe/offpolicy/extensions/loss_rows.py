@@ -1,0 +1,72 @@
+"""A micro-batch in the worker's loss as extensions see it: padded, on the engine's and the legacy actors' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import mini_batch_mean
+from ..batch.padding import Layout, dense
+
+
+class LossRows:
+    """The rows of one micro-batch, B of them, T the longest response.
+
+    Args:
+        model_output, data: as the loss gets them.
+        with_padding: rows that verl added as padding, which have no response token, are among them, as they are in
+            verl's own tensors.
+    """
+
+    def __init__(self, model_output: Mapping[str, Any], data: TensorDict, *, with_padding: bool = True) -> None:
+        self._output, self._data = model_output, data
+        self._layout = Layout.of(data) if "prompts" in data.keys() else None
+        self._chosen: Tensor | None = None
+        if not with_padding:
+            self._chosen = self._dense("response_mask").bool().any(-1)
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """(B, T) log pi, zeros on padding; carries the gradient inside a loss."""
+        log_prob = mb.padded(self._output, self._data, self._layout)
+        return log_prob if self._chosen is None else log_prob[self._chosen]
+
+    @cached_property
+    def response_mask(self) -> Tensor:
+        """(B, T) bool."""
+        return self.column("response_mask").bool()
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(B, T) weight x keep of the correction; ones where there is none."""
+        if mb.WEIGHTS not in self._data.keys():
+            return torch.ones_like(self.response_mask, dtype=torch.float32)
+        return self.column(mb.WEIGHTS)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._data.keys()
+
+    def column(self, name: str) -> Tensor:
+        """A column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
+
+        Raises:
+            KeyError: it did not arrive.
+        """
+        if name not in self._data.keys():
+            raise KeyError(f"{name} is not in the micro-batch that reached the loss.")
+        values = self._dense(name)
+        return values if self._chosen is None else values[self._chosen]
+
+    def mean(self, values: Tensor, actor_config: Any) -> Tensor:
+        """verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
+        return mini_batch_mean(values, self.response_mask, actor_config, self._data)
+
+    def _dense(self, name: str) -> Tensor:
+        values: Tensor = self._data[name]
+        return values if self._layout is None else dense(values, self._layout, name)

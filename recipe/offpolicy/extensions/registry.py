@@ -1,0 +1,85 @@
+"""Which extensions a configuration switches on: sections of it -> classes, imported only then.
+
+A section is on when it holds keys, be they none (``{}``); null or absent, it is off.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..correction import Problem, SpecError
+from ..correction.problem import CheckError, remove, set_to
+from .extension import Extension
+
+KEY = "offpolicy.extensions"
+"""Sections of a fork's own -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
+SHIPPED: dict[str, str] = {}
+"""Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
+
+
+def registered(config: DictConfig) -> dict[str, str]:
+    """All sections that a class is registered for, whether they are on or not."""
+    own = OmegaConf.select(config, KEY)
+    plain: Any = OmegaConf.to_container(own, resolve=True) if isinstance(own, DictConfig) else {}
+    return SHIPPED | plain
+
+
+def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
+    """Make the extensions that are on, in the order of their hooks.
+
+    Raises:
+        CheckError: one is not to be had, or its settings are malformed; all problems at once.
+    """
+    made: list[Extension] = []
+    problems: list[Problem] = []
+    for section, target in registered(config).items():
+        if not isinstance(node := OmegaConf.select(config, section), DictConfig):
+            continue
+        settings: Any = OmegaConf.to_container(node, resolve=True)
+        try:
+            made.append(_class_of(section, target)(section, settings))
+        except SpecError as error:
+            problems.append(error.problem)
+    if problems:
+        raise CheckError(problems)
+    return tuple(made)
+
+
+def problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.extensions`` itself."""
+    own = OmegaConf.select(config, KEY)
+    if own is not None and not isinstance(own, DictConfig):
+        reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
+        yield Problem(KEY, own, reason, fix, parts=(), overrides=(set_to(KEY, {}),))
+        return
+    for section, target in registered(config).items():
+        if section in SHIPPED:
+            continue
+        key = f"{KEY}.{section}"
+        node = OmegaConf.select(config, section)
+        if node is None:
+            reason = f"the section {section} is not there, so that the extension is off."
+            fix = f"Set +{section}.KEY=VALUE, or remove this."
+            yield Problem(key, target, reason, fix, "INERT", (), remove(key, target))
+        elif not isinstance(node, DictConfig):
+            reason = "its section holds no keys."
+            fix = f"Set {section}.KEY=VALUE, or {section}=null."
+            yield Problem(section, node, reason, fix, parts=(), overrides=(set_to(section, None),))
+
+
+def _class_of(section: str, target: str) -> type[Extension]:
+    module, _, name = str(target).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = f"there is no such class to import ({error})."
+        fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
+        raise SpecError(reason, fix, key=f"{KEY}.{section}", value=target) from error
+    if not (isinstance(found, type) and issubclass(found, Extension)):
+        reason = "not a subclass of recipe.offpolicy.extensions.extension.Extension."
+        raise SpecError(reason, "Derive it from that one.", key=f"{KEY}.{section}", value=target)
+    return found

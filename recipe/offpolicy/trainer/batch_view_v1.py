@@ -1,0 +1,151 @@
+"""``BatchView`` of verl's V1 trainer, whose columns lie in TransferQueue, nested by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..extensions.batch_view import check_columns
+
+SCORES = "rm_scores"
+
+
+def read_columns(batch: Any, *names: str) -> TensorDict:
+    """Columns of all rows, padding among them."""
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+
+
+def put_columns(batch: Any, **columns: Any) -> Any:
+    """The batch's metadata once it has these columns."""
+    fields = TensorDict(columns, batch_size=len(batch.keys))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+class TransferQueueBatch:
+    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.hooks.TrainerBatch``.
+
+    Args:
+        batch: verl's KVBatchMeta.
+        step: the trainer's.
+        sent: gets the columns that go to the workers, all rows of them.
+
+    Attributes:
+        batch: with what has been put; verl goes on with it.
+    """
+
+    def __init__(self, batch: Any, step: int, sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None):
+        self.batch = batch
+        self.step = step
+        self.silent: Tensor | None = None
+        self.is_padding: Sequence[bool] = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+        self._sent = sent
+        self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
+        self._groups: list[str] | None = None
+
+    @property
+    def uids(self) -> list[str]:
+        return self._groups if self._groups is not None else self._own_uids
+
+    @cached_property
+    def _own_uids(self) -> list[str]:
+        return [key.rsplit("_", 2)[0] for key in self._keys]
+
+    @property
+    def sessions(self) -> list[str]:
+        return [key.rsplit("_", 1)[0] for key in self._keys]
+
+    @property
+    def _keys(self) -> list[str]:
+        return [self.batch.keys[row] for row in self._real]
+
+    def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
+        """Show extensions other groups, of all rows, and rows whose advantage is 0."""
+        self._groups = [groups[row] for row in self._real]
+        self.silent = torch.tensor([silent[row] for row in self._real])
+
+    @property
+    def scores(self) -> Tensor:
+        scores: Tensor = self.rows(SCORES)[SCORES]
+        return scores
+
+    @property
+    def advantages(self) -> Tensor:
+        advantages: Tensor = self.rows("advantages")["advantages"]
+        return advantages
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        found = read_columns(self.batch, *names)
+        return {name: self._of_real(found[name]) for name in names}
+
+    def put(self, **columns: Tensor) -> None:
+        check_columns(columns, len(self._real))
+        whole = {name: self._whole(column) for name, column in columns.items()}
+        self._sent(whole)
+        self.batch = put_columns(self.batch, **whole)
+
+    @contextmanager
+    def shaped(self, rewards: Tensor) -> Iterator[None]:
+        raw = read_columns(self.batch, SCORES)[SCORES]
+        try:
+            self.batch = put_columns(self.batch, **{SCORES: self._whole(rewards)})
+            yield
+        finally:
+            self.batch = put_columns(self.batch, **{SCORES: raw})
+
+    def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
+        whole = self._whole(advantages)
+        self.batch = put_columns(self.batch, advantages=whole, **({"returns": whole} if returns else {}))
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Response tokens of all rows."""
+        lengths: list[int] = read_columns(self.batch, "response_mask")["response_mask"].offsets().diff().tolist()
+        return lengths
+
+    def _of_real(self, column: Any) -> Any:
+        if not isinstance(column, Tensor):
+            values = list(column)
+            return [values[row] for row in self._real]
+        if column.is_nested:
+            rows = column.unbind()
+            return pad_sequence([rows[row] for row in self._real], batch_first=True)
+        return column[self._real]
+
+    def _whole(self, column: Tensor) -> Tensor:
+        """A column of all rows, nested where it is by token, zeros on rows of padding."""
+        if column.dim() == 1:
+            whole = column.new_zeros(len(self.is_padding))
+            whole[self._real] = column
+            return whole
+        rows = [column.new_zeros(length) for length in self._lengths]
+        for row, values in zip(self._real, column, strict=True):
+            rows[row] = values[: self._lengths[row]].clone()
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+class TensorDictPrompts:
+    """``PromptView`` of a TensorDict that the V1 trainer is about to submit."""
+
+    def __init__(self, prompts: TensorDict, step: int) -> None:
+        self._prompts = prompts
+        self.step = step
+
+    @property
+    def uids(self) -> list[str]:
+        return [str(uid) for uid in self._prompts["uid"]]
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        found = {name: self._prompts[name] for name in names}
+        return {name: value if isinstance(value, Tensor) else list(value) for name, value in found.items()}
+
+    def put(self, **columns: Any) -> None:
+        for name, values in columns.items():
+            self._prompts[name] = values if isinstance(values, Tensor) else NonTensorStack(*values)

@@ -1,0 +1,265 @@
+"""Tables, figures and pages: what is shown is what was given, escaped, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from recipe.offpolicy.analysis import pages
+from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, plotting
+from recipe.offpolicy.analysis.pages.table import format_cell
+from recipe.offpolicy.analysis.pages.template import STYLE
+
+HOSTILE = "<script>alert('x')</script>&\"[bold]"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.98765, 3, "0.988"),
+        (0.0, 3, "0.000"),
+        # Would be shown as 0.000, and is not 0.
+        (0.00012, 3, "1.20e-04"),
+        (-3.5e7, 3, "-3.50e+07"),
+        (0.0005, 3, "0.001"),  # rounds to a digit that is seen
+        (12345, 3, "12,345"),
+        (np.int64(7), 3, "7"),
+        (np.float32(0.5), 2, "0.50"),
+        (float("nan"), 3, "-"),
+        (None, 3, "-"),
+        (float("-inf"), 3, "-inf"),
+        (True, 3, "yes"),
+        (False, 3, "no"),
+        ("gsm", 3, "gsm"),
+    ],
+)
+def test_cells(value: object, digits: int, text: str) -> None:
+    assert format_cell(value, digits) == text
+
+
+def test_numbers_stand_right_and_text_left() -> None:
+    table = Table([Column("name"), Column("kept"), Column("forced", align="left")], [["a", 0.5, 1], ["b", None, 2]])
+    assert [table.get_alignment(column) for column in range(3)] == ["left", "right", "left"]
+
+
+def test_a_row_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 has 1 cells, and the table 2 columns"):
+        Table([Column("a"), Column("b")], [[1, 2], [3]])
+
+
+def test_rich_shows_brackets_as_text() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(pages.to_rich(Table([Column("correction[bold]"), Column("kept", "%")], [["[gsm,opsm]", 1.0]], "T")))
+    text = console.export_text()
+    assert "correction[bold]" in text
+    assert "[gsm,opsm]" in text
+    assert "kept (%)" in text
+
+
+def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
+    """Widths 4, 24 (text may be broken at words), 5 and 10, each with 3 more, and 1: 56 in all."""
+    text = "words " * 10
+    columns = [Column("#"), Column("text"), Column("small part"), Column("projection")]
+    table = Table(columns, [["#1", text, 0.5, 1234567], ["#222", "", 1.25, 2]], "T")
+    assert [[column.header.plain for column in part.columns] for part in pages.fit_to_width(table, 55)] == [
+        ["#", "text", "small part"], ["#", "projection"],
+    ]  # fmt: skip
+    (whole,) = pages.fit_to_width(table, 56)
+    assert [column.width for column in whole.columns] == [4, 24, 5, 10]
+    for width in (40, 55, 56, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(*pages.fit_to_width(table, width), sep="\n")
+        shown_text = console.export_text()
+        assert max(map(len, shown_text.splitlines())) <= width
+        for word in ("#222", "0.500", "1.250", "1,234,567", "projection", "small"):
+            assert word in shown_text
+
+
+def test_csv_keeps_every_digit(tmp_path: Path) -> None:
+    pages.to_csv(Table([Column("x", "nats"), Column("y")], [[1 / 3, None]]), tmp_path / "t.csv")
+    assert list(csv.reader((tmp_path / "t.csv").open())) == [["x (nats)", "y"], ["0.3333333333333333", ""]]
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def drawn() -> Figure:
+    with plotting.apply_style():
+        figure, (left, right) = plotting.create_axes(1, 2)
+        left.plot([0, 1], [0, 1], label=HOSTILE)
+        right.plot([0, 1], [1, 0])
+    return figure
+
+
+def a_page() -> Page:
+    page = Page(HOSTILE, "sub")
+    table = Table([Column(HOSTILE)], [[HOSTILE]], title=HOSTILE)
+    page.add_section(HOSTILE, pages.render_paragraph(HOSTILE), pages.render_code(HOSTILE), pages.render_table(table))
+    page.add_section(
+        "more", pages.render_keys({HOSTILE: HOSTILE}), pages.render_details(HOSTILE, pages.render_paragraph(HOSTILE))
+    )
+    page.add_section("picture", pages.render_figure(drawn(), alt=HOSTILE))
+    return page
+
+
+def test_recorded_text_is_never_markup(tmp_path: Path) -> None:
+    assert a_page().write(tmp_path / "deep" / "page.html") == (tmp_path / "deep" / "page.html").stat().st_size
+    reader = Reader()
+    reader.feed((tmp_path / "deep" / "page.html").read_text())
+    assert not {"script", "link", "iframe", "object"} & set(reader.tags)
+    # Title, heading, navigation, section heading, paragraph, code, caption, column, cell, key, value, summary, inner.
+    assert reader.text.count(HOSTILE) == 13
+
+
+def test_nothing_comes_from_the_network() -> None:
+    html = a_page().render()
+    reader = Reader()
+    reader.feed(html)
+    assert reader.sources
+    assert all(source.startswith(("data:image/", "#")) for source in reader.sources)
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "default-src 'none'" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
+    found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.render_figure(drawn(), alt="two lines")))
+    assert found is not None
+    assert found[1] == "image/svg+xml"  # two lines are few paths
+    assert b"<svg" in base64.b64decode(found[2])
+    with plotting.apply_style():
+        crowded, (axes,) = plotting.create_axes()
+        rng = np.random.default_rng(0)
+        axes.plot(rng.random(20000), rng.random(20000), "o")
+    assert plotting.render_image(crowded)[0] == "image/png"  # a path a dot
+
+
+def test_panels_are_pictures_of_their_own() -> None:
+    """They stack where a screen is narrow; in a file they stand in rows."""
+    drawn_at: list[str] = []
+    panels = [
+        plotting.FigurePanel(lambda axes, name=name: drawn_at.append(name), f"what {name} shows", height)
+        for name, height in (("a", 2.0), ("b", 3.0), ("c", 4.0))
+    ]
+    block = str(pages.render_panels(panels))
+    assert re.findall(r'alt="([^"]*)"', block) == ["what a shows", "what b shows", "what c shows"]
+    assert drawn_at == ["a", "b", "c"]
+    whole = plotting.draw_panels(panels, columns=2, title="t")
+    assert tuple(whole.get_size_inches()) == (2 * plotting.PANEL_WIDTH, 3.0 + 4.0)
+    assert [axes.axison for axes in whole.axes] == [True, True, True, False]
+
+
+def test_a_legend_lies_below_its_panel() -> None:
+    with plotting.apply_style():
+        figure, (axes,) = plotting.create_axes()
+        axes.plot([0, 1], [0, 1], label="what is drawn " * 12)
+        axes.set_xlabel("x")
+        plotting.add_legend(axes)
+        figure.canvas.draw()
+        assert axes.get_window_extent().width > 0.7 * figure.bbox.width
+        top = axes.get_legend().get_window_extent().y1
+        assert top < axes.get_window_extent().y0
+        assert top < axes.xaxis.label.get_window_extent().y0
+
+
+def test_series_that_are_equal_are_one_line() -> None:
+    nan = float("nan")
+    series = {"tokens": [1.0, 0.5, nan], "rows": [1.0, 0.6, nan], "ESS": [1.0, 0.5, nan], "left": [1.0, 0.5, 0.1]}
+    assert list(plotting.merge_equal_series(series)) == ["tokens, ESS", "rows", "left"]
+
+
+def test_print_opens_what_is_folded_and_cuts_nothing() -> None:
+    """Chromium hides folded content by ``content-visibility``, which ``display`` does not undo."""
+    rules = STYLE.split("@media print")[1]
+    assert "details::details-content { content-visibility: visible" in rules
+    assert ".scroll { overflow: visible" in rules
+    narrow = STYLE.split("@media (max-width: 40rem)")[1]
+    assert ".prose td { display: block" in narrow.replace(".prose, .prose tbody, .prose tr, ", "")
+
+
+def test_text_beside_numbers_has_room_where_a_table_scrolls() -> None:
+    """A column a word wide makes rows as tall as a screen."""
+    narrow = STYLE.split("@media (max-width: 48rem)")[1]
+    assert ".scroll td.left:last-child { min-width: 14rem; }" in narrow.split("@media")[0]
+
+
+def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
+    text = Table([Column("question"), Column("because")], [["q", "b"]])
+    assert 'class="prose"' in pages.to_html(text)
+    assert 'class="prose"' not in pages.to_html(Table([Column("question"), Column("share")], [["q", 0.5]]))
+
+
+def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is no kind of picture"):
+        plotting.save(drawn(), tmp_path / "a.nonsense")
+
+
+def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
+    for name in ("a.png", "a.svg"):
+        plotting.save(drawn(), tmp_path / name)
+        first = (tmp_path / name).read_bytes()
+        plotting.save(drawn(), tmp_path / name)
+        assert (tmp_path / name).read_bytes() == first
+
+
+def test_the_style_stays_inside() -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plotting.render_image(drawn())
+    assert dict(matplotlib.rcParams) == before
+    assert len({tuple(sorted(plotting.get_line_style(index).items())) for index in range(28)}) == 28
+
+
+def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    page = Page("large")
+    page.add_section("text", pages.render_code("x" * 5_000_001))
+    with pytest.raises(PageError, match="more than 5,000,000"):
+        page.write(tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
+    """Half of a surrogate pair, as a tokenizer can leave it."""
+    page = Page("surrogate")
+    page.add_section("text", pages.render_code("a\ud800b"))
+    page.write(tmp_path / "page.html")
+    assert "a?b" in (tmp_path / "page.html").read_text()
+
+
+def test_a_bare_string_is_no_block() -> None:
+    with pytest.raises(TypeError, match="no block of a page"):
+        Page("p").add_section("s", "<b>text</b>")  # type: ignore[arg-type]
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    heavy = {"matplotlib", "jinja2", "rich", "torch"}
+    code = f"import sys, recipe.offpolicy.analysis.pages; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,70 @@
+"""Agreement between corrections, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.offpolicy.analysis.whatif.agreement import AgreementCounter
+
+YES, NO = True, False
+# Two rows of four tokens; the last token of row 1 is not compared.
+COUNTED = torch.tensor([[YES, YES, YES, YES], [YES, YES, YES, NO]])
+ONE = torch.tensor([[NO, NO, YES, YES], [NO, NO, NO, NO]])  # rejects 2 + 3 of 7 tokens, and row 1
+OTHER = torch.tensor([[NO, YES, YES, NO], [NO, NO, NO, YES]])  # rejects 2 + 3, and row 1
+ALL = torch.ones(2, 4, dtype=torch.bool)
+
+
+def tally(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None) -> AgreementCounter:
+    result = AgreementCounter(len(keep))
+    gradient = weighed or [one.double() for one in keep]
+    result.add(list(range(len(keep))), list(keep), gradient, COUNTED)
+    return result
+
+
+def test_jaccard_and_kappa() -> None:
+    agreement = tally(ONE, OTHER, ALL).compute_agreement([0, 1, 2])
+    # Both reject tokens 0 of row 0 and 0 to 2 of row 1: 4; either: tokens 0, 1, 3 of row 0 and those: 6.
+    assert agreement.jaccard_tokens[0, 1] == pytest.approx(4 / 6)
+    assert agreement.jaccard_rows[0, 1] == 1.0
+    # Observed: 4 rejected and 1 kept by both of 7. By chance (5/7)^2 + (2/7)^2 = 29/49.
+    assert agreement.kappa_tokens[0, 1] == pytest.approx((5 / 7 - 29 / 49) / (1 - 29 / 49))
+    # One of two rows each, the same one: observed 1, chance 1/2.
+    assert agreement.kappa_rows[0, 1] == 1.0
+    # Against what rejects nothing: nothing in common, and no more than chance.
+    assert agreement.jaccard_tokens[0, 2] == 0.0
+    assert agreement.kappa_tokens[0, 2] == pytest.approx(0.0)
+    assert math.isnan(agreement.jaccard_tokens[2, 2])
+    assert math.isnan(agreement.kappa_tokens[2, 2])
+    for matrix in (agreement.jaccard_tokens, agreement.kappa_tokens, agreement.cosine):
+        np.testing.assert_array_equal(matrix, matrix.T)
+
+
+def test_cosine() -> None:
+    """(1, 1) against (1, 0): 1 / sqrt 2; and what has no gradient has no direction."""
+    one = torch.tensor([[1.0, 1.0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    other = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    agreement = tally(ALL, ALL, ALL, weighed=[one, other, one * 0]).compute_agreement([0, 1, 2])
+    assert agreement.cosine[0, 1] == pytest.approx(math.sqrt(0.5))
+    assert agreement.cosine[0, 0] == pytest.approx(1.0)
+    assert math.isnan(agreement.cosine[0, 2])
+
+
+def test_blocks_add_up_and_what_dropped_out_is_left_out() -> None:
+    whole = tally(ONE, OTHER)
+    parts = AgreementCounter(3)
+    for row in range(2):
+        parts.add([0, 2], [ONE[[row]], OTHER[[row]]], [ONE[[row]].double(), OTHER[[row]].double()], COUNTED[[row]])
+    for one, other in zip(
+        vars(whole.compute_agreement([0, 1])).values(), vars(parts.compute_agreement([0, 2])).values(), strict=True
+    ):
+        np.testing.assert_allclose(one, other)
+
+
+def test_nothing_compared() -> None:
+    empty = AgreementCounter(2).compute_agreement([0, 1])
+    assert all(np.isnan(matrix).all() for matrix in vars(empty).values())
+    assert AgreementCounter(0).compute_agreement([]).cosine.shape == (0, 0)
