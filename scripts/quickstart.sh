@@ -45,7 +45,7 @@ if [[ -n ${VENV:-} ]]; then
     missing=$("$python" - <<'PY'
 import importlib.util
 
-needed = "torch verl vllm ray transformers hydra reasoning_gym pandas pyarrow matplotlib psutil rich jinja2".split()
+needed = "torch verl vllm ray transformers hydra reasoning_gym pandas pyarrow matplotlib psutil rich".split()
 print(" ".join(name for name in needed if importlib.util.find_spec(name) is None))
 PY
     )

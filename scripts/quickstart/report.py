@@ -46,7 +46,7 @@ def summary_table(history: History, *, corrected: bool) -> Table:
     rows: list[list[Any]] = []
     for name, series in named.items():
         values = [value for value in series if not math.isnan(value)]
-        rows.append([name, *(values[:1] or [None]), *(values[-1:] or [None])])
+        rows.append([name, values[0], values[-1]] if values else [name, None, None])
     proof = "none configured" if not corrected else "yes" if history.proved else "NO"
     columns = [Column(""), Column("first", align="right"), Column("last", align="right")]
     return Table(columns, [*rows, ["correction proved live", "", proof]], "Quickstart")
@@ -54,6 +54,8 @@ def summary_table(history: History, *, corrected: bool) -> Table:
 
 def draw(history: History, path: Path, title: str) -> None:
     """Reward, mismatch and kept share over the steps, as a PNG."""
+    from matplotlib.ticker import MaxNLocator
+
     steps = history.steps
 
     def reward(axes: Axes) -> None:
@@ -79,7 +81,7 @@ def draw(history: History, path: Path, title: str) -> None:
         def draw_all(axes: Axes) -> None:
             draw_lines(axes)
             axes.set_xlabel("step")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             add_legend(axes, columns=3)
 
         return FigurePanel(draw_all, "")

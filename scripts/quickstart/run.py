@@ -61,7 +61,7 @@ class Quickstart:
         self.history = History()
         self.current: Child | None = None
         self.checking = False
-        self._read_metrics: Callable[[], object] = lambda: None
+        self._read_metrics: Callable[[], None] = lambda: None
         self._shared_memory = SharedMemoryWatch()
         self._watched = 0.0
         self._folder = OUTPUTS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -133,7 +133,12 @@ class Quickstart:
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
         view = TrainingView(self.progress, self.history, steps, corrected, scored)
         metrics = Tail(self._folder / "metrics.jsonl")
-        self._read_metrics = lambda: [view.step(*record) for record in self.history.add(metrics.new_lines())]
+
+        def read_metrics() -> None:
+            for step, data in self.history.add(metrics.new_lines()):
+                view.step(step, data)
+
+        self._read_metrics = read_metrics
         for line in lines:
             view.log_line(line)
         verdict = judge(self.history, corrected=corrected, judged=judged, scored=scored)
