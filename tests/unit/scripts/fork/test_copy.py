@@ -14,7 +14,8 @@ import pytest
 
 from scripts.fork import checkout
 from scripts.fork.command import DONE, REFUSED
-from tests.support.fork_copy import COPIED, MANIFEST, ROOT, call, copy, git_free, new_files, put, snapshot
+from tests.support.fork_copy import COPIED, MANIFEST, call, copy, git_free, new_files, put, snapshot
+from tests.support.paths import ROOT
 from verl_patches.contract import Contract
 
 
