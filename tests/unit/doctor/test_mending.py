@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
-from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
+from recipe.offpolicy.correction.aggregates import AGGREGATES
+from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio, Sign, When
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
@@ -158,7 +159,7 @@ MASKS = st.fixed_dictionaries(
     LEVELS,
     optional={
         "ratio": _options(Ratio),
-        "aggregate": _options(Aggregate),
+        "aggregate": st.sampled_from(sorted(AGGREGATES)),
         "when": _options(When),
         "sign": _options(Sign),
         "lower": VALUES,

@@ -18,8 +18,7 @@ def find_largest_radius(part: BoundedPart) -> float:
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
-    # A difference of probabilities reaches 1.
-    return 1.0 if spec.aggregate == "binary_tv" else bound_limits.compute_proposal_limit(spec)
+    return min(bound_limits.compute_proposal_limit(spec), spec.entry.greatest)
 
 
 def check_radius(part: BoundedPart, radius: float) -> str:
@@ -29,6 +28,6 @@ def check_radius(part: BoundedPart, radius: float) -> str:
         return ""
     unit = " nats" if part.on_ratio else ""
     return (
-        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} none can act on policies "
-        f"that have to do with one another. Look for the fault first: python -m recipe.offpolicy.attribute"
+        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
+        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
     )

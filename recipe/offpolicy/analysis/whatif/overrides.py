@@ -35,6 +35,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
+    # Compared after parsing: defaults that the spec fills in need no override.
     had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
     return overrides + [
         set_to(f"{GROUP}.{key}", value, add=key not in there)

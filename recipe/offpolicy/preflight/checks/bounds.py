@@ -9,18 +9,15 @@ from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, MaskSpec
 from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
-from ...correction.mask_spec import ON_RATIO
 from ...correction.problem import Problem, format_value, set_to
 from ...correction.ratios import EXP_CLAMP
-from ...correction.validation import band
+from ...correction.validation import get_usual_bounds
 from .config_reader import ACTOR
 
 
 def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that no band excludes the value of equal policies."""
-    banded = [
-        (f"masks.{name}", mask.lower, mask.upper, 1 if mask.aggregate in ON_RATIO else 0) for name, mask in spec.masks
-    ]
+    banded = [(f"masks.{name}", mask.lower, mask.upper, 1 if mask.entry.on_ratio else 0) for name, mask in spec.masks]
     if spec.weight is not None:
         banded.append(("weight", spec.weight.lower, spec.weight.upper, 1))
     for part, lower, upper, neutral in banded:
@@ -81,8 +78,8 @@ def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     """Find a band without width, which rejects every policy that differs at all."""
-    neutral = 1.0 if mask.aggregate in ON_RATIO else 0.0
-    one_sided = mask.aggregate.startswith(("k2", "k3", "tv"))
+    neutral = 1.0 if mask.entry.on_ratio else 0.0
+    one_sided = mask.entry.one_sided
     if mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
     reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
@@ -101,14 +98,14 @@ def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
         for bound in ("lower", "upper"):
             value = getattr(mask, bound)
             if value is not None:
-                yield bound, value, abs(math.log(value)) if mask.aggregate in ON_RATIO else abs(value)
+                yield bound, value, abs(math.log(value)) if mask.entry.on_ratio else abs(value)
 
 
 def _get_usual(mask: MaskSpec, bound: str) -> float | None:
     """Return the usual value of a bound."""
     if bound in ("delta", "budget"):
         return {"delta": 0.1, "budget": 0.04}[bound]
-    return band(mask.aggregate)[bound == "upper"]
+    return get_usual_bounds(mask.aggregate)[bound == "upper"]
 
 
 def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -140,10 +137,7 @@ def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator
         key = "correction.weight.aggregate"
         yield Problem(key, spec.weight.aggregate, reason, parts=("weight",), overrides=(set_to(key, "product"),))
     for name, mask in spec.masks:
-        measure, _, reduction = mask.aggregate.partition("_")
-        instead = (
-            "product" if mask.aggregate == "geometric" else f"{measure}_sum" if reduction in ("mean", "max") else ""
-        )
+        instead = mask.entry.single
         if mask.level == "token" and instead:
             key = f"correction.masks.{name}.aggregate"
             yield Problem(key, mask.aggregate, reason, parts=(f"masks.{name}",), overrides=(set_to(key, instead),))
