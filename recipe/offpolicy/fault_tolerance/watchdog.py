@@ -240,6 +240,7 @@ class Watchdog:
 
     def _tick(self) -> float:
         limits = [seconds for name in NAMES if (seconds := self.phases.get_limit(name)) is not None]
+        # A quarter of the shortest limit: an overdue phase is noticed at most so much too late.
         return max(0.05, min([self._poll, *(seconds / 4 for seconds in limits)]))
 
     def _end_run(self, sentence: str) -> None:

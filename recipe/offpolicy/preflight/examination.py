@@ -78,6 +78,7 @@ def examine(
         say: takes the headline and what was chosen, as soon as they are known.
     """
     overrides = list(overrides)
+    # Every other check would fail on a null section.
     if null := list(find_null_sections(config)):
         return Preflight(None, (), tuple(null), (), format_headline(None, (), config))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]

@@ -198,7 +198,7 @@ def _build_repository() -> ConfigRepository:
 def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
     for key in config:
         name = f"{path}.{key!s}" if path else str(key)
-        node = config._get_node(key)
+        node = config._get_node(key)  # config[key] would raise on a mandatory value, "???"
         if isinstance(node, DictConfig) and not node._is_none():
             yield from _list_leaves(node, name)
         else:

@@ -36,6 +36,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
         options, requires = _choose(config, say)
     else:
         refuse_setup(config)
+    # In this order: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
     _resolve_shadows(config, say)
     fallbacks.resolve(config)
     _resolve_proximal(config, say)
