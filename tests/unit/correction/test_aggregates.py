@@ -7,18 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from corrections import run, spec, tensor
-from recordings import NONE, drawn_rows
 
-from recipe.offpolicy.analysis.calibration.parts import parts_of
-from recipe.offpolicy.analysis.calibration.sanity import furthest
-from recipe.offpolicy.analysis.calibration.scores import scores_of
+from recipe.offpolicy.analysis.calibration.largest_bounds import find_largest_radius
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
 from recipe.offpolicy.monitor.bounds.mask_schedule import Evidence, Schedule, next_bounds
 from recipe.offpolicy.proof.trials import build_mask_trials
 from recipe.offpolicy.recording import Step
+from tests.support.corrections import run, spec, tensor
+from tests.support.recordings import NONE, drawn_rows
 
 MASK = {"ratio": "rollout", "level": "sequence", "aggregate": "l1_mean", "lower": None, "upper": 0.1, "when": "any"}
 
@@ -56,13 +56,13 @@ def test_it_decides_by_the_mean_distance_of_a_row() -> None:
 
 def test_it_is_scored_and_its_online_bound_moves() -> None:
     correction = CorrectionSpec.from_mapping({"weight": None, "masks": {"l1": MASK}})
-    (part,) = parts_of(correction)
+    (part,) = list_parts(correction)
     rows = drawn_rows(np.array([3, 5]), seed=0)
-    scores, _ = scores_of([Step(rows, NONE, ())], correction, [part])
+    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
     apart = np.abs(rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob)
     assert sorted(scores[part.key].high) == pytest.approx(sorted([apart[:3].mean(), apart[3:].mean()]), rel=1e-6)
     assert part.side == "upper"
-    assert furthest(part) == pytest.approx(math.log(10))
+    assert find_largest_radius(part) == pytest.approx(math.log(10))
     mask = correction.masks[0][1]
     schedule = Schedule(target_kept=0.5, side="upper", rate=0.1, floor=0.1, ceiling=10.0, noise_kept=0.99)
     counts = [0.0] * 1000

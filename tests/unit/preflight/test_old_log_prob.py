@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.analysis.whatif.replay import check_replayable
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.fault_tolerance.checkpoints import before_loading, saving
@@ -252,8 +252,8 @@ def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, t
 
 def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
     """Options do not name a source of pi_old, and with one gradient step the recorded pi is one."""
-    with composer():
-        mapping = composed_mapping(["correction=tis_token"])
+    with initialize_composer():
+        mapping = compose_correction(["correction=tis_token"])
     assert mapping["proximal"] == "recompute"
     rows: Any = SimpleNamespace(oldest_version=np.zeros(1), newest_version=np.zeros(1))
     spec = CorrectionSpec.from_mapping(mapping)

@@ -17,11 +17,11 @@ from numba.core.caching import CacheImpl
 from torch import Tensor
 
 from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
-from recipe.offpolicy.translate import by_sweep, loops
-from recipe.offpolicy.translate.by_sweep import SweptBatch
-from recipe.offpolicy.translate.by_torch import TorchBatch
-from recipe.offpolicy.translate.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
+from recipe.offpolicy.translate import compiled_batch, loops
+from recipe.offpolicy.translate.compiled_batch import CompiledBatch
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
+from recipe.offpolicy.translate.row_sums import COLUMNS, MEASURES, Quantity, QuantitySums, RowSums
+from recipe.offpolicy.translate.torch_batch import TorchBatch
 from tests.support.examples import at_most
 
 pytest.importorskip("verl")
@@ -77,15 +77,15 @@ def whole(old: Tensor, mu: Tensor, mask: Tensor) -> RowLayout:
     return detect_layout(old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
 
 
-def swept(*tensors: Tensor) -> SweptBatch:
-    return SweptBatch(whole(*tensors), *tensors)
+def swept(*tensors: Tensor) -> CompiledBatch:
+    return CompiledBatch(whole(*tensors), *tensors)
 
 
 def plain(*tensors: Tensor) -> TorchBatch:
     return TorchBatch(whole(*tensors), *tensors)
 
 
-def assert_same(got: tuple[Columns, Measures], expected: tuple[Columns, Measures], **tolerance: Any) -> None:
+def assert_same(got: tuple[RowSums, QuantitySums], expected: tuple[RowSums, QuantitySums], **tolerance: Any) -> None:
     for name in COLUMNS:
         np.testing.assert_allclose(getattr(got[0], name), getattr(expected[0], name), **tolerance, err_msg=name)
     assert got[1].of_tokens.tolist() == expected[1].of_tokens.tolist()
@@ -143,7 +143,7 @@ def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, sc
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "mixed dtypes", "with a gradient"])
 def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_sweep, "_BLOCK", 1000)  # three rows of 300 tokens at a time
+    monkeypatch.setattr(compiled_batch, "_BLOCK", 1000)  # three rows of 300 tokens at a time
     old, mu, mask = drawn(13, 300, seed=5, scale=0.2, dtype=torch.float32)
     tensors = {
         "transposed": (old.T.contiguous().T, mu.T.contiguous().T, mask.T.contiguous().T),
@@ -333,7 +333,7 @@ def test_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops on the CPU; torch elsewhere, and where there is no numba."""
     tensors = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
     elsewhere = [tensor.to("meta") for tensor in tensors]
-    assert isinstance(_batch(whole(*tensors), *tensors), SweptBatch)
+    assert isinstance(_batch(whole(*tensors), *tensors), CompiledBatch)
     assert isinstance(_batch(whole(*tensors), *elsewhere), TorchBatch)
     monkeypatch.setattr("recipe.offpolicy.translate.rollout_correction._can_compile", lambda: False)
     assert isinstance(_batch(whole(*tensors), *tensors), TorchBatch)

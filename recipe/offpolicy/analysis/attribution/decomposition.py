@@ -1,4 +1,4 @@
-"""The decomposition of recorded steps, with intervals, and by the version of the weights that sampled a row."""
+"""Decomposition of recorded mismatch with bootstrap intervals, by step and by version of the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Of some rows.
+    """Shares of backend, staleness and drift in the mismatch of a set of rows.
 
     Attributes:
         tokens: how many are in it.
@@ -45,8 +45,8 @@ class Decomposition:
 
 
 @dataclass(frozen=True)
-class OfVersion:
-    """Rows of one staleness.
+class VersionMismatch:
+    """Mismatch of the rows of one staleness.
 
     Attributes:
         staleness: steps between the weights that sampled and those that the step began with; -1: not known.
@@ -64,8 +64,8 @@ class OfVersion:
     backend: float | None
 
 
-def row_sums(rows: Rows) -> Array:
-    """``sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
+def compute_row_sums(rows: Rows) -> Array:
+    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
     parts = []
@@ -79,10 +79,10 @@ def row_sums(rows: Rows) -> Array:
 
 
 def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
-    """Shares of these rows.
+    """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
-        sums: (N, *SHAPE), of ``row_sums``.
+        sums: (N, *SHAPE), of ``compute_row_sums``.
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
     together = sums.sum(0)
@@ -98,8 +98,8 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
     )
 
 
-def without_drift(found: Decomposition) -> Decomposition:
-    """The same, of rows of first gradient steps alone, while later ones are not seen: their drift is not identified."""
+def drop_drift(found: Decomposition) -> Decomposition:
+    """Mark drift as not identified, for rows of first gradient steps alone: later ones are not seen."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -108,8 +108,8 @@ def without_drift(found: Decomposition) -> Decomposition:
     )
 
 
-def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
-    """The same, of rows that older weights sampled although none is noted to be stale: age says nothing of them."""
+def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
+    """Mark backend and staleness as not identified, for stale rows whose versions do not show it."""
     return replace(
         found,
         variance=replace(found.variance, backend=None, staleness=None),
@@ -122,8 +122,8 @@ def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
     )
 
 
-def by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
-    """Each step by itself; one without fresh rows takes the backend's floor from the ``RECENT`` steps before it.
+def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
+    """Decompose each step; one without fresh rows takes the backend's floor from ``RECENT`` steps before it.
 
     Args:
         sums: (N, *SHAPE).
@@ -137,8 +137,8 @@ def by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
     return result
 
 
-def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
-    """Rows of each staleness, with the backend's floor from the fresh rows among all of them.
+def summarize_by_version(sums: Array, staleness: NDArray[np.int64]) -> list[VersionMismatch]:
+    """Summarise the rows of each staleness, with the backend's floor from the fresh ones among them.
 
     Args:
         sums: (N, *SHAPE).
@@ -148,7 +148,7 @@ def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
     return [_of_version(int(age), sums[staleness == age], floor) for age in np.unique(staleness)]
 
 
-def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
+def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMismatch:
     whole = sums.sum((0, 1, 2))
     count = max(float(whole[_N]), 1.0)
     mean = whole[_G] / count
@@ -159,7 +159,7 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
         backend = k3
     elif age > 0 and floor is not None and floor.covered(bins):
         backend = float((bins * floor.k3).sum() / count)
-    return OfVersion(
+    return VersionMismatch(
         staleness=age,
         rows=len(sums),
         tokens=int(whole[_N]),
@@ -171,7 +171,7 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
 
 
 def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
-    """Percentiles of the shares over resampled rows; the floor is resampled with them where it is their own."""
+    """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
     flat = sums.reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""What masks and weights compare with their bounds, unit by unit, taken from recorded rows."""
+"""Values that masks and weights compare with their bounds, unit by unit, from recorded rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
 from ...recording.pi_old import trainers_pi_old
-from ..whatif.blocks import Block, blocks
-from ..whatif.replay import check_replayable, proximal
-from .parts import Part
+from ..whatif.blocks import Block, iterate_blocks
+from ..whatif.replay import check_replayable, compute_pi_old
+from .parts import BoundedPart
 
 Arrays = TypeVar("Arrays", "Scores", "RowState")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Units of one part, in the order in which they were recorded.
+    """Units of one part, in recorded order.
 
     Attributes:
         low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
@@ -50,19 +50,19 @@ class Scores:
     def __len__(self) -> int:
         return len(self.low)
 
-    def chosen(self, units: NDArray[np.bool_]) -> Scores:
-        """These units alone: (U,) bool."""
+    def select(self, units: NDArray[np.bool_]) -> Scores:
+        """Return these units alone: (U,) bool."""
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
     def outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
-        """(U,) bool, what bounds at ``limits`` drop; compared in float32 as masks do, unless ``exact``."""
+        """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 as masks compare, unless ``exact``."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))
 
 
 @dataclass(frozen=True)
 class RowState:
-    """Under which weights rows were sampled and recorded, (N,) each.
+    """Sampling state of the recorded rows, (N,) each.
 
     Attributes:
         mini_batch: gradient steps of the batch before the row was recorded.
@@ -80,8 +80,10 @@ class RowState:
     nonfinite: NDArray[np.int64]
 
 
-def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]) -> tuple[dict[str, Scores], RowState]:
-    """The units of each part of ``spec``, over all ``steps``, one step in memory at a time.
+def compute_scores(
+    steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[BoundedPart]
+) -> tuple[dict[str, Scores], RowState]:
+    """Compute the units of each part of ``spec`` over all ``steps``, one step in memory at a time.
 
     Returns:
         Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
@@ -99,13 +101,13 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
         rows = step.rows
         if not len(rows):
             continue
-        recorded = recorded_spec(step)
+        recorded = read_recorded_spec(step)
         check_replayable(spec, recorded, rows)
         states.append(_state(step))
         group = _groups(rows, groups)
         pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
-        for block in blocks(rows):
-            old = proximal(spec, recorded, block)
+        for block in iterate_blocks(rows):
+            old = compute_pi_old(spec, recorded, block)
             for part in parts:
                 pieces[part.key].append(_of_block(part, block, old, group, before))
         for part in parts:
@@ -122,8 +124,8 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
     return scores, _joined(RowState, states)
 
 
-def recorded_spec(step: Step) -> CorrectionSpec:
-    """The correction that acted at ``step``.
+def read_recorded_spec(step: Step) -> CorrectionSpec:
+    """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
         RecordingError: what its file says is none.
@@ -135,7 +137,7 @@ def recorded_spec(step: Step) -> CorrectionSpec:
         raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
 
 
-def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
+def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
     # No bound can be read off a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
@@ -175,7 +177,9 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
 
 
 def _by_budget(tokens: Scores) -> Scores:
-    """With ``second_moment``: the least budget that keeps each token of a batch, the mean of the squares up to it.
+    """Compute, for ``second_moment``, the least budget that keeps each token of a batch.
+
+    It is the mean of the squares up to the token's own, in ascending order.
 
     Args:
         tokens: of one batch, with (log r)^2 for their value.
@@ -187,12 +191,12 @@ def _by_budget(tokens: Scores) -> Scores:
 
 
 def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
-    """Rounded to float32, as masks compare, unless ``exact``."""
+    """Select the values of existing units, rounded to float32, as masks compare, unless ``exact``."""
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 
 def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
-    """A number for each row's prompt; ``known`` grows. Rows without a uid get one each."""
+    """Number each row's prompt, extending ``known``; rows without a uid get a number each."""
     numbers = np.empty(len(rows), dtype=np.int64)
     for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
         name = str(uid) or f"\0{step}/{rank}/{index}"

@@ -1,4 +1,4 @@
-"""What another correction would have done to recorded steps: the stages of training, replayed.
+"""Counterfactual replay: the stages of training, run with another correction over recorded steps.
 
     python -m recipe.offpolicy.whatif DIR \\
         --spec 'correction=[tis_token,gsm]' --grid correction.masks.gsm.upper=1.001,1.01,1.05

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale
-from recipe.offpolicy.analysis.attribution.causes.sampled import Sampled, sampled_of
-from recipe.offpolicy.analysis.attribution.profiles import Tokens, k3
+from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale_weights
+from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens
+from recipe.offpolicy.analysis.attribution.profiles import ValidTokens, compute_k3
 from recipe.offpolicy.recording import Rows, concatenated
 from tests.support.simulated_policies import Size, noisy, simulated
 
@@ -118,7 +118,7 @@ def test_prompts_that_come_again_are_healthy_by_themselves() -> None:
 
 def test_how_long_ago_a_prompt_first_came() -> None:
     rows = asked(2, lambda step, prompt: 0.0 * step)
-    sampled = sampled_of(rows)
+    sampled = collect_tokens(rows)
     again = rows.prompt_ids[sampled.tokens.row] < 2
     assert set(sampled.again[again] - sampled.step[again]) == {-1}
     assert set(sampled.again[~again]) == {0}
@@ -135,8 +135,8 @@ def test_the_factor_compares_within_a_step() -> None:
     count = len(step)
     mu = np.full(count, -1.0)
     zero = np.zeros(count, dtype=np.int64)
-    tokens = Tokens(row=zero, place=zero, mu=mu, old=mu + gap, pi=mu + gap, turn=zero, index=np.arange(count))
-    sampled = Sampled(
+    tokens = ValidTokens(row=zero, place=zero, mu=mu, old=mu + gap, pi=mu + gap, turn=zero, index=np.arange(count))
+    sampled = SampledTokens(
         tokens=tokens,
         step=step.astype(np.int64),
         staleness=zero,
@@ -146,7 +146,7 @@ def test_the_factor_compares_within_a_step() -> None:
         again=again.astype(np.int64),
         turns=1,
     )
-    found, _ = stale.find(sampled)
-    a, b, c, d = (float(k3(np.array(value))) for value in (0.3, 0.1, 0.8, 0.2))
+    found, _ = stale_weights.find(sampled)
+    a, b, c, d = (float(compute_k3(np.array(value))) for value in (0.3, 0.1, 0.8, 0.2))
     assert found.evidence["again"] == pytest.approx((100 * a + 200 * c) / (100 * b + 200 * d), rel=1e-9)
     assert found.evidence["kl_again"] == pytest.approx((100 * a + 200 * c) / 300, rel=1e-9)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.analysis.calibration.parts import parts_of
-from recipe.offpolicy.analysis.calibration.scores import scores_of
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
@@ -162,8 +162,8 @@ def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
     rows = varied_rows(30, seed=1)
     rows = replace(rows, advantages=np.random.default_rng(2).standard_normal(rows.tokens).astype(np.float32))
     correction = spec(opsm=opsm(0.01, level=level, sign=sign))
-    (part,) = parts_of(correction)
-    offline = scores_of([Step(rows, NONE, ())], correction, [part])[0][part.key]
+    (part,) = list_parts(correction)
+    offline = compute_scores([Step(rows, NONE, ())], correction, [part])[0][part.key]
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
     (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
     kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)

@@ -1,5 +1,8 @@
-"""Where each test draws its line. Chosen on the recordings in tests/data/faults/tuning, and on nothing else, but for
-``above``, which was set on simulated noise: in those recordings what is cut off lies far from it."""
+"""Decision thresholds of the cause tests.
+
+Chosen on the recordings in tests/data/faults/tuning alone, except ``above``, which was set on simulated noise: in
+those recordings the mass cut off lies far from it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Least effects; the interval of an effect has to lie beyond its threshold.
+    """Smallest effects that count; the interval of an effect has to lie beyond its threshold.
 
     Attributes:
         shift: by how much log mu has to correlate better with the log pi_old of the token beside.

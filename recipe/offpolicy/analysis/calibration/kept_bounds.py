@@ -1,4 +1,4 @@
-"""The bound that keeps a target share, read off the order statistics of a part's units."""
+"""Bounds that keep a target share, by order statistics of a part's units."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .intervals import Interval, clustered, quantile_interval
-from .parts import Part
-from .sanity import absurd
+from .intervals import Interval, compute_quantile_interval, estimate_share
+from .largest_bounds import check_radius
+from .parts import BoundedPart
 from .scores import Scores
 
 _COARSE = 0.02
@@ -26,7 +26,7 @@ Outcome = Literal["found", "not needed", "not reachable", "not identified"]
 
 @dataclass(frozen=True)
 class Threshold:
-    """A proposed place of a moving bound.
+    """A proposed position of a moving bound.
 
     Attributes:
         values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty where none was found.
@@ -48,27 +48,29 @@ class Threshold:
     outcome: Outcome = "found"
 
 
-def not_found(scores: Scores, note: str, reached: float = math.nan, outcome: Outcome = "not identified") -> Threshold:
-    """No bound, and why."""
+def build_not_found(
+    scores: Scores, note: str, reached: float = math.nan, outcome: Outcome = "not identified"
+) -> Threshold:
+    """Build a threshold without a bound, with the reason."""
     return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), _groups(scores), note, outcome)
 
 
-def kept_share(part: Part, scores: Scores, limits: tuple[float, float]) -> float:
-    """Share of the units that the part looks at and bounds at ``limits`` keep; NaN where it looks at none."""
+def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
+    """Compute the share kept of the units that the part looks at; NaN where it looks at none."""
     if not scores.looked.any():
         return math.nan
     return float(1 - scores.outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
-def needed(part: Part, scores: Scores) -> NDArray[np.float64]:
-    """(L,) the radius that keeps each unit that the part looks at: inf where the other bound rejects it."""
+def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
+    """Compute the radius that keeps each unit that the part looks at, (L,); inf where the other bound rejects it."""
     return part.radius(scores.low, scores.high)[scores.looked]
 
 
-def for_kept_share(
-    part: Part, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
+def find_bound_for_kept_share(
+    part: BoundedPart, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
 ) -> Threshold:
-    """The narrowest bound that keeps at least ``target`` of the units that the part looks at.
+    """Find the narrowest bound that keeps at least ``target`` of the units that the part looks at.
 
     Args:
         floor: nats below which the radius must not fall, such as what backend noise alone reaches.
@@ -77,19 +79,21 @@ def for_kept_share(
         The bound in as few digits as the recording can tell apart.
     """
     if not len(scores):
-        return not_found(scores, "no unit: no token has a finite mu and pi_old")
-    scores = scores.chosen(scores.looked)
+        return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+    scores = scores.select(scores.looked)
     if not len(scores):
-        return not_found(scores, f"not identified: it looks at none of the {part.share_of}")
-    radii = needed(part, scores)
+        return build_not_found(scores, f"not identified: it looks at none of the {part.share_of}")
+    radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     if radius == math.inf:
         other = float(np.isfinite(radii).mean())
-        return not_found(scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable")
+        return build_not_found(
+            scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable"
+        )
     if radius == 0 and floor <= 0:
-        return not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
+        return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""
     least = max(_least(part), floor)
     if radius < least:
@@ -97,16 +101,16 @@ def for_kept_share(
         at = "the backend-noise floor" if least == floor > 0 else "the narrowest bound that it takes"
         note = f"{at} keeps {kept_at_least:.4f}, more than asked for"
         radius = least
-    if reason := absurd(part, radius):
-        return not_found(scores, reason)
+    if reason := check_radius(part, radius):
+        return build_not_found(scores, reason)
     kept = radii <= radius
     # The first unit that rounding must not keep; of very many, a few may slip in for fewer digits.
     slack = int(_SLACK * len(ordered))
     further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
     following = float(further) if further > radius else math.inf
     values = _rounded(part, radius, following)
-    found = clustered(kept, scores.group)
-    interval = quantile_interval(ordered, target, found.effective, confidence)
+    found = estimate_share(kept, scores.group)
+    interval = compute_quantile_interval(ordered, target, found.effective, confidence)
     if math.isinf(interval[1]):
         note = "; ".join(filter(None, (note, "too few units to bound it from above")))
     elif math.isnan(interval[1]):
@@ -115,21 +119,21 @@ def for_kept_share(
         values,
         radius,
         (max(interval[0], least), max(interval[1], least)) if not math.isnan(interval[0]) else interval,
-        kept_share(part, scores, part.limits_with(values)),
+        compute_kept_share(part, scores, part.limits_with(values)),
         found.count,
         found.groups,
         note,
     )
 
 
-def _least(part: Part) -> float:
-    """The least radius that the configuration takes: -inf for one side of a ratio, which may lie beyond 1."""
+def _least(part: BoundedPart) -> float:
+    """Return the least radius that the configuration takes; -inf for one side of a ratio, which may lie beyond 1."""
     one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
     return -math.inf if one_ratio else 0.0
 
 
-def _rounded(part: Part, radius: float, following: float) -> dict[str, float]:
-    """Values at ``radius`` or just beyond, before ``following``, in the fewest digits."""
+def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
+    """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
         values = {name: _outward(name, value, digits) for name, value in part.values_at(radius).items()}
@@ -144,8 +148,8 @@ def _outward(name: str, value: float, digits: int) -> float:
     return float(f"{scaled / scale:.{digits}f}")
 
 
-def _reaches(part: Part, values: dict[str, float]) -> list[float]:
-    """The radius of each of the values, in the precision in which masks compare; -inf where it can be none."""
+def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
+    """Compute the radius of each value, in the precision in which masks compare; -inf where it has none."""
     reaches = []
     for name, value in values.items():
         reach = value

@@ -1,4 +1,4 @@
-"""One style for every figure, without matplotlib's global state: no pyplot, no figure that stays open."""
+"""Shared matplotlib style and helpers, without pyplot's global state or open figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .target import PageError
+from .output_file import PageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,8 +46,8 @@ _STYLE: Any = {
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Within it, what is drawn has the style of this package; draw and save inside."""
+def apply_style() -> Iterator[None]:
+    """Apply the style of this package to what is drawn and saved within the context."""
     from cycler import cycler
     from matplotlib import rc_context
 
@@ -55,10 +55,10 @@ def style() -> Iterator[None]:
         yield
 
 
-def panels(
+def create_axes(
     rows: int = 1, columns: int = 1, *, width: float | None = None, height: float | None = None, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure and its axes, row by row; call it within ``style``.
+    """Create an empty figure and its axes, row by row; call it within ``apply_style``.
 
     Args:
         width, height: in inches; None: 4.4 a column and 3.8 a row.
@@ -74,8 +74,8 @@ def panels(
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One panel of a picture.
+class FigurePanel:
+    """One panel of a figure.
 
     Attributes:
         draw: puts it onto empty axes.
@@ -88,12 +88,12 @@ class Panel:
     height: float = 3.8
 
 
-def picture(drawn: Sequence[Panel], columns: int = 1, title: str = "") -> Figure:
-    """Panels in one figure, row by row, each row as high as its highest panel."""
+def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "") -> Figure:
+    """Draw panels into one figure, row by row, each row as high as its highest panel."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
-    with style():
-        figure, axes = panels(
+    with apply_style():
+        figure, axes = create_axes(
             len(rows), columns, width=PANEL_WIDTH * columns, height=sum(heights),
             gridspec_kw={"height_ratios": heights},
         )  # fmt: skip
@@ -106,8 +106,8 @@ def picture(drawn: Sequence[Panel], columns: int = 1, title: str = "") -> Figure
     return figure
 
 
-def legend(axes: Axes, columns: int = 2) -> None:
-    """Name the lines of a panel below it, where no line can be hidden; nothing where no line has a name."""
+def add_legend(axes: Axes, columns: int = 2) -> None:
+    """Add a legend below the axes, where it hides no line; none where no line is labelled."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         # A legend wider than its panel would leave no room for the curves.
@@ -118,8 +118,8 @@ def legend(axes: Axes, columns: int = 2) -> None:
         )  # fmt: skip
 
 
-def distinct(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Series by label, those that are equal at every point as one with all of their labels: "rows kept, ESS"."""
+def merge_equal_series(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Merge series that are equal at every point under one joined label, such as "rows kept, ESS"."""
     found: dict[str, Series] = {}
     for label, values in series.items():
         same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))
@@ -131,8 +131,8 @@ def distinct(series: Mapping[str, Series]) -> dict[str, Series]:
     return found
 
 
-def look(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the index-th line of a panel: no two alike among the first 28."""
+def get_line_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and dashes of the index-th line of a panel, distinct among the first 28."""
     return {
         "color": PALETTE[index % len(PALETTE)],
         "marker": MARKERS[index % len(MARKERS)],
@@ -141,7 +141,7 @@ def look(index: int) -> dict[str, Any]:
 
 
 def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
-    """Write a PNG, or what else the suffix of ``path`` says; equal figures make equal files.
+    """Write the figure in the format of the suffix of ``path``; equal figures make equal files.
 
     Raises:
         PageError: a suffix that matplotlib does not know.
@@ -155,8 +155,8 @@ def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
     path.write_bytes(_bytes(figure, kind, dpi))
 
 
-def image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
-    """Media type and content of the smaller of its SVG and its PNG."""
+def render_image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
+    """Render as SVG and as PNG; return the media type and content of the smaller."""
     drawn = {"image/svg+xml": _bytes(figure, "svg", dpi), "image/png": _bytes(figure, "png", dpi)}
     kind = min(drawn, key=lambda name: len(drawn[name]))
     return kind, drawn[kind]
@@ -164,8 +164,9 @@ def image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
 
 def _bytes(figure: Figure, kind: str, dpi: int) -> bytes:
     # No date and no version in the file.
+    """Render the figure in one format, without date or version, so that output is reproducible."""
     metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
     buffer = io.BytesIO()
-    with style():
+    with apply_style():
         figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()

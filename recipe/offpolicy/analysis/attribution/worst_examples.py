@@ -1,4 +1,4 @@
-"""The tokens and rows with the largest mismatch, with what stands around them."""
+"""Tokens and rows with the largest mismatch, with their context."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...recording import Rows
-from .profiles import Tokens, k3
-from .text import Reader
+from .profiles import ValidTokens, compute_k3
+from .token_text import TokenDecoder
 
 BEFORE: Final = 12
 AFTER: Final = 4
@@ -22,7 +22,7 @@ EXCERPT: Final = 60
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token in its context, by k3 of log pi/mu.
+    """A token in its context, with its k3 of log pi/mu.
 
     Attributes:
         position: in its response, from 0.
@@ -50,7 +50,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class WorstRow:
-    """A row, by its mean k3 of log pi/mu.
+    """A row, with its mean k3 of log pi/mu.
 
     Attributes:
         length: valid tokens.
@@ -73,9 +73,9 @@ class WorstRow:
     text: str
 
 
-def worst_tokens(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[WorstToken]:
-    """The ``most`` tokens with the largest k3, largest first and each context once; none where all log-probs agree."""
-    loss = k3(tokens.total)
+def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstToken]:
+    """Find the ``most`` tokens with the largest k3, each context once; none where all log-probs agree."""
+    loss = compute_k3(tokens.total)
     whole = loss.sum()
     token_id = rows.response_ids[tokens.index]
     shown = np.zeros(len(loss), dtype=bool)
@@ -108,23 +108,23 @@ def worst_tokens(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[
                 old=float(tokens.old[place]),
                 pi=float(tokens.pi[place]),
                 share=float(loss[siblings].sum() / whole),
-                before=reader.text(before[-BEFORE:].tolist()),
-                token=reader.text([int(token_id[place])]),
-                after=reader.text(rows.response_ids[index + 1 : min(end, index + 1 + AFTER)].tolist()),
+                before=reader.decode(before[-BEFORE:].tolist()),
+                token=reader.decode([int(token_id[place])]),
+                after=reader.decode(rows.response_ids[index + 1 : min(end, index + 1 + AFTER)].tolist()),
             )
         )
     return worst
 
 
 def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
-    """Ids of the prompt and of the response up to the token at ``index``."""
+    """Return the ids of the prompt and of the response up to the token at ``index``."""
     prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
     return np.concatenate([prompt, rows.response_ids[rows.offsets[row] : index]])
 
 
-def worst_rows(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[WorstRow]:
-    """The ``most`` rows with the largest mean k3, largest first and each text once; none where all log-probs agree."""
-    loss = k3(tokens.total)
+def find_worst_rows(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstRow]:
+    """Find the ``most`` rows with the largest mean k3, each text once; none where all log-probs agree."""
+    loss = compute_k3(tokens.total)
     count = np.bincount(tokens.row, minlength=len(rows))
     total = np.bincount(tokens.row, weights=loss, minlength=len(rows))
     log_ratio = np.bincount(tokens.row, weights=tokens.total, minlength=len(rows))
@@ -144,13 +144,13 @@ def worst_rows(rows: Rows, tokens: Tokens, reader: Reader, most: int) -> list[Wo
             k3=float(mean[row]),
             log_ratio=float(log_ratio[row]),
             share=float(total[same].sum() / total.sum()),
-            text=reader.text(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
+            text=reader.decode(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
         )
         for row, same in ((found[0], found) for found in itertools.islice(alike.values(), most))
     ]
 
 
 def _identity(rows: Rows, row: int) -> tuple[int, str, bytes]:
-    """Step, prompt and ids of a row; where prompts were not recorded, their names tell them apart."""
+    """Return step, prompt and ids of a row; the uid stands in for a prompt that was not recorded."""
     name = "" if len(rows.prompt_ids) else str(rows.uid[row])
     return int(rows.step[row]), name, _before(rows, row, int(rows.offsets[row + 1])).tobytes()

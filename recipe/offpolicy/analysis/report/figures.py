@@ -1,4 +1,4 @@
-"""The pictures that are a report's own: over time, and by length."""
+"""Figures of a report: over time and by length."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibration.tables import bucket_text
-from ..pages.figures import MUTED, Panel, Series, distinct, legend, look
+from ..calibration.tables import format_bucket
+from ..pages.plotting import MUTED, FigurePanel, Series, add_legend, get_line_style, merge_equal_series
 from .timeline import REFERENCES, Timeline
 
 if TYPE_CHECKING:
@@ -22,29 +22,29 @@ _MARKED = 40
 """Steps up to which each has a marker."""
 
 
-def over_time(timeline: Timeline) -> list[Panel]:
-    """Reward, mismatch, what is kept, and length or staleness, by step."""
+def build_step_panels(timeline: Timeline) -> list[FigurePanel]:
+    """Build the panels of reward, mismatch, kept shares, and length or staleness by step."""
     functions = {
         "Mean reward by step": _reward,
         "KL(mu, pi_old) and drift by step": _mismatch,
         "Shares kept and effective sample size by step": _kept,
         "Response length and staleness by step": _length,
     }
-    return [Panel(partial(_by_step, timeline=timeline, function=one), alt) for alt, one in functions.items()]
+    return [FigurePanel(partial(_by_step, timeline=timeline, function=one), alt) for alt, one in functions.items()]
 
 
-def by_length(timeline: Timeline) -> list[Panel]:
-    """Share kept by length, of the recorded correction and of two masks for comparison; and how many rows."""
+def build_length_panels(timeline: Timeline) -> list[FigurePanel]:
+    """Build the panels of kept share by length, with two reference masks, and of row counts."""
     return [
-        Panel(partial(_shares, timeline=timeline), "Share of rows and tokens kept by response length"),
-        Panel(partial(_rows, timeline=timeline), "Rows by response length"),
+        FigurePanel(partial(_shares, timeline=timeline), "Share of rows and tokens kept by response length"),
+        FigurePanel(partial(_rows, timeline=timeline), "Rows by response length"),
     ]
 
 
 def _by_step(axis: Axes, *, timeline: Timeline, function: Callable[[Axes, Timeline], None]) -> None:
     function(axis, timeline)
     _step_axis(axis, timeline)
-    legend(axis)
+    add_legend(axis)
 
 
 def _reward(axis: Axes, timeline: Timeline) -> None:
@@ -68,7 +68,7 @@ def _kept(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("What the recorded correction kept")
     axis.set_ylabel("share")
     names = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
-    _line(axis, timeline, distinct({label: timeline.column(name) for label, name in names.items()}))
+    _line(axis, timeline, merge_equal_series({label: timeline.column(name) for label, name in names.items()}))
     _share_axis(axis)
 
 
@@ -81,13 +81,13 @@ def _length(axis: Axes, timeline: Timeline) -> None:
         _line(other, timeline, {"": timeline.column("staleness")}, first=1)
         other.grid(False)
         other.spines["right"].set_visible(True)
-        other.set_ylabel("staleness, steps", color=look(1)["color"])
-        axis.yaxis.label.set_color(look(0)["color"])
+        other.set_ylabel("staleness, steps", color=get_line_style(1)["color"])
+        axis.yaxis.label.set_color(get_line_style(0)["color"])
         axis.set_title("Response length and staleness")
 
 
 def _shares(axis: Axes, *, timeline: Timeline) -> None:
-    names = [bucket_text(entry.bucket) for entry in timeline.lengths]
+    names = [format_bucket(entry.bucket) for entry in timeline.lengths]
     places = np.arange(len(names))
     lines: dict[str, Series] = {
         "rows kept": [entry.kept_rows for entry in timeline.lengths],
@@ -95,19 +95,19 @@ def _shares(axis: Axes, *, timeline: Timeline) -> None:
     }
     for key, meaning in REFERENCES.items():
         lines[f"{_HAD} {meaning} been on: rows kept"] = [entry.references[key] for entry in timeline.lengths]
-    for index, (label, values) in enumerate(distinct(lines).items()):
+    for index, (label, values) in enumerate(merge_equal_series(lines).items()):
         dashed = {"linestyle": "--"} if label.startswith(_HAD) else {}
-        axis.plot(places, values, label=label, clip_on=False, **(look(index) | dashed))
+        axis.plot(places, values, label=label, clip_on=False, **(get_line_style(index) | dashed))
     axis.set_title("Share kept by length")
     axis.set_ylabel("share")
     axis.set_xticks(places, names)
     axis.set_xlabel("T, response tokens of a row")
     _share_axis(axis)
-    legend(axis, columns=1)
+    add_legend(axis, columns=1)
 
 
 def _rows(axis: Axes, *, timeline: Timeline) -> None:
-    names = [bucket_text(entry.bucket) for entry in timeline.lengths]
+    names = [format_bucket(entry.bucket) for entry in timeline.lengths]
     places = np.arange(len(names))
     axis.bar(places, [entry.rows for entry in timeline.lengths], width=0.7, color=MUTED)
     axis.set_title("Rows by length")
@@ -118,12 +118,12 @@ def _rows(axis: Axes, *, timeline: Timeline) -> None:
 
 
 def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series], *, first: int = 0) -> None:
-    """A line a series, those that were not recorded left out."""
+    """Plot one line a series; a series that was not recorded is named so."""
     steps = timeline.column("step")
     for index, (label, series) in enumerate(lines.items(), start=first):
         values = np.asarray(series)
         known = np.isfinite(values)
-        style_of = look(index) | ({"marker": ""} if len(values) > _MARKED else {})
+        style_of = get_line_style(index) | ({"marker": ""} if len(values) > _MARKED else {})
         if known.any():
             axis.plot(steps[known], values[known], label=label, **style_of)
         else:
@@ -131,7 +131,7 @@ def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series], *, first:
 
 
 def _share_axis(axis: Axes) -> None:
-    """From a little below the least share to a little above 1."""
+    """Limit the axis from a little below the least share to a little above 1."""
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axis.get_lines()] or [np.ones(1)])
     least = float(np.nanmin(values, initial=1.0))
     floor = max(0.0, np.floor((least - 0.02) * 20) / 20)
@@ -139,7 +139,7 @@ def _share_axis(axis: Axes) -> None:
 
 
 def _nats_axis(axis: Axes, timeline: Timeline) -> None:
-    """Logarithmic where powers of ten lie between its values."""
+    """Make the axis logarithmic where its values span powers of ten."""
     values = np.concatenate([timeline.column("kl"), timeline.column("drift")])
     values = values[np.isfinite(values) & (values > 0)]
     if values.size and values.max() > _DECADES * values.min():

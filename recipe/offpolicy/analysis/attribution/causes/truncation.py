@@ -1,4 +1,4 @@
-"""Truncated sampling and extra vocabulary: mu shares out what it has cut off, and lies above pi_old by a constant.
+"""Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
 
 Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
 all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its mean is the mass cut off. That mean is 1
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from .cause import Cause, absent, untestable
-from .sampled import Estimate, Sampled, estimate
+from .cause import Cause, report_absent, report_untestable
+from .contexts import sum_probabilities
+from .sampled_tokens import Estimate, SampledTokens, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
-from .within import support_of
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4
@@ -33,7 +33,7 @@ SHORT = 1e-2
 
 @dataclass(frozen=True)
 class Offset:
-    """How mu lies above pi_old.
+    """Estimates of the constant by which log mu lies above log pi_old.
 
     Attributes:
         missing: mass under pi_old that mu has not kept.
@@ -50,8 +50,8 @@ class Offset:
     contexts: int
 
 
-def measure(sampled: Sampled) -> Offset | None:
-    """None where both policies agree to the bit."""
+def measure_offset(sampled: SampledTokens) -> Offset | None:
+    """Estimate the offset; None where both policies agree to the bit."""
     gap = sampled.tokens.gap
     larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
     columns = np.stack(
@@ -60,7 +60,7 @@ def measure(sampled: Sampled) -> Offset | None:
     missing = estimate(columns, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
     one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
     above = estimate(columns, sampled.cluster, lambda sums: float(np.sqrt(sums[5] / sums[4])))
-    support = support_of(sampled)
+    support = sum_probabilities(sampled)
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
     counted = np.stack([short, whole], axis=-1).astype(np.float64)
@@ -70,25 +70,25 @@ def measure(sampled: Sampled) -> Offset | None:
     return Offset(missing, one_sided, above, exhausted, int(whole.sum()))
 
 
-def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
-    """Verdicts on truncated sampling and on extra vocabulary.
+def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
+    """Judge truncated sampling and extra vocabulary.
 
     Args:
         sampling: what the card says of how was sampled, ``top_p`` and the like; empty where there is none.
     """
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
-        return untestable(TRUNCATED, why), untestable(EXTRA, why)
-    offset = measure(sampled)
+        return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)
+    offset = measure_offset(sampled)
     if offset is None:
         why = "both policies agree to the bit"
-        return absent(TRUNCATED, why), absent(EXTRA, why)
+        return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
     if missing.value < -1.0:
         # One less a mean ratio above 2 is no mass.
         ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
         why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples: with mass cut off it is below 1"
-        return absent(TRUNCATED, why, **ratio), absent(EXTRA, why, **ratio)
+        return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
     evidence = {
         "missing": missing.value,
         "missing_low": max(missing.low, -1.0),
@@ -104,7 +104,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
             f"mu has cut off {missing.value:.2%} of pi_old's mass, and lies above it in {one_sided.value:.0%} of the "
             f"squared gap"
         )
-        return absent(TRUNCATED, why, **evidence), absent(EXTRA, why, **evidence)
+        return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     above = offset.above
     if above is not None:
         evidence |= {"above": above.value, "above_high": above.high}
@@ -113,7 +113,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
             f"where pi_old lies above mu it does by {above.value:.2g} nats, which cutting off mass cannot do; with "
             f"such scatter the mean of pi_old / mu over these tokens says nothing of mass"
         )
-        return absent(TRUNCATED, why, **evidence), absent(EXTRA, why, **evidence)
+        return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
     constant = (
         f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
         f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
@@ -133,10 +133,10 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
                 f"{constant}; {by_what}",
                 "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
             ),
-            absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
+            report_absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
         )
     return (
-        absent(TRUNCATED, f"in {offset.contexts} contexts only are the sampled tokens all of mu", **evidence),
+        report_absent(TRUNCATED, f"in {offset.contexts} contexts only are the sampled tokens all of mu", **evidence),
         Cause(
             EXTRA,
             "present",
@@ -149,7 +149,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
 
 
 def _restricted(sampling: Mapping[str, Any]) -> str:
-    """What of it leaves tokens out; empty for nothing."""
+    """Format the sampling settings that leave tokens out; empty for none."""
     found = []
     for key, whole in (("top_p", lambda v: v >= 1), ("top_k", lambda v: v <= 0), ("min_p", lambda v: v <= 0)):
         value = sampling.get(key)

@@ -1,4 +1,4 @@
-"""A correction from Hydra overrides, as a launch composes it: the same group, the same checks, and nothing of verl."""
+"""Composition of a correction from Hydra overrides, with the group and the checks of a launch, without verl."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.up
 
 
 @contextmanager
-def composer() -> Iterator[None]:
-    """Within it ``composed_mapping`` works; whatever Hydra held before is back afterwards."""
+def initialize_composer() -> Iterator[None]:
+    """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     # The lines of offpolicy_trainer.yaml less verl's own configuration, which a correction does not read.
@@ -46,15 +46,15 @@ def composer() -> Iterator[None]:
         GlobalHydra.instance().hydra = before
 
 
-def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
-    """The plain values under ``correction``; what is mandatory and left out stays "???".
+def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
 
     Raises:
         SpecError: an override that is malformed or of something else, an option that does not exist, two options
             that set one key, or ``correction=auto``.
     """
     for override in overrides:
-        key = key_of(override)
+        key = parse_key(override)
         if key.split(".")[0] != GROUP:
             raise SpecError(f"{override}: no part of a correction, so that a replay does not read it. {_EXAMPLE}")
     try:
@@ -70,7 +70,7 @@ def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
         mapping = OmegaConf.to_container(config[GROUP], resolve=True)
     except MissingConfigException as error:
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
-        raise SpecError(f"{GROUP}={name}: no such option. {nearest(name, error.options or [])}") from error
+        raise SpecError(f"{GROUP}={name}: no such option. {suggest_keys(name, error.options or [])}") from error
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
@@ -82,8 +82,8 @@ def composed_mapping(overrides: Sequence[str]) -> dict[str, Any]:
     return cast(dict[str, Any], mapping)
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A sentence that names what was probably meant, or everything that could be where nothing is near."""
+def suggest_keys(name: str, known: Sequence[str]) -> str:
+    """Format the nearest known names in a sentence, or all of them where none is near."""
     # What all keys begin with makes none of them likely.
     by_rest = {key.removeprefix(f"{GROUP}."): key for key in known}
     near = difflib.get_close_matches(name.removeprefix(f"{GROUP}."), by_rest, n=3, cutoff=_NEAR)
@@ -91,8 +91,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"{'Nearest' if near else 'There are'}: {', '.join(map(repr, names))}."
 
 
-def key_of(override: str) -> str:
-    """The dotted key that an override sets.
+def parse_key(override: str) -> str:
+    """Parse the dotted key that an override sets.
 
     Raises:
         SpecError: it is no override.
@@ -100,8 +100,8 @@ def key_of(override: str) -> str:
     return str(_parsed(override).key_or_group)
 
 
-def grid_values(grid: str) -> tuple[str, list[str]]:
-    """Key and values of ``key=a,b,c``, or of any other sweep that Hydra understands, such as ``key=range(1,4)``.
+def parse_grid(grid: str) -> tuple[str, list[str]]:
+    """Parse key and values of ``key=a,b,c``, or of another Hydra sweep such as ``key=range(1,4)``.
 
     Raises:
         SpecError: it is no override.
@@ -114,8 +114,8 @@ def grid_values(grid: str) -> tuple[str, list[str]]:
     return str(override.key_or_group), [override.get_value_string()]
 
 
-def plain(value: str) -> Any:
-    """A value as Hydra reads it: 1.01 is a number, null is None."""
+def parse_value(value: str) -> Any:
+    """Parse a value as Hydra does: 1.01 is a number, null is None."""
     value_of: Any = _parsed(f"key={value}").value()
     return value_of
 

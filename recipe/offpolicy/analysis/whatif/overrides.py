@@ -1,4 +1,4 @@
-"""A correction as the Hydra overrides that compose it, to be put behind those of any launch."""
+"""Hydra overrides that compose a given correction, to be appended to those of any launch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...correction import CorrectionSpec
 from ...correction.problem import set_to
 from ...correction.proximal import OF_THE_TRAINER
 from ...preflight.hydra_groups import GROUP, option_values, options_of_group
-from .composed import composed_mapping
+from .compose import compose_correction
 
 _BOUNDS = frozenset({"lower", "upper", "delta", "budget"})
 _OPEN = "???"
 
 
-def overrides_of(spec: CorrectionSpec) -> list[str]:
-    """Shipped options where they are of its parts, by name, and whatever else it sets; within ``composer``.
+def build_overrides(spec: CorrectionSpec) -> list[str]:
+    """Build the overrides: shipped options by name where they match its parts, then single keys.
 
     Where pi_old is of the trainer's weights, which of the two ways is taken is left to the launch.
     """
     wanted = _plain(spec)
-    composed_mapping([f"{GROUP}=none"])  # the application in which options are looked up
+    compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
     options = options_of_group()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
     # Of options that are alike but for their bounds, the one with these bounds, then the one with the shortest name.
@@ -33,7 +33,7 @@ def overrides_of(spec: CorrectionSpec) -> list[str]:
     if wanted["weight"] and not weight:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
-    composed = composed_mapping(overrides)
+    composed = compose_correction(overrides)
     there = dict(_leaves(composed))
     had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
     return overrides + [
@@ -49,7 +49,7 @@ def _plain(spec: CorrectionSpec) -> dict[str, Any]:
 
 
 def _is_of(option: str, part: Mapping[str, Any]) -> bool:
-    """Whether an option sets this part and nothing else, but for its bounds."""
+    """Check whether an option sets this part and nothing else, but for its bounds."""
     values = dict(_leaves(option_values(option)))
     return {key.rpartition(".")[0] for key in values} == {key.rpartition(".")[0] for key, _ in _leaves(part)} and all(
         key.rpartition(".")[2] in _BOUNDS or dict(_leaves(part)).get(key) == value for key, value in values.items()
@@ -61,14 +61,14 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 
 
 def _filled(plain: Any, wanted: Any) -> Any:
-    """``plain`` with what is open in it as it is wanted."""
+    """Fill what is open in ``plain`` from ``wanted``."""
     if isinstance(plain, Mapping) and isinstance(wanted, Mapping):
         return {key: _filled(value, wanted.get(key)) for key, value in plain.items()}
     return wanted if plain == _OPEN else plain
 
 
 def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key -> value of all that is no mapping; an empty mapping has none."""
+    """Yield dotted key and value of all that is no mapping; an empty mapping has none."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{name}.")

@@ -1,4 +1,4 @@
-"""The pictures of a study: what is kept and what it costs, by the values of the grid or by correction."""
+"""Figures of a study: kept shares and their cost, by the values of the grid or by correction."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..pages import figures
-from ..pages.figures import Panel
+from ..pages import plotting
+from ..pages.plotting import FigurePanel
 from .candidates import RECORDED, UNCORRECTED
-from .results import Outcome, Study
-from .show import group_names, kept_by_group, short
+from .outcomes import CorrectionOutcome, Study
+from .tables import collect_kept_shares, list_groups, shorten_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,8 @@ _BIAS = {
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of panels.
+class PanelRow:
+    """One row of panels: corrections along one axis.
 
     Attributes:
         title: what its corrections have in common.
@@ -53,81 +53,84 @@ class Line:
     title: str
     label: str
     ticks: tuple[str, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CorrectionOutcome, ...]
     ordered: bool
 
 
-def lines(study: Study) -> list[Line]:
-    """A line for each spec and each value of the grid's other keys, along its key with most values; then the rest."""
-    bases: dict[str, list[Outcome]] = {}
+def group_into_rows(study: Study) -> list[PanelRow]:
+    """Group the corrections into rows: one for each spec and value of the other keys; the rest in the last.
+
+    The axis is the grid's key with most values.
+    """
+    bases: dict[str, list[CorrectionOutcome]] = {}
     for outcome in study.outcomes:
         if outcome.candidate.point:
             bases.setdefault(outcome.candidate.base, []).append(outcome)
     found = [line for outcomes in bases.values() for line in _of_base(outcomes)]
     rest = [outcome for outcome in study.outcomes if not outcome.candidate.point]
     if not found or any(outcome.candidate.label not in (UNCORRECTED, RECORDED) for outcome in rest):
-        ticks = tuple(short(outcome.candidate.label) for outcome in rest)
-        found.append(Line("", "", ticks, tuple(rest), ordered=False))
+        ticks = tuple(shorten_label(outcome.candidate.label) for outcome in rest)
+        found.append(PanelRow("", "", ticks, tuple(rest), ordered=False))
     return found
 
 
-def _of_base(outcomes: Sequence[Outcome]) -> list[Line]:
-    """The lines of one spec, whose points all have the same keys."""
+def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
+    """Build the rows of one spec, whose points all have the same keys."""
     keys = list(outcomes[0].candidate.point)
     axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
-    along: dict[str, list[Outcome]] = {}
+    along: dict[str, list[CorrectionOutcome]] = {}
     for outcome in outcomes:
         others = [f"{key}={value}" for key, value in outcome.candidate.point.items() if key != axis]
         along.setdefault(" ".join([outcome.candidate.base, *others]), []).append(outcome)
     return [_along(title, axis, several) for title, several in along.items()]
 
 
-def draw(study: Study) -> Figure:
-    """Four panels a line, two in a row; what has no place in the grid is drawn as horizontal lines."""
-    drawn = panels(study)
-    return figures.picture([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
+def draw_study(study: Study) -> Figure:
+    """Draw all panels into one figure, two beside one another; off-grid corrections are horizontal lines."""
+    drawn = build_panels(study)
+    return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 
 
-def panels(study: Study) -> list[list[Panel]]:
-    """The four panels of each line."""
+def build_panels(study: Study) -> list[list[FigurePanel]]:
+    """Build the four panels of each row."""
     level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
-    return [_panels(line, level if line.ordered else []) for line in lines(study)[:MOST_LINES]]
+    return [_panels(line, level if line.ordered else []) for line in group_into_rows(study)[:MOST_LINES]]
 
 
 def save(figure: Figure, path: Path) -> None:
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
-def _panels(line: Line, level: Sequence[Outcome]) -> list[Panel]:
+def _panels(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[FigurePanel]:
     height = 4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks)
-    functions: dict[str, Callable[[Axes, Line], None]] = {
+    functions: dict[str, Callable[[Axes, PanelRow], None]] = {
         "Share of tokens kept by length of the row or group": _by_group,
         "Share kept, mismatch left and effective sample size": _kept,
         "Learning-rate scale and projection": _scale,
         "Distance from unbiased weights": partial(_bias, level=level),
     }
-    return [Panel(partial(_panel, line=line, function=one), alt, height) for alt, one in functions.items()]
+    return [FigurePanel(partial(_panel, line=line, function=one), alt, height) for alt, one in functions.items()]
 
 
-def _panel(axes: Axes, *, line: Line, function: Callable[[Axes, Line], None]) -> None:
+def _panel(axes: Axes, *, line: PanelRow, function: Callable[[Axes, PanelRow], None]) -> None:
     function(axes, line)
-    figures.legend(axes)
+    plotting.add_legend(axes)
 
 
-def _kept(axes: Axes, line: Line) -> None:
+def _kept(axes: Axes, line: PanelRow) -> None:
     axes.set_title("Kept and effective sample")
     _fields(axes, line, _KEPT)
     _limits(axes, line, share=True)
 
 
-def _scale(axes: Axes, line: Line) -> None:
+def _scale(axes: Axes, line: PanelRow) -> None:
     axes.set_title("Effective learning rate")
     _fields(axes, line, _SCALE)
-    (axes.axhline if line.ordered else axes.axvline)(1.0, color=figures.MUTED, linewidth=1, linestyle=":")
+    (axes.axhline if line.ordered else axes.axvline)(1.0, color=plotting.MUTED, linewidth=1, linestyle=":")
     _limits(axes, line, share=False)
 
 
-def _bias(axes: Axes, line: Line, level: Sequence[Outcome]) -> None:
+def _bias(axes: Axes, line: PanelRow, level: Sequence[CorrectionOutcome]) -> None:
     axes.set_title("Distance from unbiased weights")
     _fields(axes, line, _BIAS)
     for outcome in level:
@@ -135,9 +138,9 @@ def _bias(axes: Axes, line: Line, level: Sequence[Outcome]) -> None:
     _limits(axes, line, share=False)
 
 
-def _mark(axes: Axes, uncorrected: Outcome) -> None:
-    """Level lines, in the colours of the two references."""
-    for name, colour in (("bias_token", figures.PALETTE[0]), ("bias_sequence", figures.PALETTE[2])):
+def _mark(axes: Axes, uncorrected: CorrectionOutcome) -> None:
+    """Draw level lines of the uncorrected replay, in the colours of the two references."""
+    for name, colour in (("bias_token", plotting.PALETTE[0]), ("bias_sequence", plotting.PALETTE[2])):
         if (value := getattr(uncorrected.overall, name)) is not None:
             axes.axhline(value, color=colour, linewidth=1, linestyle=":")
             axes.annotate(
@@ -146,32 +149,32 @@ def _mark(axes: Axes, uncorrected: Outcome) -> None:
             )  # fmt: skip
 
 
-def _by_group(axes: Axes, line: Line) -> None:
-    """By length; where all rows are of one length, by the other groups that do not hold every token."""
-    names = group_names(line.outcomes[0])
+def _by_group(axes: Axes, line: PanelRow) -> None:
+    """Plot kept shares by length; where all rows are of one length, by the groups that split the tokens."""
+    names = list_groups(line.outcomes[0])
     lengths = [name for name in names if name.startswith("length/")]
     if len(lengths) < 2:
         lengths = [name for name in names if name not in lengths] or lengths
-    shares = [kept_by_group(outcome) for outcome in line.outcomes]
+    shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
     _series(axes, line, {names[name]: [share.get(name) for share in shares] for name in lengths})
     by_length = all(name.startswith("length/") for name in lengths)
     axes.set_title(f"Tokens kept by {'length T' if by_length else 'group'}")
-    axes.set_ylabel(line.title, color=figures.INK)
+    axes.set_ylabel(line.title, color=plotting.INK)
     _limits(axes, line, share=True)
 
 
-def _fields(axes: Axes, line: Line, names: dict[str, str]) -> None:
+def _fields(axes: Axes, line: PanelRow, names: dict[str, str]) -> None:
     series = {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
     _series(axes, line, series)
 
 
-def _series(axes: Axes, line: Line, series: Mapping[str, Sequence[float | None]]) -> None:
+def _series(axes: Axes, line: PanelRow, series: Mapping[str, Sequence[float | None]]) -> None:
     known = {label: values for label, values in series.items() if any(value is not None for value in values)}
-    numbers: dict[str, figures.Series] = {
+    numbers: dict[str, plotting.Series] = {
         label: [math.nan if value is None else value for value in values] for label, values in known.items()
     }
-    for place, (label, values) in enumerate(figures.distinct(numbers).items()):
-        look = figures.look(place)
+    for place, (label, values) in enumerate(plotting.merge_equal_series(numbers).items()):
+        look = plotting.get_line_style(place)
         positions = range(len(values))
         if line.ordered:
             axes.plot(positions, values, label=label, clip_on=False, **look)
@@ -185,8 +188,8 @@ def _series(axes: Axes, line: Line, series: Mapping[str, Sequence[float | None]]
             axes.set_ylim(len(values) - 0.5, -0.5)
 
 
-def _limits(axes: Axes, line: Line, *, share: bool) -> None:
-    """Shares from a little below the least one to 1, other values from 0."""
+def _limits(axes: Axes, line: PanelRow, *, share: bool) -> None:
+    """Limit shares from a little below the least one to 1, other values from 0."""
     data = [one.get_ydata() if line.ordered else one.get_xdata() for one in axes.get_lines()]
     values = [value for one in data for value in _numbers(one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
@@ -202,8 +205,8 @@ def _numbers(data: Any) -> list[float]:
     return [float(value) for value in data]
 
 
-def _along(title: str, axis: str, outcomes: Sequence[Outcome]) -> Line:
-    def number(outcome: Outcome) -> float:
+def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> PanelRow:
+    def number(outcome: CorrectionOutcome) -> float:
         try:
             return float(outcome.candidate.point[axis])
         except ValueError:
@@ -211,11 +214,11 @@ def _along(title: str, axis: str, outcomes: Sequence[Outcome]) -> Line:
 
     ordered = sorted(outcomes, key=number)
     ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
-    return Line(short(title), short(axis), ticks, tuple(ordered), ordered=True)
+    return PanelRow(shorten_label(title), shorten_label(axis), ticks, tuple(ordered), ordered=True)
 
 
 def _title(study: Study, drawn: int) -> str:
     steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
-    left = len(lines(study)) - drawn
+    left = len(group_into_rows(study)) - drawn
     more = f"; {left} more lines of panels are in the tables alone" if left else ""
     return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"

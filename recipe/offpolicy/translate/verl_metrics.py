@@ -1,7 +1,7 @@
-"""verl's ``rollout_corr/*`` metrics, each from one table of a row's sums.
+"""verl's ``rollout_corr/*`` metrics, computed from the per-row sums.
 
-All columns are of rows that have a token: the caller leaves out the others, which have no statistic and count in none.
-Sums are float64, differences near 1 are taken about 1.
+All sums are of rows that have a token; the caller leaves out the others, which have no statistic and count in none.
+Sums are float64, and differences near 1 are summed about 1.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..correction.ratios import EXP_CLAMP
-from .columns import Columns, Measures, Numbers, Truths, beyond
+from .row_sums import Numbers, QuantitySums, RowSums, Truths, compare_with_bounds
 
 Metrics = dict[str, float]
 
 
-def mismatch_metrics(columns: Columns) -> Metrics:
-    """How far pi_old is from mu, rho = pi_old / mu.
+def compute_mismatch_metrics(columns: RowSums) -> Metrics:
+    """Compute the distance of pi_old from mu, with rho = pi_old / mu.
 
     ``kl`` and ``k3_kl`` estimate KL(mu || pi_old) a token, perplexities are means over rows of exp(-mean log p),
     ``chi2_token`` and ``chi2_seq`` are E[rho^2] - 1 of tokens and of rows' products.
@@ -46,8 +46,8 @@ def mismatch_metrics(columns: Columns) -> Metrics:
     }
 
 
-def weight_metrics(tokens: Numbers, measures: Measures, lower: float, upper: float) -> Metrics:
-    """Importance weights before their bounds and as applied, in this order.
+def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float, upper: float) -> Metrics:
+    """Compute metrics of the importance weights, before and after their bounds.
 
     ``rollout_is_max`` and ``min`` are of the applied weights at token level and of the raw ones at sequence level,
     ``rollout_is_eff_sample_size`` is (sum w)^2 / (n sum w^2), in [0, 1], 0 where no weight is left.
@@ -60,7 +60,7 @@ def weight_metrics(tokens: Numbers, measures: Measures, lower: float, upper: flo
     total = tokens.sum()
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures.total[1].sum()), float(measures.square[1].sum())
-    raw, applied = measures.pick(slice(0, 1)), measures.pick(slice(1, 2))
+    raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
     prefix = "rollout_is"
     return {
         f"{prefix}_mean": float(weight_sum / total),
@@ -76,10 +76,10 @@ def weight_metrics(tokens: Numbers, measures: Measures, lower: float, upper: flo
     }
 
 
-def rejection_metrics(
-    limits: Mapping[str, tuple[float | None, float]], tokens: Numbers, statistics: Measures
+def compute_rejection_metrics(
+    limits: Mapping[str, tuple[float | None, float]], tokens: Numbers, statistics: QuantitySums
 ) -> Metrics:
-    """Each rejection option: its statistic, and the shares of tokens and rows that it rejects.
+    """Compute, for each rejection option, its statistic and the shares of tokens and rows that it rejects.
 
     Args:
         limits: verl's name of each option -> its bounds in nats; the lower one is None for k2 and k3.
@@ -90,7 +90,7 @@ def rejection_metrics(
     row_mean = statistics.total / tokens
     outside = statistics.above + statistics.below
     lower = np.array([-np.inf if low is None else low for low, _ in limits.values()])
-    row_above, row_below = beyond(row_mean, lower, np.array([upper for _, upper in limits.values()]))
+    row_above, row_below = compare_with_bounds(row_mean, lower, np.array([upper for _, upper in limits.values()]))
     of_all = {
         "mean": statistics.total.sum(-1) / total,
         "max": statistics.greatest.max(-1),
@@ -111,8 +111,8 @@ def rejection_metrics(
     return metrics
 
 
-def total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """Shares of tokens, and of rows with any, that the options reject together; both arguments (B,) counts."""
+def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
+    """Compute the shares of tokens, and of rows with any, that all options reject together; (B,) counts each."""
     return {
         "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
         "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),
@@ -120,7 +120,7 @@ def total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
 
 
 def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) -> Metrics:
-    """Over rows, from (m, B); the standard deviation is the unbiased one, 0 for a single row."""
+    """Summarise (m, B) row means over rows; the standard deviation is unbiased, 0 for a single row."""
     single = row_means.shape[-1] == 1
     return _named(
         prefixes,
@@ -135,7 +135,7 @@ def _of_row_means(prefixes: Sequence[str], row_means: Numbers, *, ideal: float) 
 
 
 def _named(prefixes: Sequence[str], columns: Mapping[str, Numbers]) -> Metrics:
-    """One metric for each prefix and column, from (m,) values."""
+    """Name one metric for each prefix and column, from (m,) values."""
     return {
         f"{prefix}_{name}": value
         for name, values in columns.items()
@@ -143,14 +143,15 @@ def _named(prefixes: Sequence[str], columns: Mapping[str, Numbers]) -> Metrics:
     }
 
 
-def _std(measures: Measures, tokens: Numbers) -> Numbers:
+def _std(measures: QuantitySums, tokens: Numbers) -> Numbers:
+    """Compute the standard deviation over tokens, (m,)."""
     total = tokens.sum()
     variance = measures.squared_deviation.sum(-1) / total - np.square(measures.deviation.sum(-1) / total)
     deviation: Numbers = np.sqrt(np.maximum(variance, 0.0))
     return deviation
 
 
-def _shares(measures: Measures, part: Numbers, tokens: Numbers) -> Numbers:
-    """Of tokens at token level, of rows at sequence level, (m,)."""
+def _shares(measures: QuantitySums, part: Numbers, tokens: Numbers) -> Numbers:
+    """Compute shares of tokens at token level and of rows at sequence level, (m,)."""
     rejected: Truths = part > 0
     return np.where(measures.of_tokens, part.sum(-1) / tokens.sum(), rejected.mean(-1))

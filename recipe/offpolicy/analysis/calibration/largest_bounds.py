@@ -1,4 +1,4 @@
-"""Which bounds can act at all: beyond these no unit of a run whose policies have to do with one another lies."""
+"""Largest bounds worth proposing: units beyond them occur only where the policies are unrelated."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import math
 
 from ...correction import MaskSpec, bound_limits
 from ...correction.ratios import EXP_CLAMP
-from .parts import Part
+from .parts import BoundedPart
 
 _FURTHEST_WEIGHT = math.log(1e3)
 """Nats of a token, or of their mean: at a ratio of 1000 nothing is left of one policy in the other."""
 
 
-def furthest(part: Part) -> float:
-    """The greatest radius worth proposing, in what the part compares: of a mask what the launch does not call inert."""
+def find_largest_radius(part: BoundedPart) -> float:
+    """Return the largest radius worth proposing, in the part's compared values; for a mask the inert limit of
+    preflight."""
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
     return min(bound_limits.compute_proposal_limit(spec), spec.entry.greatest)
 
 
-def absurd(part: Part, radius: float) -> str:
-    """Why a bound at ``radius`` is not worth setting; empty where it is."""
-    most = furthest(part)
+def check_radius(part: BoundedPart, radius: float) -> str:
+    """Say why a bound at ``radius`` is not worth setting; empty where it is."""
+    most = find_largest_radius(part)
     if radius < most:
         return ""
     unit = " nats" if part.on_ratio else ""

@@ -1,4 +1,4 @@
-"""Calibration curves: kept share or ESS by bound, with the band and the lengths."""
+"""Figures of a calibration: kept share or ESS by bound, with the band and the length buckets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...correction.catalogue import BUCKETS
-from ..pages.figures import INK, MUTED, Panel, legend, look, picture
+from ..pages.plotting import INK, MUTED, FigurePanel, add_legend, draw_panels, get_line_style
 from .caps import EssCurve
 from .curves import KeptCurve
 from .propose import Proposal
-from .tables import bounds, bucket_text, part_name
+from .tables import format_bounds, format_bucket, format_part_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,33 +30,33 @@ _HEIGHT = 4.3
 """Inches of a panel: some have nine lines to name."""
 
 
-def curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
-    """All panels in one figure."""
-    return picture(panels(proposals, confidence), columns=min(len(proposals), 2))
+def draw_curves(proposals: Sequence[Proposal], confidence: float) -> Figure:
+    """Draw all panels into one figure."""
+    return draw_panels(build_panels(proposals, confidence), columns=min(len(proposals), 2))
 
 
-def panels(proposals: Sequence[Proposal], confidence: float) -> list[Panel]:
-    """A panel a bound."""
+def build_panels(proposals: Sequence[Proposal], confidence: float) -> list[FigurePanel]:
+    """Build one panel for each proposal."""
     return [
-        Panel(partial(_panel, proposal=proposal, confidence=confidence), caption(proposal), _HEIGHT)
+        FigurePanel(partial(_panel, proposal=proposal, confidence=confidence), format_caption(proposal), _HEIGHT)
         for proposal in proposals
     ]
 
 
-def caption(proposal: Proposal) -> str:
-    """What a panel shows, for who cannot see it."""
+def format_caption(proposal: Proposal) -> str:
+    """Format the alternative text of a panel."""
     what = "ESS" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept"
     reached = (
-        f"{bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
+        f"{format_bounds(proposal.threshold.values)} reaches {proposal.threshold.reached:.4f}"
         if proposal.found
         else "no bound was found"
     )
-    return f"{part_name(proposal.part)}: {what} by bound; {reached}."
+    return f"{format_part_name(proposal.part)}: {what} by bound; {reached}."
 
 
 def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
     curve = proposal.curve
-    axis.set_title(part_name(proposal.part))
+    axis.set_title(format_part_name(proposal.part))
     axis.set_xlabel(_bound_label(proposal))
     axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept")
     if isinstance(curve, EssCurve):
@@ -71,9 +71,9 @@ def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
                 axis.plot(
                     entry.curve.radius,
                     entry.curve.share,
-                    **(look(index) | {"marker": ""}),
+                    **(get_line_style(index) | {"marker": ""}),
                     linewidth=1.2,
-                    label=f"T {bucket_text(entry.bucket)}",
+                    label=f"T {format_bucket(entry.bucket)}",
                 )
         axis.set_ylim(_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         lines = [curve, *(entry.curve for entry in proposal.lengths if entry.curve is not None)]
@@ -84,11 +84,11 @@ def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
         axis.set_xscale("log")
         _ticks(axis)
         _marks(axis, proposal)
-    legend(axis)
+    add_legend(axis)
 
 
 def _ticks(axis: Axes) -> None:
-    """Plain numbers that have room: powers of ten, and 2 and 5 between them where these are few."""
+    """Set plain tick labels: powers of ten, with 2 and 5 between them where the range is short."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     first, last = axis.get_xlim()
@@ -102,35 +102,35 @@ def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.nd
     shown = x > 0
     if not shown.any():
         return
-    axis.plot(x[shown], y[shown], **(look(0) | {"marker": ""}), label=label)
-    axis.fill_between(x[shown], low[shown], high[shown], color=look(0)["color"], alpha=0.18, linewidth=0)
+    axis.plot(x[shown], y[shown], **(get_line_style(0) | {"marker": ""}), label=label)
+    axis.fill_between(x[shown], low[shown], high[shown], color=get_line_style(0)["color"], alpha=0.18, linewidth=0)
 
 
 def _widen(axis: Axes, proposal: Proposal, first: float, last: float) -> None:
-    """From where something of interest is kept to the last unit, with the bounds."""
+    """Set the horizontal limits from the first share of interest to the last unit, bounds included."""
     last = max(last, *(bound for bound in [*_now(proposal), proposal.threshold.radius] if bound < _FAR * last), 0.0)
     if 0 < first < last:
         axis.set_xlim(min(first, last / 10), last * 1.3)
 
 
 def _marks(axis: Axes, proposal: Proposal) -> None:
-    """The backend's noise, the proposed bound and the present one, by name."""
+    """Mark the backend noise, the proposed bound and the present one."""
     if proposal.floor is not None and proposal.floor.delta > 0:
         axis.axvspan(
             axis.get_xlim()[0], proposal.floor.delta, color=MUTED, alpha=0.15, linewidth=0, label="backend noise"
         )
     if proposal.found and proposal.threshold.radius > 0:
         axis.axvline(proposal.threshold.radius, color=INK, linewidth=1.4)
-        text = f"proposed: {bounds(proposal.threshold.values)}"
+        text = f"proposed: {format_bounds(proposal.threshold.values)}"
         axis.plot([], [], color=INK, linewidth=1.4, label=text)
     for index, radius in enumerate(_now(proposal)):
         axis.axvline(radius, color=INK, linewidth=1, linestyle="--")
         if not index:
-            axis.plot([], [], color=INK, linewidth=1, linestyle="--", label=f"now: {bounds(proposal.part.now)}")
+            axis.plot([], [], color=INK, linewidth=1, linestyle="--", label=f"now: {format_bounds(proposal.part.now)}")
 
 
 def _now(proposal: Proposal) -> list[float]:
-    """Where the present bounds lie; one place for two that a picture cannot tell apart."""
+    """List the radii of the present bounds; one for two that a figure cannot distinguish."""
     part = proposal.part
     if part.unset:
         return []

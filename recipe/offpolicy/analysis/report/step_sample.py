@@ -1,4 +1,4 @@
-"""Which steps of a recording a report reads: all of a short one, steps spread evenly over a long one."""
+"""Sample of the steps that a report reads: all of a short recording, evenly spread ones of a long one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BYTES_A_TOKEN = 12
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The steps that are read.
+class StepSample:
+    """The steps that a report reads.
 
     Attributes:
         recorded: how many steps there are.
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def sentence(self) -> str:
-        """What was read."""
+        """The sentence about the sample."""
         if len(self.studied) == self.recorded:
             steps = "the one recorded step" if self.recorded == 1 else f"all {self.recorded} recorded steps"
             return f"Read: {steps} ({self.first} to {self.last})."
@@ -50,19 +50,19 @@ class Sample:
         )
 
 
-def sample_of(
+def sample_steps(
     recording: Recording, *, timeline: int = TIMELINE, studied: int = STUDIED, tokens: int = TOKENS
-) -> Sample:
-    """The first step, the last, and steps between them."""
+) -> StepSample:
+    """Sample the first step, the last, and steps between them."""
     steps = recording.steps
-    over_time = spread(steps, timeline)
+    over_time = spread_evenly(steps, timeline)
     size = sum(path.stat().st_size for step in over_time for path in recording.files[step]) / len(over_time)
     most = int(tokens * _BYTES_A_TOKEN // max(size, 1))
-    return Sample(len(steps), steps[0], steps[-1], over_time, spread(over_time, min(studied, max(most, 1))))
+    return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, max(most, 1))))
 
 
-def spread(steps: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most ``most`` of ``steps``, evenly spread, the last always among them, the first where there are two."""
+def spread_evenly(steps: Sequence[int], most: int) -> tuple[int, ...]:
+    """Choose at most ``most`` of ``steps``, evenly, always the last, and the first where there are two."""
     if len(steps) <= most:
         return tuple(steps)
     if most == 1:

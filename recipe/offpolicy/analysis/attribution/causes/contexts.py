@@ -1,4 +1,4 @@
-"""What two policies' log-probs do within one context: tokens that several rows sampled after the same tokens."""
+"""Statistics within one context: tokens that several rows sampled after the same tokens."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .sampled import Array, Integers, Sampled
+from .sampled_tokens import Array, Integers, SampledTokens
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """Contexts from which at least two different tokens were sampled.
+    """Contexts from which at least two different tokens were sampled, with centred log-probs.
 
     Attributes:
         index: of their tokens, one of each kind in a context, (n,).
@@ -29,7 +29,7 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Support:
-    """Every context, with what its different sampled tokens add up to.
+    """Sum of the probabilities of the distinct sampled tokens of every context.
 
     Attributes:
         mu, old: (contexts,) probability under each policy.
@@ -41,8 +41,8 @@ class Support:
     cluster: Integers
 
 
-def distinct(sampled: Sampled) -> Integers:
-    """Indices of one token of each kind in each context, sorted by context."""
+def find_distinct_tokens(sampled: SampledTokens) -> Integers:
+    """Return indices of one token of each kind in each context, sorted by context."""
     order = np.lexsort((sampled.token_id, sampled.context))
     context, token = sampled.context[order], sampled.token_id[order]
     first = np.ones(len(order), dtype=bool)
@@ -50,9 +50,9 @@ def distinct(sampled: Sampled) -> Integers:
     return order[first]
 
 
-def contexts_of(sampled: Sampled) -> Contexts:
-    """Those with two kinds of tokens or more."""
-    index = distinct(sampled)
+def center_within_contexts(sampled: SampledTokens) -> Contexts:
+    """Center log-probs within each context that has two different tokens or more."""
+    index = find_distinct_tokens(sampled)
     _, place, kinds = np.unique(sampled.context[index], return_inverse=True, return_counts=True)
     index, place = index[kinds[place] > 1], place[kinds[place] > 1]
     _, place = np.unique(place, return_inverse=True)
@@ -66,9 +66,9 @@ def contexts_of(sampled: Sampled) -> Contexts:
     )
 
 
-def support_of(sampled: Sampled) -> Support:
-    """All contexts."""
-    index = distinct(sampled)
+def sum_probabilities(sampled: SampledTokens) -> Support:
+    """Sum the probabilities of the distinct sampled tokens of each context."""
+    index = find_distinct_tokens(sampled)
     _, place = np.unique(sampled.context[index], return_inverse=True)
     count = int(place.max(initial=-1)) + 1
     cluster = np.zeros(count, dtype=np.int64)
@@ -81,5 +81,6 @@ def support_of(sampled: Sampled) -> Support:
 
 
 def _centred(values: Array, place: Integers, count: int) -> Array:
+    """Subtract the mean of each context."""
     mean = np.bincount(place, weights=values, minlength=count) / np.maximum(np.bincount(place, minlength=count), 1)
     return values - mean[place]

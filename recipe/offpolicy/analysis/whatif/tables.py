@@ -1,4 +1,4 @@
-"""A study as tables."""
+"""Tables and sentences of a study."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...correction.catalogue import BUCKETS
 from ..pages import Column, Table
 from .agreement import Matrix
 from .fidelity import TOLERANCE, Fidelity
-from .results import Outcome, Study
+from .outcomes import CorrectionOutcome, Study
 
 OVERALL = {
     "kept_tokens": "tokens kept",
@@ -24,44 +24,46 @@ OVERALL = {
     "bias_sequence": "bias by row",
     "bias_sequence_systematic": "of it shift",
 }
-"""Field of ``Measures`` -> heading."""
+"""Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
 """Corrections up to which tables have a column for each: beyond, nobody reads them, and a page grows too large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 
-def short(label: str) -> str:
-    """A label without what every override here begins with: "[tis_token,gsm] masks.gsm.upper=1.01"."""
+def shorten_label(label: str) -> str:
+    """Drop the prefix that all overrides share: "[tis_token,gsm] masks.gsm.upper=1.01"."""
     parts = (part.removeprefix("correction.").removeprefix("correction=") for part in label.split(" "))
     return " ".join(parts)
 
 
-def overall_table(study: Study) -> Table:
-    """A line a correction; a measure that none of them has is left out."""
+def build_overall_table(study: Study) -> Table:
+    """Build the table of measures by correction; a measure that none of them has is left out."""
     keys = _grid_keys(study)
-    columns = [Column("#"), Column("correction"), *(Column(short(key), align="right") for key in keys)]
+    columns = [Column("#"), Column("correction"), *(Column(shorten_label(key), align="right") for key in keys)]
     fields = [name for name in OVERALL if any(getattr(one.overall, name) is not None for one in study.outcomes)]
     columns += [Column(OVERALL[name]) for name in fields]
     rows = []
     for place, outcome in enumerate(study.outcomes):
         candidate = outcome.candidate
         point = [candidate.point.get(key) for key in keys]
-        rows.append([place, short(candidate.base), *point, *(getattr(outcome.overall, name) for name in fields)])
+        rows.append(
+            [place, shorten_label(candidate.base), *point, *(getattr(outcome.overall, name) for name in fields)]
+        )
     return Table(columns, rows, title="What each correction would have done")
 
 
-def group_names(outcome: Outcome) -> dict[str, str]:
-    """Group -> its heading; a family of which there is a single group is left out, except for lengths."""
+def list_groups(outcome: CorrectionOutcome) -> dict[str, str]:
+    """Map each group to its heading; a family with a single group is left out, except for lengths."""
     names: dict[str, str] = {}
     for family in _FAMILIES:
-        groups = [name for name in kept_by_group(outcome) if name.startswith(f"{family}/")]
+        groups = [name for name in collect_kept_shares(outcome) if name.startswith(f"{family}/")]
         if len(groups) > 1 or family == "length":
-            names |= {name: heading(name) for name in groups}
+            names |= {name: format_heading(name) for name in groups}
     return names
 
 
-def heading(group: str) -> str:
-    """ "length/le64" as "17-64", "advantage/negative" as "A < 0", "turn/ge3" as "turn 3+"."""
+def format_heading(group: str) -> str:
+    """Format "length/le64" as "17-64", "advantage/negative" as "A < 0", "turn/ge3" as "turn 3+"."""
     family, name = group.split("/")
     if family == "length":
         return _span(name)
@@ -71,26 +73,26 @@ def heading(group: str) -> str:
     return f"{family} {name[2:]}+" if name.startswith("ge") else f"{family} {name[2:]}"
 
 
-def group_table(study: Study) -> Table:
-    """Tokens kept by length of the row, sign of its advantage, staleness and turn: a line a correction."""
-    names = group_names(study.outcomes[0])
+def build_group_table(study: Study) -> Table:
+    """Build the table of tokens kept by length, sign of the advantage, staleness and turn."""
+    names = list_groups(study.outcomes[0])
     rows = []
     for place, outcome in enumerate(study.outcomes):
-        groups = kept_by_group(outcome)
+        groups = collect_kept_shares(outcome)
         rows.append([f"#{place}", *(groups.get(name) for name in names)])
     columns = [Column("#"), *(Column(text) for text in names.values())]
     return Table(columns, rows, title="Tokens kept by length, advantage A, staleness and turn")
 
 
-def step_table(study: Study, field: str) -> Table:
-    """One measure by step: a line a step, a column a correction."""
+def build_step_table(study: Study, field: str) -> Table:
+    """Build the table of one measure by step, a column a correction."""
     columns = [Column("step"), *(Column(f"#{place}") for place in range(len(study.outcomes)))]
     rows = [[step, *(getattr(outcome.steps[step], field) for outcome in study.outcomes)] for step in study.steps]
     return Table(columns, rows, title=f"{OVERALL[field]} by step")
 
 
-def left_out(corrections: int) -> list[str]:
-    """A sentence about tables that so many corrections are too many for; none where all are shown."""
+def describe_left_out(corrections: int) -> list[str]:
+    """Say which tables are left out for this many corrections; none where all are shown."""
     if corrections <= MOST_COMPARED:
         return []
     return [
@@ -99,8 +101,8 @@ def left_out(corrections: int) -> list[str]:
     ]
 
 
-def agreement_tables(study: Study) -> Iterator[Table]:
-    """Between each pair of corrections, up to ``MOST_COMPARED``; rejections only of those that reject something."""
+def build_agreement_tables(study: Study) -> Iterator[Table]:
+    """Yield matrices between each pair of up to ``MOST_COMPARED`` corrections, on rejections where both reject."""
     if len(study.outcomes) > MOST_COMPARED:
         return
     agreement = study.agreement
@@ -116,14 +118,14 @@ def agreement_tables(study: Study) -> Iterator[Table]:
         yield _matrix(agreement.cosine, everything, "Cosine of the gradient weights")
 
 
-def failure_table(study: Study) -> Table:
-    """What could not be replayed, and why."""
-    rows = [[short(label), reason] for label, reason in study.failures.items()]
+def build_failure_table(study: Study) -> Table:
+    """Build the table of corrections that could not be replayed, and why."""
+    rows = [[shorten_label(label), reason] for label, reason in study.failures.items()]
     return Table([Column("correction"), Column("not replayed, because")], rows, title="Not replayed")
 
 
-def fidelity_sentence(fidelity: Fidelity) -> str:
-    """What the comparison of the recorded correction with its replay says."""
+def describe_fidelity(fidelity: Fidelity) -> str:
+    """Describe the comparison of the recorded correction with its replay."""
     if fidelity.agrees and not fidelity.tokens:
         return "Not compared: the replay of what acted was held against no recorded token."
     tokens = f"{fidelity.tokens:,} tokens"
@@ -143,8 +145,8 @@ def _grid_keys(study: Study) -> list[str]:
     return list(dict.fromkeys(key for outcome in study.outcomes for key in outcome.candidate.point))
 
 
-def kept_by_group(outcome: Outcome) -> dict[str, float | None]:
-    """Group -> share of its tokens that is kept."""
+def collect_kept_shares(outcome: CorrectionOutcome) -> dict[str, float | None]:
+    """Map each group to the share of its tokens that is kept."""
     shares = {name: group.kept_tokens for name, group in outcome.groups.items()}
     return shares | {name: share.kept_tokens for name, share in outcome.turns.items()}
 

@@ -1,4 +1,4 @@
-"""Tokens as text that is safe to show: with the model's own tokenizer where it is at hand, as ids elsewhere."""
+"""Safe text of recorded tokens: by the model's own tokenizer where it is installed, else ids."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer of transformers."""
+    """The method of a transformers tokenizer that is used."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
 
 
-def escaped(text: str) -> str:
-    """``text`` with control, format and unassigned characters as escapes: a line feed is shown as \\n."""
+def escape(text: str) -> str:
+    """Escape control, format and unassigned characters: a line feed becomes \\n."""
     return "".join(
         character.encode("unicode_escape").decode() if unicodedata.category(character) in _HIDDEN else character
         for character in text
     )
 
 
-class Reader:
-    """Decodes recorded ids.
+class TokenDecoder:
+    """Decoder of recorded token ids to escaped text.
 
     Args:
         tokenizer: None shows ids.
@@ -39,38 +39,38 @@ class Reader:
 
     @property
     def decodes(self) -> bool:
-        """Whether it shows text."""
+        """True if it shows text, not ids."""
         return self._tokenizer is not None
 
-    def text(self, ids: Sequence[int]) -> str:
-        """One line; ids where the tokenizer does not know them."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode to one line; ids where the tokenizer does not know them."""
         ids = [int(token) for token in ids]
         if self._tokenizer is not None and ids:
             try:
-                return escaped(self._tokenizer.decode(ids, skip_special_tokens=False))
+                return escape(self._tokenizer.decode(ids, skip_special_tokens=False))
             except (IndexError, KeyError, OverflowError, TypeError, ValueError):
                 pass
         return " ".join(map(str, ids))
 
 
-def reader_of(card: Mapping[str, Any]) -> tuple[Reader, str]:
-    """A reader for a recording, by the model on its card.
+def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
+    """Load the decoder for the model that is named on a recording's card.
 
     Returns:
         The reader, and why it shows ids; empty where it shows text. Nothing is fetched from a network.
     """
     model = card.get("model")
     if not isinstance(model, str) or not model:
-        return Reader(), "the recording does not name its model"
-    shown = escaped(redacted_text(model))
+        return TokenDecoder(), "the recording does not name its model"
+    shown = escape(redacted_text(model))
     if not Path(model).is_dir():
-        return Reader(), f"the model is not at {shown}"
+        return TokenDecoder(), f"the model is not at {shown}"
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        return Reader(), "transformers is not installed"
+        return TokenDecoder(), "transformers is not installed"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        return Reader(), f"{shown} has no readable tokenizer ({type(error).__name__})"
-    return Reader(tokenizer), ""
+        return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__})"
+    return TokenDecoder(tokenizer), ""

@@ -1,4 +1,4 @@
-"""What one pass over a batch leaves of it: a few numbers a row, from which every metric and decision comes."""
+"""Per-row sums of a batch, from which all of verl's metrics and decisions are computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURES = ("total", "square", "deviation", "squared_deviation", "least", "great
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is measured of each token, and the bounds that it is held against.
+    """A per-token statistic and the bounds that it is compared with.
 
     Attributes:
         lower, upper: inclusive bounds, in nats, compared in float32: of log pi_old / mu for weights, and of k1, k2, k3
@@ -42,19 +42,19 @@ class Quantity:
 
     @property
     def about(self) -> float:
-        """A guess of the mean, about which deviations are taken."""
+        """Reference value near the mean, about which deviations are summed to avoid cancellation."""
         return 1.0 if self.is_weight else 0.0
 
     @property
     def clamp(self) -> tuple[float, float]:
-        """Bounds that a value is clamped to before its deviation is taken; open for weights."""
+        """Bounds that a value is clamped to before its deviation is summed; open for weights."""
         if self.is_weight:
             return -float("inf"), float("inf")
         return self.lower if self.kind == "k1" else 0.0, self.upper
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowSums:
     """Sums over the valid tokens of each row, (B,) float64 each.
 
     Attributes:
@@ -78,18 +78,18 @@ class Columns:
     k3_max: Numbers
 
     @classmethod
-    def of(cls, table: Numbers) -> Columns:
-        """From (10, B), in the order of ``COLUMNS``."""
+    def from_table(cls, table: Numbers) -> RowSums:
+        """Build from (10, B), in the order of ``COLUMNS``."""
         return cls(*table)
 
-    def where(self, rows: Truths | slice) -> Columns:
-        """Of some of the rows."""
-        return Columns(*(getattr(self, name)[rows] for name in COLUMNS))
+    def select_rows(self, rows: Truths | slice) -> RowSums:
+        """Return the sums of some of the rows."""
+        return RowSums(*(getattr(self, name)[rows] for name in COLUMNS))
 
 
 @dataclass(frozen=True)
-class Measures:
-    """Columns of m quantities v, each one that tokens have or one that all tokens of a row share.
+class QuantitySums:
+    """Per-row sums of m quantities v, each by token or one value a row.
 
     Attributes:
         of_tokens: (m,) whether shares of what lies outside the bounds count tokens, not rows.
@@ -104,7 +104,8 @@ class Measures:
     table: Numbers
 
     @classmethod
-    def by_token(cls, quantities: Sequence[Quantity], table: Numbers) -> Measures:
+    def from_token_table(cls, quantities: Sequence[Quantity], table: Numbers) -> QuantitySums:
+        """Build from (8, m, B), in the order of ``MEASURES``, for quantities by token."""
         about = np.array([quantity.about for quantity in quantities], dtype=np.float64)
         return cls(np.ones(len(quantities), dtype=np.bool_), about, table)
 
@@ -140,33 +141,41 @@ class Measures:
     def below(self) -> Numbers:
         return self.table[7]
 
-    def pick(self, part: slice | Sequence[int]) -> Measures:
-        """Some of the quantities."""
-        return Measures(self.of_tokens[part], self.about[part], self.table[:, part])
+    def select_quantities(self, part: slice | Sequence[int]) -> QuantitySums:
+        """Return some of the quantities."""
+        return QuantitySums(self.of_tokens[part], self.about[part], self.table[:, part])
 
-    def where(self, rows: Truths | slice) -> Measures:
-        """Of some of the rows."""
-        return Measures(self.of_tokens, self.about, self.table[:, :, rows])
+    def select_rows(self, rows: Truths | slice) -> QuantitySums:
+        """Return the sums of some of the rows."""
+        return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
 
-    def beside(self, other: Measures) -> Measures:
-        """The quantities of both."""
-        return Measures(
+    def concatenate(self, other: QuantitySums) -> QuantitySums:
+        """Return the quantities of both, these first."""
+        return QuantitySums(
             np.concatenate([self.of_tokens, other.of_tokens]),
             np.concatenate([self.about, other.about]),
             np.concatenate([self.table, other.table], axis=1),
         )
 
 
-def beyond(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
-    """Above and below inclusive bounds, compared in float32 as the masks compare; (m, B) and (m,) each."""
+def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
+    """Compare with inclusive bounds, in float32 as the masks do.
+
+    Args:
+        values: (m, B).
+        lower, upper: (m,).
+
+    Returns:
+        (m, B) bool each: above and below.
+    """
     single = values.astype(np.float32)
     return single > upper.astype(np.float32)[:, None], single < lower.astype(np.float32)[:, None]
 
 
 def measure_rows(
     values: Numbers, tokens: Numbers, outside: tuple[Truths, Truths], *, clamp: tuple[Numbers, Numbers], about: float
-) -> Measures:
-    """Columns of m quantities that all tokens of a row share.
+) -> QuantitySums:
+    """Build the sums of m quantities that have one value a row.
 
     Args:
         values: (m, B).
@@ -177,7 +186,7 @@ def measure_rows(
     above, below = outside
     deviation = np.clip(values, clamp[0][:, None], clamp[1][:, None]) - about
     weighted = [tokens * each for each in (values, np.square(values), deviation, np.square(deviation))]
-    return Measures(
+    return QuantitySums(
         np.zeros(len(values), dtype=np.bool_),
         np.full(len(values), about),
         np.stack([*weighted, values, values, tokens * above, tokens * below]),
@@ -185,21 +194,26 @@ def measure_rows(
 
 
 class Batch(Protocol):
-    """The log-probs and the mask of a batch, read by whatever suits the device that they are on."""
+    """Log-probs and mask of a batch, behind a backend for the device that they are on."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
-        """One pass: the columns, and those of the quantities, by token."""
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
+        """Read the batch once: the row sums, and the sums of the quantities by token."""
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        """Weights of ``capped`` or ``banded``, divided by ``factor``, in float32 or wider; 0 off valid. They lie as the
-        batch does."""
+        """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
+
+        0 off valid tokens; the layout is the batch's.
+        """
 
     def row_weights(self, rows: Numbers) -> Tensor:
-        """The weight of each token's row, (B,), likewise."""
+        """Spread the weights of the rows, (B,), over their valid tokens, likewise."""
 
     def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
-        """The mask, in its own dtype, without rejected ``rows``, (B,), and tokens that lie outside the bounds of a
-        quantity; and the valid tokens of each row that are gone, (B,)."""
+        """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
+
+        Returns:
+            The mask in its own dtype, and the number of valid tokens that each row lost, (B,).
+        """

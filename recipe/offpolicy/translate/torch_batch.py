@@ -1,4 +1,4 @@
-"""A batch read by torch operations, on any device; its temporaries are as large as the batch."""
+"""Torch backend of the batch sweep, for any device; its temporaries are as large as the batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..correction.ratios import (
     promote_weight_dtype,
 )
 from ..correction.row_layout import RowLayout
-from .columns import COLUMNS, MEASURES, Columns, Measures, Numbers, Quantity, Truths
+from .row_sums import COLUMNS, MEASURES, Numbers, Quantity, QuantitySums, RowSums, Truths
 
 
 class TorchBatch:
-    """See ``columns.Batch``.
+    """Backend of ``row_sums.Batch`` by torch operations.
 
     Args:
         rows: how the tensors lie.
@@ -39,7 +39,7 @@ class TorchBatch:
         self._log_rho = compute_log_ratio(old, rollout, self._valid)
         self._dtype = promote_weight_dtype(old, rollout)
 
-    def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         rows, valid = self._rows, self._valid
         above, k2, k3 = (
             compute_excess(self._log_rho),
@@ -60,7 +60,7 @@ class TorchBatch:
         # One transfer from the device for everything.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
-        return Columns.of(table[: len(COLUMNS)]), Measures.by_token(quantities, of_quantities)
+        return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         return self._rows.to_given_layout(
@@ -79,8 +79,8 @@ class TorchBatch:
         return self._rows.to_given_layout(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
-        """What each row has, given to its tokens."""
-        return self._rows.broadcast(self._rows.to_column(torch.from_numpy(rows).to(self.device)))
+        """Spread one value a row over the row's tokens."""
+        return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
         rows, values, valid = self._rows, self._values(quantity), self._valid
@@ -106,8 +106,6 @@ class TorchBatch:
         return raw
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
-        """Above and below inclusive bounds, compared in float32 as the masks compare."""
-        value = (self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)).to(
-            torch.float32
-        )
+        """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
+        value = (self._log_rho if quantity.is_weight else divergence(quantity.kind, self._log_rho)).to(torch.float32)
         return value > quantity.upper, value < quantity.lower

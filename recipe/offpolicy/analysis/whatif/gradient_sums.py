@@ -1,4 +1,4 @@
-"""Sums over the rows of a step, of what one correction decides. Everything in float64.
+"""Sums over the rows of a step of what one correction decides, in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
 f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
@@ -22,7 +22,7 @@ from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, fi
 from ...recording import Rows
 from .base_loss import BaseLoss
 from .blocks import Block
-from .replay import Decided
+from .replay import Decision
 
 TURN_GROUPS = ("is0", "is1", "is2", "ge3")
 """Turns of a row by number, the first is 0; named as staleness is."""
@@ -58,8 +58,8 @@ INDEX = {name: place for place, name in enumerate(COLUMNS)}
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A block with what does not depend on the correction.
+class ReferenceBlock:
+    """A block with the quantities that no correction changes.
 
     Attributes:
         block: the rows.
@@ -105,7 +105,7 @@ class Judged:
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
-        """The columns that no correction changes, (B,) each."""
+        """Columns that no correction changes, (B,) each."""
         tokens = self.block.mask.sum(-1).double()
         columns = {
             "tokens": tokens,
@@ -123,25 +123,29 @@ class Judged:
         return columns | {f"turn/{name}/tokens": turn.sum(-1).double() for name, turn in by_turn}
 
 
-def judged(block: Block, base_loss: BaseLoss) -> Judged:
-    """What the corrections of a block are measured against."""
+def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
+    """Build the quantities that the corrections of a block are compared with."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
     counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
     full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
     advantages = torch.where(counted, block.advantages, 0.0).double()
-    return Judged(
+    return ReferenceBlock(
         block=block,
         counted=counted.double(),
         advantages=advantages,
         base_loss=base_loss,
-        base_factor=base_loss.factor(compute_log_ratio(block.log_prob, block.old_log_prob, counted), advantages),
+        base_factor=base_loss.compute_factor(
+            compute_log_ratio(block.log_prob, block.old_log_prob, counted), advantages
+        ),
         references={"token": clamp_and_exp(full), "sequence": clamp_and_exp(full.sum(-1, keepdim=True))},
         mismatch=torch.expm1(full.clamp(-EXP_CLAMP, EXP_CLAMP)) - full,
     )
 
 
-def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged, scale: NDArray[np.float64] | None = None) -> Tensor:
-    """f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
+def compute_gradient_weight(
+    spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
+) -> Tensor:
+    """Compute f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
 
     Args:
         scale: (N,) s of each row of the step; None: 1.
@@ -154,14 +158,14 @@ def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged, scale: NDArra
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
-    return applied * of.base_loss.factor(log_r, of.advantages)
+    return applied * of.base_loss.compute_factor(log_r, of.advantages)
 
 
-def row_sums(by: Decided, of: Judged, weighed: Tensor) -> NDArray[np.float64]:
-    """(B, len(COLUMNS)).
+def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArray[np.float64]:
+    """Compute the sums of each row: (B, len(COLUMNS)).
 
     Args:
-        weighed: (B, W) f A, see ``gradient_weight``.
+        weighed: (B, W) f A, see ``compute_gradient_weight``.
     """
     applied = torch.where(by.keep, by.weight, 0.0).double()
     valid, kept, total = by.valid.sum(-1).double(), by.keep.sum(-1).double(), applied.sum(-1)
@@ -197,7 +201,7 @@ def row_sums(by: Decided, of: Judged, weighed: Tensor) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The groups of a step's N rows, G of them, each cut by length into L buckets.
+    """Groups of a step's N rows, G of them, each split by length into L buckets.
 
     Attributes:
         names: of the groups; "" holds all rows.
@@ -207,13 +211,13 @@ class Grouping:
     names: tuple[str, ...]
     member: NDArray[np.float64]
 
-    def sums(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(G, L, columns) from (N, columns)."""
+    def sum_rows(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum rows by group: (G, L, columns) from (N, columns)."""
         return (self.member @ table).reshape(len(self.names), -1, table.shape[1])
 
 
-def grouping(rows: Rows) -> Grouping:
-    """Groups as ``correction.telemetry`` sorts rows.
+def build_grouping(rows: Rows) -> Grouping:
+    """Group rows as ``correction.telemetry`` does.
 
     Length counts valid tokens, mu and pi_old finite; the sign is that of the sum of the row's advantages over them.
     The last of the L buckets holds rows without a valid token.
@@ -240,5 +244,5 @@ def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum over each row of the product, without the product as a tensor."""
+    """Sum the product over each row, without a temporary of its size."""
     return torch.einsum("bw,bw->b", one, other)

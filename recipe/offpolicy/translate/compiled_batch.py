@@ -1,4 +1,4 @@
-"""A batch read by compiled loops on the CPU: each row's valid tokens once, in float64, without a temporary."""
+"""Compiled CPU backend of the batch sweep: each row's valid tokens are read once, in float64, without temporaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..correction.ratios import EXP_CLAMP, promote_weight_dtype
 from ..correction.row_layout import PackedRows, RowLayout
 from . import loops
-from .columns import COLUMNS, MEASURES, Columns, Kind, Measures, Numbers, Quantity, Truths
+from .row_sums import COLUMNS, MEASURES, Kind, Numbers, Quantity, QuantitySums, RowSums, Truths
 
 _CODES: dict[Kind, int] = {
     "raw": loops.RAW,
@@ -28,8 +28,8 @@ _BLOCK = 2**18
 """Tokens that are converted at a time where a tensor cannot be read as it lies."""
 
 
-class SweptBatch:
-    """See ``columns.Batch``.
+class CompiledBatch:
+    """CPU backend of ``row_sums.Batch`` by compiled loops.
 
     Args:
         rows: how the tensors lie.
@@ -50,7 +50,7 @@ class SweptBatch:
         self._starts = self._offsets[:-1]
         self._ends = self._offsets[1:]
 
-    def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         count = self._rows.count
         columns, measures = np.zeros((len(COLUMNS), count)), np.zeros((len(MEASURES), len(quantities), count))
         ends = self._starts.copy()  # what the mask does not span is not read again
@@ -59,7 +59,7 @@ class SweptBatch:
             loops.sweep(*read, EXP_CLAMP, *asked, ends[rows], rows.start, columns, measures)
             ends[rows] += tokens.start
         self._ends = ends
-        return Columns.of(columns), Measures.by_token(quantities, measures)
+        return RowSums.from_table(columns), QuantitySums.from_token_table(quantities, measures)
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         weights = self._zeros(self._dtype)
@@ -89,12 +89,15 @@ class SweptBatch:
         return self._rows.to_given_layout(tokens.view(self._tensors[0].shape))
 
     def _zeros(self, dtype: torch.dtype) -> NDArray[Any]:
-        """(N,); memory that is never written to is never there, and most of it is padding."""
+        """Allocate (N,) zeros; pages that are never written, mostly padding, take no memory."""
         return np.zeros(self._tensors[0].numel(), dtype=torch.empty(0, dtype=dtype).numpy().dtype)
 
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
-        """Some rows, or all where nothing has to be converted: which rows and which flat tokens they are; and log
-        pi_old, log mu and mask of these tokens, and where each row starts and stops among them."""
+        """Yield the batch in parts of at most ``_BLOCK`` tokens, or whole where no tensor needs a conversion.
+
+        Each part is its rows, its flat tokens, and log pi_old, log mu and mask of these tokens with the start and
+        stop of each row among them.
+        """
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
         if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor, dtype in pairs):
             edges = [0, self._rows.count]
@@ -107,21 +110,21 @@ class SweptBatch:
             yield rows, slice(offset, offset + len(old)), read
 
     def _part(self, tokens: Tensor, rows: slice) -> Tensor:
-        """Flat, those of some rows; a copy only where they do not lie together."""
+        """Return the flat tokens of some rows; a copy only where they are not contiguous."""
         if tokens.dim() == 2:
             return tokens[rows].reshape(-1)
         return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]
 
 
 def _offsets(rows: RowLayout, tokens: Tensor) -> NDArray[np.int64]:
-    """(B + 1,), where each row begins among flat tokens, and how many there are."""
+    """Compute (B + 1,) offsets of the rows among the flat tokens."""
     if isinstance(rows, PackedRows):
         return rows.offsets.numpy().astype(np.int64, copy=False)
     return np.arange(rows.count + 1, dtype=np.int64) * tokens.shape[1]
 
 
 def _edges(stops: NDArray[np.int64]) -> list[int]:
-    """Rows at which to cut, so that parts have ``_BLOCK`` tokens at most, or one row."""
+    """Choose rows at which to cut, so that a part has at most ``_BLOCK`` tokens, or one row."""
     edges, start = [0], 0
     for row in range(1, len(stops)):
         if stops[row] - start > _BLOCK:
@@ -131,7 +134,7 @@ def _edges(stops: NDArray[np.int64]) -> list[int]:
 
 
 def _asked(quantities: Sequence[Quantity]) -> tuple[NDArray[Any], ...]:
-    """Kind, lower and upper in float32, cap of the weight, and bounds of the clamp, one row a quantity."""
+    """Pack the quantities for the loops: kind, lower and upper in float32, cap of the weight, and (m, 2) clamps."""
     return (
         np.array([_CODES[quantity.kind] for quantity in quantities], dtype=np.int64),
         np.array([quantity.lower for quantity in quantities], dtype=np.float32),

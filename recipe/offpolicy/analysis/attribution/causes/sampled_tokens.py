@@ -1,4 +1,4 @@
-"""Recorded tokens, sorted for tests: by prompt, and by the context that they were sampled in.
+"""Recorded tokens grouped for tests: by prompt, and by the context that they were sampled in.
 
 Rows of one prompt share their first tokens. Where two rows have sampled from one and the same context, the two
 policies' distributions there are seen at several points, and what differs by a constant is told from what does not.
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....recording import Rows
-from ..profiles import Tokens, tokens_of
+from ..profiles import ValidTokens, select_valid_tokens
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -22,8 +22,8 @@ REPLICATES = 400
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Tokens of a recording that count.
+class SampledTokens:
+    """Valid tokens of a recording, with their prompt, context and age.
 
     Attributes:
         tokens: log-probs and places, (n,) each.
@@ -36,7 +36,7 @@ class Sampled:
         turns: number of turns that any row has.
     """
 
-    tokens: Tokens
+    tokens: ValidTokens
     step: Integers
     staleness: Integers
     cluster: Integers
@@ -48,11 +48,11 @@ class Sampled:
     def __len__(self) -> int:
         return len(self.step)
 
-    def take(self, chosen: NDArray[np.bool_]) -> Sampled:
-        """These tokens alone."""
+    def take(self, chosen: NDArray[np.bool_]) -> SampledTokens:
+        """Return these tokens alone."""
         t = self.tokens
-        return Sampled(
-            tokens=Tokens(
+        return SampledTokens(
+            tokens=ValidTokens(
                 row=t.row[chosen],
                 place=t.place[chosen],
                 mu=t.mu[chosen],
@@ -73,18 +73,18 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval of 98 %, by resampling prompts."""
+    """An estimate with its 98 % interval, by resampling prompts."""
 
     value: float
     low: float
     high: float
 
 
-def sampled_of(rows: Rows) -> Sampled:
-    """Sort the tokens of ``rows``."""
-    tokens = tokens_of(rows)
+def collect_tokens(rows: Rows) -> SampledTokens:
+    """Collect the valid tokens of ``rows`` and number their prompts and contexts."""
+    tokens = select_valid_tokens(rows)
     group = _groups(rows)
-    return Sampled(
+    return SampledTokens(
         tokens=tokens,
         step=rows.step[tokens.row],
         staleness=rows.staleness[tokens.row],
@@ -99,7 +99,7 @@ def sampled_of(rows: Rows) -> Sampled:
 def estimate(
     columns: Array, cluster: Integers, statistic: Callable[[Array], float], *, seed: int = 0
 ) -> Estimate | None:
-    """A statistic of sums over tokens, with an interval; None where it is not finite.
+    """Estimate a statistic of sums over tokens, with a cluster-bootstrap interval; None where it is not finite.
 
     Args:
         columns: (n, k), summed over tokens.
@@ -124,7 +124,7 @@ def estimate(
 
 
 def _groups(rows: Rows) -> Integers:
-    """(N,) numbers of prompts: by uid, or by the prompt's tokens, or each row by itself."""
+    """Number the prompts, (N,): by uid, else by the prompt's tokens, else each row by itself."""
     prompts = [
         str(uid) or (rows.prompt_ids[start:end].tobytes().hex() or f"row {index}")
         for index, (uid, start, end) in enumerate(
@@ -141,7 +141,7 @@ def _groups(rows: Rows) -> Integers:
 
 
 def _again(rows: Rows) -> Integers:
-    """(N,) steps since a prompt of the same tokens was first among the rows; -1 where a row has no prompt."""
+    """Compute (N,) steps since a prompt of the same tokens first came; -1 where a row has no prompt."""
     first: dict[bytes, int] = {}
     ages = np.full(len(rows), -1, dtype=np.int64)
     for index in np.argsort(rows.step, kind="stable"):
@@ -153,7 +153,7 @@ def _again(rows: Rows) -> Integers:
 
 
 def _prefixes(rows: Rows) -> NDArray[np.uint64]:
-    """(M,) a hash of all response tokens before each one in its row."""
+    """Hash all response tokens before each one in its row, (M,)."""
     words = _mixed(rows.response_ids.astype(np.uint64) * np.uint64(1 << 32) + rows.position.astype(np.uint64))
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
     starts = ends[rows.offsets[:-1]]
@@ -161,7 +161,7 @@ def _prefixes(rows: Rows) -> NDArray[np.uint64]:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele et al. 2014), elementwise, modulo 2^64."""
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014), elementwise, modulo 2^64."""
     values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -169,5 +169,6 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _numbered(keys: NDArray[np.generic]) -> Integers:
+    """Replace keys by consecutive integers."""
     _, numbers = np.unique(keys, return_inverse=True)
     return numbers.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Stale weights or cache: the gap grows from step to step and falls back at a synchronisation.
+"""Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
 
 Keys and values of older weights stay in an engine's prefix cache where it is not cleared when new weights arrive. They
 are taken for prompts that come again and not for new ones. That alone does not tell them from older weights: an update
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....monitor.mismatch.sums import EDGES
-from ..profiles import k3
-from .cause import Cause, absent, untestable
-from .sampled import Array, Estimate, Sampled, estimate
+from ..profiles import compute_k3
+from .cause import Cause, report_absent, report_untestable
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "stale weights"
@@ -34,8 +34,8 @@ _FIX_CACHE = (
 Mask = NDArray[np.bool_]
 
 
-def find(sampled: Sampled) -> tuple[Cause, Mask]:
-    """KL of each step, or staleness, against the freshest, and of prompts that come again against new ones.
+def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Compare KL of each step, or staleness, with the freshest, and of repeated prompts with new ones.
 
     Returns:
         The verdict, and which tokens are fresh: all of them unless it is present.
@@ -58,7 +58,7 @@ def find(sampled: Sampled) -> tuple[Cause, Mask]:
 
 
 def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
-    """The verdict on prompts that come again; ``alone``: new ones are known to be as fresh as at the freshest step."""
+    """Build the verdict on repeated prompts; ``alone``: new ones are as fresh as the freshest step."""
     which = (
         "and new ones are fresh: the engine's prefix cache holds keys and values of older weights"
         if alone
@@ -75,15 +75,15 @@ def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> 
     )
 
 
-def _kept(sampled: Sampled, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
-    """KL of rows whose prompt came in an earlier step over that of rows with a new one, and the evidence for it.
+def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
+    """Estimate KL of rows with a repeated prompt over that of rows with a new one, with the evidence.
 
     Compared in the same step, at the same staleness and at the same probability under mu, so that the age of a
     step and certainty are not in it. A prompt that came before and was not recorded counts as new, which
     makes the factor smaller. None where ``LEAST_TOKENS`` of either are not there to compare.
     """
     new = sampled.again == 0
-    loss = k3(sampled.tokens.gap)
+    loss = compute_k3(sampled.tokens.gap)
     keys = np.stack([sampled.step, sampled.staleness, np.digitize(sampled.tokens.mu, EDGES)], axis=-1)
     _, stratum = np.unique(keys, axis=0, return_inverse=True)
     stratum = stratum.reshape(-1)
@@ -109,7 +109,7 @@ def _kept(sampled: Sampled, again: Mask) -> tuple[Estimate | None, Mapping[str, 
 
 
 def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
-    """What to add on weights against cache where prompts of both kinds were compared."""
+    """Describe whether weights or cache are stale, where prompts of both kinds were compared."""
     ratio = f"; prompts that come again have {kept.value:.1f} times the KL of new ones"
     if kept.high < THRESHOLDS.growth:
         return f"{ratio}, so it is the weights"
@@ -118,8 +118,8 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
     return f"{ratio}, which does not tell weights from cache"
 
 
-def _without_comparison(sampled: Sampled, again: Mask) -> str:
-    """The same where they could not be."""
+def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
+    """Describe whether weights or cache are stale, where prompts could not be compared."""
     if (sampled.staleness > 0).any():
         return ""  # the versions say it
     if (sampled.again < 0).any():
@@ -129,15 +129,15 @@ def _without_comparison(sampled: Sampled, again: Mask) -> str:
     return "; weights or cache, which new prompts beside those that come again would tell apart"
 
 
-def _of_weights(sampled: Sampled) -> tuple[Cause, Mask]:
-    """KL of each step, or of each staleness where it is known, against the freshest."""
+def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Test KL of each step, or of each staleness where it is known, against the freshest."""
     everything = np.ones(len(sampled), dtype=bool)
     if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
         return _by_version(sampled)
-    loss = k3(sampled.tokens.gap)
+    loss = compute_k3(sampled.tokens.gap)
     steps = [int(step) for step in np.unique(sampled.step) if (sampled.step == step).sum() >= LEAST_TOKENS]
     if len(steps) < 2:
-        return untestable(NAME, f"fewer than two steps have {LEAST_TOKENS} tokens"), everything
+        return report_untestable(NAME, f"fewer than two steps have {LEAST_TOKENS} tokens"), everything
     series = {step: float(loss[sampled.step == step].mean()) for step in steps}
     freshest = min(steps, key=lambda step: series[step])
     worst = max(steps, key=lambda step: series[step])
@@ -146,11 +146,11 @@ def _of_weights(sampled: Sampled) -> tuple[Cause, Mask]:
     evidence = {f"kl_step_{step}": value for step, value in series.items()}
     evidence |= {"rises": float(grows), "resets": float(falls)}
     if factor is None:
-        return untestable(NAME, "both policies agree to the bit at some step", **evidence), everything
+        return report_untestable(NAME, "both policies agree to the bit at some step", **evidence), everything
     evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
     if factor.low <= THRESHOLDS.growth or (worst < freshest and not falls):
         return (
-            absent(
+            report_absent(
                 NAME, f"the KL of steps differs by a factor of {factor.value:.1f} at most, without resets", **evidence
             ),
             everything,
@@ -170,12 +170,13 @@ def _of_weights(sampled: Sampled) -> tuple[Cause, Mask]:
     )
 
 
-def _by_version(sampled: Sampled) -> tuple[Cause, Mask]:
+def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Test KL of stale rows against fresh ones."""
     fresh = sampled.staleness == 0
     stale = sampled.staleness > 0
     everything = np.ones(len(sampled), dtype=bool)
     factor = _factor(sampled, stale, fresh)
-    loss = k3(sampled.tokens.gap)
+    loss = compute_k3(sampled.tokens.gap)
     oldest = int(sampled.staleness.max())
     evidence = {
         f"kl_staleness_{age}": float(loss[sampled.staleness == age].mean())
@@ -183,11 +184,11 @@ def _by_version(sampled: Sampled) -> tuple[Cause, Mask]:
         if (sampled.staleness == age).any()
     }
     if factor is None:
-        return untestable(NAME, "both policies agree to the bit on fresh rows", **evidence), everything
+        return report_untestable(NAME, "both policies agree to the bit on fresh rows", **evidence), everything
     evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
     if factor.low <= THRESHOLDS.growth:
         return (
-            absent(NAME, f"stale rows have {factor.value:.1f} times the KL of fresh ones", **evidence),
+            report_absent(NAME, f"stale rows have {factor.value:.1f} times the KL of fresh ones", **evidence),
             everything,
         )
     return (
@@ -203,8 +204,9 @@ def _by_version(sampled: Sampled) -> tuple[Cause, Mask]:
     )
 
 
-def _factor(sampled: Sampled, here: Mask, there: Mask) -> Estimate | None:
-    loss = k3(sampled.tokens.gap)
+def _factor(sampled: SampledTokens, here: Mask, there: Mask) -> Estimate | None:
+    """Estimate the ratio of the mean KL of two sets of tokens."""
+    loss = compute_k3(sampled.tokens.gap)
     columns = np.stack([here, here * loss, there, there * loss], axis=-1).astype(np.float64)
     chosen = here | there
 
@@ -215,6 +217,6 @@ def _factor(sampled: Sampled, here: Mask, there: Mask) -> Estimate | None:
 
 
 def _shape(series: list[float]) -> tuple[int, int]:
-    """How often the series rises by half or more, and how often it falls to less than half."""
+    """Count how often the series rises by half or more, and how often it falls to less than half."""
     pairs = list(pairwise(series))
     return sum(b > 1.5 * a for a, b in pairs), sum(b < 0.5 * a for a, b in pairs)

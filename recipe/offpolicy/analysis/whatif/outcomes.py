@@ -1,4 +1,4 @@
-"""What a replay finds, as values."""
+"""Results of a replay, as values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from .agreement import Agreement
 from .candidates import Candidate
 from .fidelity import Fidelity
-from .measures import Measures, Share, Sums, measures, turn_shares
+from .measures import CorrectionMeasures, Sums, TurnShare, compute_measures, compute_turn_shares
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one correction did to the recorded steps.
+class CorrectionOutcome:
+    """Effect of one correction on the recorded steps.
 
     Attributes:
         candidate: which one.
@@ -24,10 +24,10 @@ class Outcome:
     """
 
     candidate: Candidate
-    overall: Measures
-    groups: Mapping[str, Measures]
-    turns: Mapping[str, Share]
-    steps: Mapping[int, Measures]
+    overall: CorrectionMeasures
+    groups: Mapping[str, CorrectionMeasures]
+    turns: Mapping[str, TurnShare]
+    steps: Mapping[int, CorrectionMeasures]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Study:
     steps: tuple[int, ...]
     rows: int
     tokens: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CorrectionOutcome, ...]
     failures: Mapping[str, str]
     agreement: Agreement
     fidelity: Fidelity
@@ -57,8 +57,8 @@ class Study:
 
 
 @dataclass
-class Running:
-    """One correction while steps go by."""
+class RunningOutcome:
+    """Accumulated sums of one correction while steps are replayed."""
 
     candidate: Candidate
     steps: dict[int, Sums] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class Running:
         self.steps[step] = sums[0] + self.steps.get(step, 0)
         self.total = sums if self.total is None else self.total + sums
 
-    def outcome(self) -> Outcome:
+    def build_outcome(self) -> CorrectionOutcome:
         assert self.total is not None, "a step was added"
-        groups = {name: measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
+        groups = {name: compute_measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
         overall = groups.pop("")
-        turns = turn_shares(self.total[0])
-        return Outcome(
+        turns = compute_turn_shares(self.total[0])
+        return CorrectionOutcome(
             self.candidate,
             overall,
             {name: group for name, group in groups.items() if group.rows},
             {name: share for name, share in turns.items() if share.tokens},
-            {step: measures(sums) for step, sums in self.steps.items()},
+            {step: compute_measures(sums) for step, sums in self.steps.items()},
         )

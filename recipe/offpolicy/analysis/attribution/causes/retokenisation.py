@@ -1,33 +1,33 @@
-"""Re-tokenisation: the gap sits in some turns of a conversation, because the trainer sees other tokens there."""
+"""Re-tokenisation test: the gap sits in some turns of a conversation, where the trainer sees other tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ....monitor.mismatch.sums import EDGES
-from ..profiles import k3
-from .cause import Cause, absent, untestable
-from .sampled import Array, Estimate, Sampled, estimate
+from ..profiles import compute_k3
+from .cause import Cause, report_absent, report_untestable
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "re-tokenisation"
 
 
-def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
-    """KL of each turn against the cleanest one, at equal probability under mu.
+def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
+    """Test the KL of each turn against the cleanest one, at equal probability under mu.
 
     Returns:
         The verdict, and which tokens are in clean turns: all of them unless it is present.
     """
     everything = np.ones(len(sampled), dtype=bool)
     if sampled.turns < 2:
-        return untestable(NAME, "rows have one turn"), everything
+        return report_untestable(NAME, "rows have one turn"), everything
     turn = sampled.tokens.turn
     numbers = [int(number) for number in np.unique(turn) if (turn == number).sum() >= LEAST_TOKENS]
     if len(numbers) < 2:
-        return untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
+        return report_untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
     # Medians do not follow the few tokens that are out of place in a clean turn.
-    means = {number: float(k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
+    means = {number: float(compute_k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
     cleanest = min(means, key=lambda number: means[number])
     evidence: dict[str, float] = {f"kl_turn_{number}": value for number, value in means.items()}
     evidence["cleanest"] = cleanest
@@ -44,7 +44,7 @@ def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
         else:
             clean |= turn == number
     if not worse:
-        return absent(NAME, "all turns have about the same gap at equal probability", **evidence), everything
+        return report_absent(NAME, "all turns have about the same gap at equal probability", **evidence), everything
     worst = max(worse, key=lambda number: worse[number].value)
     return (
         Cause(
@@ -61,9 +61,9 @@ def find(sampled: Sampled) -> tuple[Cause, np.ndarray]:
     )
 
 
-def _factor(sampled: Sampled, number: int, cleanest: int) -> Estimate | None:
-    """KL of a turn over what the cleanest turn has at the same probabilities, with its interval."""
-    loss = k3(sampled.tokens.gap)
+def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | None:
+    """Estimate KL of a turn over that of the cleanest turn at the same probabilities."""
+    loss = compute_k3(sampled.tokens.gap)
     bins = np.digitize(sampled.tokens.mu, EDGES)
     width = len(EDGES) + 1
     here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest

@@ -1,4 +1,4 @@
-"""Faults that are to be mended before a bound is chosen: one that is set by their mismatch fits the fault."""
+"""Faults to mend before a bound is set: a bound chosen by a faulty run's mismatch fits the fault."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...recording import Rows, Step
-from .causes import Cause, find_in, numerics, stale
-from .scored import scored
+from .causes import Cause, find_causes_in_rows, numerics, stale_weights
+from .scored_rows import select_scored_rows
 
 TOKENS, STEPS = 400_000, 64
 """That are kept of a recording to look for causes in."""
 
 
-def unnoticed_staleness(causes: Iterable[Cause], rows: Rows) -> bool:
-    """Whether older weights were found in rows of which none is noted to be stale."""
-    found = any(cause.name == stale.NAME and cause.verdict == "present" for cause in causes)
+def has_unnoticed_staleness(causes: Iterable[Cause], rows: Rows) -> bool:
+    """Check whether stale weights were found although no row is recorded as stale."""
+    found = any(cause.name == stale_weights.NAME and cause.verdict == "present" for cause in causes)
     return found and not bool((rows.staleness > 0).any())
 
 
-def mend_first(causes: Iterable[Cause], rows: Rows) -> str:
-    """A sentence that names the faults among ``causes``; empty where there is none.
+def describe_faults(causes: Iterable[Cause], rows: Rows) -> str:
+    """Name the faults among ``causes`` in a sentence; empty where there is none.
 
     Numerics, and older weights whose age was noted, are what a correction is for.
     """
     causes = list(causes)
-    meant = {numerics.NAME} if unnoticed_staleness(causes, rows) else {numerics.NAME, stale.NAME}
+    meant = {numerics.NAME} if has_unnoticed_staleness(causes, rows) else {numerics.NAME, stale_weights.NAME}
     faults = [cause for cause in causes if cause.verdict == "present" and cause.name not in meant]
     if not faults:
         return ""
@@ -40,8 +40,8 @@ def mend_first(causes: Iterable[Cause], rows: Rows) -> str:
     )
 
 
-class Screen:
-    """Keeps part of a recording's rows while somebody else reads it, to look for faults in.
+class FaultScreen:
+    """Sampler of a recording's rows that looks for faults while another reader consumes the recording.
 
     Args:
         steps: of the recording.
@@ -53,24 +53,24 @@ class Screen:
         self._tokens = TOKENS // max(len(self._steps), 1)
         self._kept: list[Step] = []
 
-    def watching(self, parts: Iterable[Step]) -> Iterator[Step]:
-        """The same ``parts``."""
+    def tee(self, parts: Iterable[Step]) -> Iterator[Step]:
+        """Yield ``parts`` unchanged and keep a sample of their rows."""
         for part in parts:
             if len(part.rows) and int(part.rows.step[0]) in self._steps:
                 chosen = _some(part.rows, self._tokens)
                 self._kept.append(Step(part.rows.take(chosen), part.spec, part.reasons))
             yield part
 
-    def mend_first(self, card: Mapping[str, Any]) -> str:
-        """See the function of that name; of what was watched."""
+    def describe_faults(self, card: Mapping[str, Any]) -> str:
+        """Name the faults in the sampled rows, see ``faults.describe_faults``."""
         if not self._kept:
             return ""
-        found = scored(self._kept)
-        return mend_first(find_in(found.rows, card), found.rows) if len(found.rows) else ""
+        found = select_scored_rows(self._kept)
+        return describe_faults(find_causes_in_rows(found.rows, card), found.rows) if len(found.rows) else ""
 
 
 def _some(rows: Rows, tokens: int) -> NDArray[np.int64]:
-    """Rows of some prompts, of the same ones in every step, up to ``tokens``; one prompt at the least."""
+    """Choose the rows of some prompts, the same ones in every step, up to ``tokens``; at least one prompt."""
     bounds = zip(rows.prompt_offsets[:-1], rows.prompt_offsets[1:], rows.uid, strict=True)
     drawn = np.array([crc32(rows.prompt_ids[a:b].tobytes() or str(uid).encode()) for a, b, uid in bounds])
     _, of_row = np.unique(drawn, return_inverse=True)

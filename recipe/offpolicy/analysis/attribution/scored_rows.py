@@ -1,4 +1,4 @@
-"""The recorded rows that can be attributed: those whose log pi_old by the trainer's own weights is known."""
+"""Selection of the recorded rows whose log pi_old by the trainer's own weights is known."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...recording.pi_old import scored_rows, trainers_pi_old
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Rows to attribute.
+class ScoredRows:
+    """Rows to attribute, and the count of those left out.
 
     Attributes:
         rows: with log pi_old by the trainer's own weights as ``old_log_prob``.
@@ -25,8 +25,8 @@ class Scored:
     left_out: int
 
 
-def scored(parts: Iterable[Step]) -> Scored:
-    """Of all ``parts``.
+def select_scored_rows(parts: Iterable[Step]) -> ScoredRows:
+    """Select the rows of all ``parts`` whose log pi_old is known.
 
     Raises:
         ValueError: there is no part.
@@ -36,11 +36,11 @@ def scored(parts: Iterable[Step]) -> Scored:
         known = scored_rows(part)
         rows.append(replace(part.rows, old_log_prob=trainers_pi_old(part)).take(np.flatnonzero(known)))
         left_out += int((~known).sum())
-    return Scored(concatenated(rows), left_out)
+    return ScoredRows(concatenated(rows), left_out)
 
 
-def left_out_note(left_out: int) -> str:
-    """What is said of rows beside those that are attributed; empty where there are none."""
+def describe_left_out(left_out: int) -> str:
+    """Describe the rows that are left out of an attribution; empty where there are none."""
     if not left_out:
         return ""
     return (
@@ -49,8 +49,8 @@ def left_out_note(left_out: int) -> str:
     )
 
 
-def none_scored(left_out: int) -> str:
-    """Why nothing can be attributed where all rows are left out, and what to do; without a full stop."""
+def describe_none_scored(left_out: int) -> str:
+    """Say why nothing can be attributed where all rows are left out, with the fix; without a full stop."""
     return (
         f"{left_out} rows are recorded, none at the first gradient step of its step, and pi_old of the trainer was not "
         f"recorded. Record with correction.proximal=recompute"

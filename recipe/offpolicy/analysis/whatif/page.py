@@ -1,12 +1,12 @@
-"""A study as one self-contained page."""
+"""HTML page of a study."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from .. import pages
-from . import draw, show
-from .results import Study
+from . import figures, tables
+from .outcomes import Study
 
 _STEPS = 60
 """Steps up to which the table by step is shown."""
@@ -40,35 +40,38 @@ MEANINGS = {
 }
 
 
-def page(study: Study) -> pages.Page:
-    """Everything that was found, and what it means."""
+def build_page(study: Study) -> pages.Page:
+    """Build the page: all results, and the meaning of their columns."""
     result = pages.Page("What if: other corrections on recorded steps", subtitle=study.directory)
     span = f"{study.steps[0]} to {study.steps[-1]} ({len(study.steps)})"
     facts = {"steps": span, "rows": study.rows, "response tokens": study.tokens}
-    result.section(
+    result.add_section(
         "Replay",
-        pages.keys(facts),
-        pages.paragraph(show.fidelity_sentence(study.fidelity)),
-        *(pages.paragraph(note) for note in [*study.notes, *show.left_out(len(study.outcomes))]),
+        pages.render_keys(facts),
+        pages.render_paragraph(tables.describe_fidelity(study.fidelity)),
+        *(pages.render_paragraph(note) for note in [*study.notes, *tables.describe_left_out(len(study.outcomes))]),
     )
-    result.section(
+    result.add_section(
         "Corrections",
-        pages.table(show.overall_table(study)),
-        *(pages.panels(line) for line in draw.panels(study)),
+        pages.render_table(tables.build_overall_table(study)),
+        *(pages.render_panels(line) for line in figures.build_panels(study)),
     )
-    result.section("Kept share", pages.table(show.group_table(study)))
-    if agreement := list(show.agreement_tables(study)):
-        result.section("Agreement", *(pages.table(table) for table in agreement))
-    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= show.MOST_COMPARED:
+    result.add_section("Kept share", pages.render_table(tables.build_group_table(study)))
+    if agreement := list(tables.build_agreement_tables(study)):
+        result.add_section("Agreement", *(pages.render_table(table) for table in agreement))
+    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= tables.MOST_COMPARED:
         fields = ("kept_tokens", "ess", "lr_scale")
-        by_step = [pages.details(show.OVERALL[name], pages.table(show.step_table(study, name))) for name in fields]
-        result.section("By step", *by_step)
+        by_step = [
+            pages.render_details(tables.OVERALL[name], pages.render_table(tables.build_step_table(study, name)))
+            for name in fields
+        ]
+        result.add_section("By step", *by_step)
     if study.failures:
-        result.section("Not replayed", pages.table(show.failure_table(study)))
-    result.section("What the columns mean", pages.keys(MEANINGS))
+        result.add_section("Not replayed", pages.render_table(tables.build_failure_table(study)))
+    result.add_section("What the columns mean", pages.render_keys(MEANINGS))
     return result
 
 
-def write(study: Study, path: Path) -> int:
-    """Returns the size of the page in bytes."""
-    return page(study).write(path)
+def write_page(study: Study, path: Path) -> int:
+    """Write the page; return its size in bytes."""
+    return build_page(study).write(path)

@@ -1,4 +1,4 @@
-"""Files that a tool is asked to write, checked before the work of making them."""
+"""Checks of output paths, before the work whose result they are to hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _KINDS = " or ".join(PICTURES)
 
 
 class PageError(ValueError):
-    """A page cannot be written: the message says why and what to leave out."""
+    """A page or figure cannot be written; the message says why and how to mend it."""
 
 
 def check_target(option: str, path: Path, example: str) -> None:
-    """Raise PageError where no file can be written at the path that an option names, before the work of making it.
+    """Raise PageError if no file can be written at the path that an option names.
 
     Args:
         example: a name of such a file; where it is a picture's, the path has to be one's too.
