@@ -107,5 +107,7 @@ class TorchBatch:
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
-        value = (self._log_rho if quantity.is_weight else divergence(quantity.kind, self._log_rho)).to(torch.float32)
+        value = (self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)).to(
+            torch.float32
+        )
         return value > quantity.upper, value < quantity.lower
