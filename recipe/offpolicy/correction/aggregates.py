@@ -75,6 +75,7 @@ def _divergence(name: str, log_ratio: Tensor, numerator: Tensor, denominator: Te
 
 def _family(measure: str, mean: float, other: float, at: Callable[[float], float], *, signed: bool) -> list[Aggregate]:
     """Build the entries for sum, mean and max of a per-token divergence."""
+    bounds: tuple[tuple[Literal["sum", "mean", "max"], float], ...] = (("sum", other), ("mean", mean), ("max", other))
     return [
         Aggregate(
             f"{measure}_{reduce}",
@@ -85,7 +86,7 @@ def _family(measure: str, mean: float, other: float, at: Callable[[float], float
             at=at,
             single="" if reduce == "sum" else f"{measure}_sum",
         )
-        for reduce, bound in (("sum", other), ("mean", mean), ("max", other))
+        for reduce, bound in bounds
     ]
 
 

@@ -166,7 +166,7 @@ def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
     offline = compute_scores([Step(rows, NONE, ())], correction, [part])[0][part.key]
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
     (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
-    kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)
+    kept = offline.looked & ~offline.find_outside(correction.masks[0][1].limits)
     assert online["opsm/kept"].parts == (float(kept.sum()), float(offline.looked.sum()))
     assert 0 < kept.sum() < offline.looked.sum() < len(offline)
 
