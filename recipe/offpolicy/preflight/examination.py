@@ -53,7 +53,7 @@ class Preflight:
     options: tuple[str, ...]
     problems: tuple[Problem, ...]
     said: tuple[str, ...]
-    format_headline: str
+    headline: str
 
     @property
     def stopping(self) -> tuple[Problem, ...]:

@@ -19,6 +19,7 @@ from recipe.offpolicy.fault_tolerance.checkpoints import (
     check_before_loading,
     find_changes,
     guard_save,
+    write_json,
 )
 
 TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
@@ -257,3 +258,15 @@ def test_a_checkpoint_whose_weights_verl_has_deleted_is_not_resumed(tmp_path: Pa
     for weights in (tmp_path / "global_step_4" / "actor").iterdir():
         weights.unlink()
     assert to_resume(tmp_path) == "2"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, {"b": 1, "a": [None, "x"]}, mode=0o600)
+    assert json.loads(path.read_text()) == {"a": [None, "x"], "b": 1}
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
