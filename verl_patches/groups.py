@@ -31,6 +31,7 @@ class Group:
 
     @property
     def module(self) -> str:
+        """Dotted name of the group's package."""
         return f"{_PACKAGE}.{self.name}"
 
 

@@ -44,6 +44,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the target is wrapped in this process."""
     return CONTRACT.in_force()
 
 

@@ -3,7 +3,7 @@
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
 
 Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
-argument is no good.
+argument is invalid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "hydra", *shown)
-    from .analysis.attribution.attribution import attribute, size_warning
+    from .analysis.attribution.attribution import attribute, check_memory
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
-        if warning := size_warning(recording, options.steps):
+        if warning := check_memory(recording, options.steps):
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
         found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:
@@ -66,6 +66,7 @@ def _show(found: Any) -> None:
     from .analysis.attribution import tables
     from .analysis.pages import to_rich
 
+    # A pipe has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     shown = [
         tables.build_causes_table(found),
@@ -95,9 +96,12 @@ def _plain(value: Any) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.attribute", description="Where does the mismatch of a recorded run come from?"
+        prog="python -m recipe.offpolicy.attribute",
+        description="Attribute the mismatch of a recorded run to its sources and causes.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of offpolicy.record.dir")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the recording: the directory that offpolicy.record.dir named"
+    )
     parser.add_argument(
         "--steps",
         type=_steps,

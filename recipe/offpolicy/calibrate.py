@@ -2,7 +2,7 @@
 
 python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
 
-Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
+Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 USAGE, UNREACHED = 2, 1
-"""Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
+"""Exit status: an invalid argument or recording; no bound found for a part."""
 _PIPE_WIDTH = 200
 
 
@@ -88,8 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
-        card = recording.card  # a damaged one is said before the work
+        card = recording.card  # read first, so that a damaged one fails before the work
         spec, unset = build_spec(recording, options.spec)
+        # Samples the recording while calibration reads it, which saves a pass over the files.
         screen = FaultScreen(recording.steps)
         result = propose_bounds(screen.tee(recording), spec, request, unset)
         faults = screen.describe_faults(card)
@@ -149,7 +150,7 @@ def _show(
 def _page(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> Any:
-    from .analysis.calibration.figures import build_panels as drawn
+    from .analysis.calibration.figures import build_panels
     from .analysis.calibration.tables import (
         build_joint_table,
         build_length_table,
@@ -168,7 +169,7 @@ def _page(
         render_table(build_overview_table(result, confidence)),
         render_code(" \\\n".join(map(shlex.quote, list_overrides(result))) or "none"),
     )
-    page.add_section("Curves", render_panels(drawn(result.proposals, confidence)))
+    page.add_section("Curves", render_panels(build_panels(result.proposals, confidence)))
     lengths = [
         render_table(build_length_table(proposal, confidence)) for proposal in result.proposals if proposal.lengths
     ]
@@ -185,15 +186,29 @@ def _page(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep of what it looks at")
+    add(
+        "--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it applies to"
+    )
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
     add("--by-length", action="store_true", help="advice by length also where it does not matter: one bound acts")
-    add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
-    add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
-    add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
+    add("--confidence", type=float, default=0.95, metavar="P", help="of the intervals, default %(default)s")
+    add(
+        "--floor-quantile",
+        type=float,
+        default=QUANTILE,
+        metavar="P",
+        help="quantile of the backend noise that delta has to exceed",
+    )
+    add(
+        "--rounding",
+        type=float,
+        default=ROUNDING,
+        metavar="NATS",
+        help="mean |log pi - log pi_old| up to which pi counts as pi_old",
+    )
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
-"""Exit status: a package is missing; nobody reads what is printed (128 + SIGPIPE, as a shell says it)."""
+"""Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 _OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch")
 
@@ -37,10 +37,11 @@ def run(tool: str, main: Callable[[], int]) -> int:
         finally:  # also behind --help, which ends the program
             sys.stdout.flush()
     except BrokenPipeError:
-        # What is still to be written goes nowhere, or Python would fail again at its end.
+        # Python flushes standard output at exit, and would fail again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except ModuleNotFoundError as error:
+        # Only packages that this project requires get the hint; another missing module is a bug.
         name = (error.name or "").split(".")[0]
         if name not in _OURS:
             raise

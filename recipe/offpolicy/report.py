@@ -2,7 +2,7 @@
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
 
-Exit status: 0, or 2 where the recording or an argument is no good.
+Exit status: 0, or 2 where the recording or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.offpolicy.report", description="One HTML page about a recorded run."
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named"
+    )
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
         "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"

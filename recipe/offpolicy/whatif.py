@@ -10,7 +10,7 @@ from pathlib import Path
 from .command_line import list_output_modules, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
-"""Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
+"""Exit status: the replay differs from the recording; nothing could be replayed."""
 _NAME = "python -m recipe.offpolicy.whatif"
 
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(
         "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
-        help="Hydra overrides of one correction, as for a launch, or 'recorded', what acted; may be repeated",
+        help="Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",

@@ -275,6 +275,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the engine is registered in this process."""
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except ValueError:

@@ -44,6 +44,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the platform is registered in this process."""
     manager = importlib.import_module("verl.plugin.platform.platform_manager")
     return bool(manager.PlatformRegistry.get(NAME) is _platform())
 

@@ -1,4 +1,4 @@
-"""Aggregates: the numbers of a unit that masks compare with their bounds, one entry each.
+"""Table of aggregates: how a unit's ratios become the number that a mask compares with its bounds.
 
 Everything that asks about an aggregate reads this table: masks, validation, start-up checks, calibration offline and
 online. The liveness proof does not: ``proof/trials.py`` states each by itself.
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from torch import Tensor
 
-from .ratios import EXP_CLAMP, divergence
+from .ratios import EXP_CLAMP, compute_divergence
 
 TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Log-ratio and the log-probs of numerator and denominator -> value of each token, float64, 0 where policies agree."""
@@ -22,12 +22,12 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """One number of a unit, made from its tokens' ratios r_t.
+    """Number of a unit that a mask compares, computed from its tokens' ratios r_t.
 
     Attributes:
         name: as ``masks.<name>.aggregate`` gives it.
-        reduce: how values of tokens become one of the unit; ``each`` compares every token, all of which must lie
-            inside, and ``batch`` takes a cutoff that the whole batch decides (see ``masks.second_moment_cutoff``).
+        reduce: from values of tokens to that of the unit; ``each`` compares every token, all of which must lie inside,
+            and ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``.
         token: value of a token; None: its log-ratio.
         on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
         least, greatest: range of what is compared; a mask that holds all of it never acts.
@@ -50,31 +50,32 @@ class Aggregate:
 
     @property
     def one_sided(self) -> bool:
-        """True where the value is never negative, so that only an upper bound can act."""
+        """True if the value is never negative, so that only an upper bound can act."""
         return self.least == 0
 
     @property
     def of_log_ratios(self) -> bool:
-        """True for a sum or mean of log ratios: the ones that ``delta`` bounds."""
+        """True for a sum or mean of log ratios, which ``delta`` can bound."""
         return self.token is None and self.reduce in ("sum", "mean")
 
 
 def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """p_numerator - p_denominator of the sampled token, float64."""
+    """Compute p_numerator - p_denominator of the sampled token, float64."""
     return numerator.detach().double().exp() - denominator.detach().double().exp()
 
 
 def _square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """(log r)^2, float64."""
+    """Compute (log r)^2, float64."""
     return log_ratio.double().square()
 
 
 def _divergence(name: str, log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    return divergence(name, log_ratio)
+    return compute_divergence(name, log_ratio)
 
 
 def _family(measure: str, mean: float, other: float, at: Callable[[float], float], *, signed: bool) -> list[Aggregate]:
-    """Sum, mean and max of a divergence by token."""
+    """Build the entries for sum, mean and max of a per-token divergence."""
+    bounds: tuple[tuple[Literal["sum", "mean", "max"], float], ...] = (("sum", other), ("mean", mean), ("max", other))
     return [
         Aggregate(
             f"{measure}_{reduce}",
@@ -85,7 +86,7 @@ def _family(measure: str, mean: float, other: float, at: Callable[[float], float
             at=at,
             single="" if reduce == "sum" else f"{measure}_sum",
         )
-        for reduce, bound in (("sum", other), ("mean", mean), ("max", other))
+        for reduce, bound in bounds
     ]
 
 

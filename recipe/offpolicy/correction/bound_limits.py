@@ -8,9 +8,9 @@ from .mask_spec import MaskSpec
 from .ratios import EXP_CLAMP
 
 _TOKEN = math.log(1e5)
-"""Nats between two policies on one token beyond which no bound in use lies: outlier masks reach to 1e-4."""
+"""Largest bound in use on one token, in nats: outlier masks reach to ratios of 1e-4."""
 _MEAN = math.log(10.0)
-"""Nats a token, as a mean over a unit: nothing of one policy is left in the other long before."""
+"""Largest bound worth proposing on a mean over a unit, in nats a token: such policies have diverged long before."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:

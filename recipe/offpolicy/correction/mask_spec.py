@@ -1,4 +1,4 @@
-"""What a mask is: a band on an aggregate of a ratio of policies."""
+"""Specification of a mask: bounds on an aggregate of a ratio of policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import band, choice, number, ordered_bounds, ratio_bounds, require_keys
+from .validation import get_usual_bounds, read_choice, read_number, read_ordered_bounds, read_ratio_bounds, require_keys
 
 Ratio = Literal["rollout", "full", "ppo"]
 When = Literal["any", "negative", "positive"]
@@ -20,7 +20,7 @@ Sign = Literal["row", "token"]
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """A band on an aggregate of a ratio of policies; what lies outside loses its gradient.
+    """Bounds on an aggregate of a ratio of policies; units outside lose their gradient.
 
     Attributes:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old.
@@ -60,7 +60,7 @@ class MaskSpec:
         bound_keys = {"delta"} if "delta" in mapping else {"budget"} if "budget" in mapping else {"lower", "upper"}
         _one_way_to_bound(mapping, bound_keys, key)
         require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign"})
-        aggregate = choice(mapping, "aggregate", tuple(AGGREGATES), key)
+        aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
         if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
             raise SpecError(
                 "second_moment is bounded by budget, and nothing else is.",
@@ -74,7 +74,7 @@ class MaskSpec:
             delta = _delta(mapping["delta"], aggregate, key)
             lower = math.exp(-delta)
         elif "budget" in mapping:
-            budget = number(mapping["budget"], f"{key}.budget", nullable=False)
+            budget = read_number(mapping["budget"], f"{key}.budget", nullable=False)
             if budget is None or budget <= 0:
                 raise SpecError(
                     "a mean of (log ratio)^2, a number > 0.",
@@ -85,13 +85,13 @@ class MaskSpec:
         else:
             lower, upper = _bounds(mapping, aggregate, key)
         mask = cls(
-            ratio=choice(mapping, "ratio", Ratio, key),
-            level=choice(mapping, "level", Level, key),
+            ratio=read_choice(mapping, "ratio", Ratio, key),
+            level=read_choice(mapping, "level", Level, key),
             aggregate=aggregate,
             lower=lower,
             upper=upper,
-            when=choice(mapping, "when", When, key),
-            sign=choice(mapping, "sign", Sign, key, "row"),
+            when=read_choice(mapping, "when", When, key),
+            sign=read_choice(mapping, "sign", Sign, key, "row"),
             delta=delta,
             budget=budget,
         )
@@ -127,7 +127,7 @@ class MaskSpec:
             )
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values from which ``from_mapping`` makes an equal spec."""
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
         if self.delta is not None:
             mapping["delta"] = self.delta
@@ -139,7 +139,7 @@ class MaskSpec:
 
     @property
     def entry(self) -> Aggregate:
-        """The aggregate's entry in the table."""
+        """The aggregate's entry in ``AGGREGATES``."""
         return AGGREGATES[self.aggregate]
 
     @property
@@ -156,12 +156,12 @@ class MaskSpec:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the decision waits for the current policy or for the advantages."""
+        """True if the decision needs the current policy or the advantages."""
         return self.ratio != "rollout" or self.when != "any"
 
     @property
     def picks_tokens(self) -> bool:
-        """Whether it looks at some tokens of a unit and not at others: shares of it are then of tokens."""
+        """True if it applies to some tokens of a unit and not to others, so that its shares are of tokens."""
         return self.when != "any" and self.sign == "token"
 
 
@@ -180,7 +180,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 
 
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mend that brings the aggregate and its kind of bound together, as arguments of SpecError."""
+    """Return, as arguments of SpecError, the fix that brings the aggregate and its kind of bound together."""
     if "budget" in mapping:
         return {"mend": {f"{key}.aggregate": "second_moment"}}
     if "delta" in mapping:
@@ -190,14 +190,14 @@ def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
-    """Bounds for a mask that has none: both of a band on single tokens, else the upper one."""
-    lower, upper = band(aggregate)
+    """Propose bounds for a mask that has none: both of a band on single tokens, else the upper one."""
+    lower, upper = get_usual_bounds(aggregate)
     both = mapping.get("level") == "token" and AGGREGATES[aggregate].of_log_ratios
     return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}
 
 
 def _delta(value: Any, aggregate: str, key: str) -> float:
-    delta = number(value, f"{key}.delta", nullable=False) if value != "???" else None
+    delta = read_number(value, f"{key}.delta", nullable=False) if value != "???" else None
     if not AGGREGATES[aggregate].of_log_ratios:
         raise SpecError(
             "delta bounds a mean or a sum of log ratios.",
@@ -228,7 +228,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
 
 def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float | None, float | None]:
     entry = AGGREGATES[aggregate]
-    lower, upper = ratio_bounds(mapping, key) if entry.on_ratio else ordered_bounds(mapping, key)
+    lower, upper = read_ratio_bounds(mapping, key) if entry.on_ratio else read_ordered_bounds(mapping, key)
     if lower is None and upper is None:
         raise SpecError(
             "a mask with both sides open never acts.",
@@ -246,14 +246,14 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
                 "Set a bound >= 0, or null.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
         if not entry.one_sided and abs(bound) > entry.greatest:
             raise SpecError(
                 f"{aggregate} lies in [{entry.least:g}, {entry.greatest:g}].",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
     if (lower is None or lower <= entry.least) and (upper is None or upper >= entry.greatest):
         raise SpecError(
@@ -261,6 +261,6 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
             key=f"{key}.lower",
             value=lower,
             beside={f"{key}.upper": upper},
-            mend={f"{key}.upper": band(aggregate)[1]},
+            mend={f"{key}.upper": get_usual_bounds(aggregate)[1]},
         )
     return lower, upper

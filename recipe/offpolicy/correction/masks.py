@@ -1,4 +1,4 @@
-"""Masks: which units of tokens lie outside the band on their aggregated ratio."""
+"""Masks: find the units whose aggregated ratio lies outside the bounds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .aggregates import AGGREGATES, Aggregate
 from .mask_spec import MaskSpec
-from .ratios import beyond
+from .ratios import exceeds_bounds
 from .row_layout import RowLayout, detect_layout
 from .units import Units
 
 
-def outside(
+def find_outside(
     spec: MaskSpec,
     log_ratio: Tensor,
     units: Units,
@@ -21,7 +21,7 @@ def outside(
     denominator: Tensor,
     cutoff: float | None = None,
 ) -> Tensor:
-    """Tokens of the units that lie outside the band, bounds inclusive.
+    """Find the tokens of the units that lie outside the band, bounds inclusive.
 
     Aggregates are accumulated in float64 and compared in float32, as the bound's own log is, so that a unit whose
     mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
@@ -31,10 +31,18 @@ def outside(
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 off ``units.valid``.
         units: of ``spec.level``.
         numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
-        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``second_moment_cutoff``.
+        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
 
     Returns:
         Bool of that shape, without meaning off ``units.valid``.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[0.2, 0.0], [0.0, 0.01]]).double(), torch.ones(2, 2, dtype=torch.bool)
+        >>> spec = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")  # mean ratios e^0.1 and e^0.005
+        >>> units = partition_units("sequence", valid, None)
+        >>> find_outside(spec, log_r, units, numerator=log_r, denominator=log_r).tolist()
+        [[True, True], [False, False]]
     """
     return units.spread(_outside(spec, log_ratio, units, numerator, denominator, cutoff))
 
@@ -57,10 +65,10 @@ def _outside(
             return _beyond(spec, units.mean(value) if reduction == "mean" else units.total(value))
 
 
-def extremes(
+def compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Least and greatest of what ``outside`` compares: a unit lies inside if and only if both do.
+    """Compute the least and greatest values that ``find_outside`` compares: a unit lies inside if and only if both do.
 
     Args:
         units: of ``mask.level``.
@@ -71,6 +79,15 @@ def extremes(
         (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
         that are ratios. One and the same but for aggregates that bind each token by itself; (log r)^2 for
         ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[0.5, -0.25, 9.0]]).double(), torch.tensor([[True, True, False]])
+        >>> spec = MaskSpec("rollout", "sequence", "any", 0.5, 2.0, "any")
+        >>> units = partition_units("sequence", valid, None)
+        >>> least, greatest = compute_extremes(spec, units, log_r, numerator=log_r, denominator=log_r)
+        >>> least.item(), greatest.item()
+        (-0.25, 0.5)
     """
     aggregate = AGGREGATES[mask.aggregate]
     value = _by_token(aggregate, units, log_value, numerator, denominator)
@@ -95,16 +112,16 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
 
 
 def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:
-    return beyond(value, *spec.limits)
+    return exceeds_bounds(value, *spec.limits)
 
 
 def _any(units: Units, flags: Tensor) -> Tensor:
-    """Whether one of the unit's tokens is flagged."""
+    """Flag units of which one token is flagged."""
     return flags if units.level == "token" else units.greatest(flags) > 0
 
 
-def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
-    """The greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
+def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
+    """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
 
     Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 
@@ -113,6 +130,11 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
 
     Returns:
         -1 if no token may be kept; infinity if all may.
+
+    Example:
+        >>> log_r = torch.tensor([[0.0, 1.0, 2.0]])  # means of squares: 0, 1/2, 5/3
+        >>> compute_second_moment_cutoff(0.5, log_r, torch.ones(1, 3, dtype=torch.bool))
+        1.0
     """
     squares = log_ratio[valid].double().square().sort().values
     if not len(squares):
@@ -127,8 +149,8 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
-    """Where a mask looks: by the sign of the row's mean advantage over its valid tokens, or of each token's own.
+def find_applicable(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
+    """Find the tokens that a mask applies to, by the sign of the row's mean advantage or of each token's own.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
@@ -136,6 +158,12 @@ def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout |
 
     Returns:
         Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
+
+    Example:
+        >>> spec = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")
+        >>> advantages, valid = torch.tensor([[-3.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+        >>> find_applicable(spec, advantages, valid).tolist()  # row means -1 and 1
+        [[True], [False]]
     """
     if spec.when == "any":
         return torch.ones_like(valid[..., :1])

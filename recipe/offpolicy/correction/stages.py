@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import telemetry
 from .mask_spec import MaskSpec, Ratio
-from .masks import applies, outside, second_moment_cutoff
+from .masks import compute_second_moment_cutoff, find_applicable, find_outside
 from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
 from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
@@ -60,7 +60,7 @@ def batch_constants(
     return BatchConstants(
         weight_mean,
         {
-            name: second_moment_cutoff(mask.budget, log_rho, valid)
+            name: compute_second_moment_cutoff(mask.budget, log_rho, valid)
             for name, mask in spec.masks
             if mask.budget is not None
         },
@@ -154,7 +154,7 @@ def rollout_stage(
             weight, drop = weighed.weight, weighed.drop
         else:
             cutoff = constants.cutoffs.get(key.removeprefix("masks."))
-            drop = outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
+            drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
         if drop is not None:
             drops[key] = drop
             keep = keep & ~drop
@@ -244,8 +244,8 @@ def step_stage(
     for name, mask in spec.masks:
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
-            drop = outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
-            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & applies(mask, signs, valid, rows)
+            drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
+            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & find_applicable(mask, signs, valid, rows)
             keep = keep & ~drops[f"masks.{name}"]
 
     statistics, full = dict(stage.statistics), None

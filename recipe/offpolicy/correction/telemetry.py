@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import statistics as st
 from .catalogue import SIGNS
-from .ratios import beyond, compute_excess
+from .ratios import compute_excess, exceeds_bounds
 from .statistics import Moments, Reduction, Statistic
 from .token_sample import TokenSample, sum_products, sum_squares, to_float64
 from .units import Units
@@ -105,8 +105,8 @@ def measure_rollout(
         "rows": sample.tokens > 0,
         "tokens": sample.length,
         "k3": k3_by_row,
-        "geometric": ~beyond(by_row / sample.length.clamp(min=1), *_GEOMETRIC),
-        "product": ~beyond(by_row, *_PRODUCT),
+        "geometric": ~exceeds_bounds(by_row / sample.length.clamp(min=1), *_GEOMETRIC),
+        "product": ~exceeds_bounds(by_row, *_PRODUCT),
     }
     for name, sums in sample.groups.sum_columns(columns).items():
         if name.startswith("length/"):

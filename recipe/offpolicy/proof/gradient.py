@@ -25,7 +25,7 @@ from ..correction.moving_bounds import Side
 from .trials import BEYOND, Trial, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""Takes (model_output, data)."""
+"""Loss function of (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""

@@ -44,6 +44,7 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
+        # The loops compile once a dtype: the common two are read as they are, others as bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])
@@ -53,33 +54,34 @@ class CompiledBatch:
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         count = self._rows.count
         columns, measures = np.zeros((len(COLUMNS), count)), np.zeros((len(MEASURES), len(quantities), count))
-        ends = self._starts.copy()  # what the mask does not span is not read again
+        ends = self._starts.copy()  # later passes stop where each row's mask ends
         asked = _asked(quantities)
         for rows, tokens, read in self._parts():
             loops.sweep(*read, EXP_CLAMP, *asked, ends[rows], rows.start, columns, measures)
-            ends[rows] += tokens.start
+            ends[rows] += tokens.start  # the loops count from the start of their part
         self._ends = ends
         return RowSums.from_table(columns), QuantitySums.from_token_table(quantities, measures)
 
-    def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         weights = self._zeros(self._dtype)
         kinds, lower, upper, caps, _ = _asked([quantity])
         bounds = (kinds[0], lower[0], upper[0], caps[0])
         for _, tokens, read in self._parts():
-            loops.token_weights(*read, EXP_CLAMP, *bounds, float(factor), weights[tokens])
+            loops.compute_token_weights(*read, EXP_CLAMP, *bounds, float(factor), weights[tokens])
         return self._as_given(torch.from_numpy(weights))
 
-    def row_weights(self, rows: Numbers) -> Tensor:
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
         weights = self._zeros(self._dtype)
         for part, tokens, read in self._parts():
-            loops.row_weights(*read, rows[part], weights[tokens])
+            loops.spread_row_weights(*read, rows[part], weights[tokens])
         return self._as_given(torch.from_numpy(weights))
 
-    def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         mask, gone = self._zeros(self._dtypes[2]), np.zeros(self._rows.count)
         kinds, lower, upper, *_ = _asked(quantities)
         for part, tokens, read in self._parts():
-            loops.kept(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
+            loops.apply_rejections(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
+        # A mask that was read as bool gets its own dtype and values again.
         keep, given = torch.from_numpy(mask), self._tensors[2]
         if keep.dtype != given.dtype:
             keep = torch.where(keep.view(given.shape), given, torch.zeros((), dtype=given.dtype))

@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 RAW, CAPPED, BANDED, K1, K2, K3 = range(6)
 _BLOCK = 256
 _NEAR = 0.25
+"""|log ratio| up to which 12 terms of the series are exact: the next is below 1e-17 of the sum."""
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
+"""All bits but the sign; flipping them in negative floats makes their order that of the integers."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
@@ -222,7 +224,7 @@ def _reset(sums: Any, table: Any, extremes: Any) -> None:
     numbers = extremes.view(np.float64)
     for m in range(len(extremes)):
         numbers[m, 0], numbers[m, 1] = np.inf, -np.inf
-        extremes[m, 1] ^= _MAGNITUDE
+        extremes[m, 1] ^= _MAGNITUDE  # -inf in the order of the integers
 
 
 @_exact
@@ -296,7 +298,7 @@ def sweep(
 
 
 @_kept_on_disk
-def token_weights(
+def compute_token_weights(
     old: Any,
     rollout: Any,
     mask: Any,
@@ -332,7 +334,7 @@ def token_weights(
 
 
 @_kept_on_disk
-def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
+def spread_row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
     """Fill ``weights`` (N,) on valid tokens with the weight of their row, ``rows`` (B,)."""
     for i in range(len(starts)):
         row = rows[i]
@@ -347,7 +349,7 @@ def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows
 
 
 @_kept_on_disk
-def kept(
+def apply_rejections(
     old: Any,
     rollout: Any,
     mask: Any,

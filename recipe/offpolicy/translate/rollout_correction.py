@@ -77,6 +77,7 @@ def verl_rollout_correction(
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
+    # verl reports raw weights beside the applied ones.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
     batch = _batch(rows, *tensors)
@@ -84,6 +85,7 @@ def verl_rollout_correction(
     filled = columns.tokens > 0
     if not filled.any():
         raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
+    # A slice selects without a copy.
     some = slice(None) if filled.all() else filled
     tokens = columns.tokens[some]
 
@@ -98,9 +100,9 @@ def verl_rollout_correction(
             total, count = row_values[some].sum(), len(tokens)
         factor = _batch_mean(total, count, batch.device) if rollout_is_batch_normalize else 1.0
         if row_values is None:
-            weights = batch.token_weights(weight, factor)
+            weights = batch.compute_token_weights(weight, factor)
         else:
-            weights = batch.row_weights(row_values / factor)
+            weights = batch.spread_row_weights(row_values / factor)
         measures = measures.select_rows(some)
         metrics = compute_weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
         if weight.kind == "banded":
@@ -117,8 +119,9 @@ def verl_rollout_correction(
         rejected = np.any(outside[~statistics.of_tokens], axis=0)
         touched |= bool(outside.any())
         metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))
+    # Untouched, the given tensor itself is returned: no copy of the batch's size.
     if touched:
-        mask, gone = batch.kept(rejected, list(of_tokens.values()))
+        mask, gone = batch.apply_rejections(rejected, list(of_tokens.values()))
     if options:
         metrics |= compute_total_rejection_metrics(tokens, gone[some])
 
@@ -164,6 +167,7 @@ def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]
 def _batch_mean(total: float, count: float, device: torch.device) -> float:
     """Compute the mean weight over tokens or rows of all ranks; 1 where next to no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Sums, not means: ranks differ in their counts.
         parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
         total, count = parts.tolist()

@@ -202,16 +202,16 @@ class Batch(Protocol):
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         """Read the batch once: the row sums, and the sums of the quantities by token."""
 
-    def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
 
         0 off valid tokens; the layout is the batch's.
         """
 
-    def row_weights(self, rows: Numbers) -> Tensor:
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
         """Spread the weights of the rows, (B,), over their valid tokens, likewise."""
 
-    def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
 
         Returns:

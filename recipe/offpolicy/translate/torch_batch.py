@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..correction.ratios import (
     clamp_and_exp,
+    compute_divergence,
     compute_excess,
     compute_log_ratio,
-    divergence,
     find_valid_tokens,
     promote_weight_dtype,
 )
@@ -41,7 +41,11 @@ class TorchBatch:
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         rows, valid = self._rows, self._valid
-        above, k2, k3 = compute_excess(self._log_rho), divergence("k2", self._log_rho), divergence("k3", self._log_rho)
+        above, k2, k3 = (
+            compute_excess(self._log_rho),
+            compute_divergence("k2", self._log_rho),
+            compute_divergence("k3", self._log_rho),
+        )
         sums = [
             self._mask.bool().double(),
             valid.double(),
@@ -58,15 +62,15 @@ class TorchBatch:
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
         return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
 
-    def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         return self._rows.to_given_layout(
             torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype)
         )
 
-    def row_weights(self, rows: Numbers) -> Tensor:
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
         return self._rows.to_given_layout(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
 
-    def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         keep = self._valid & ~self._by_token(rows)
         for quantity in quantities:
             above, below = self._outside(quantity)
@@ -76,7 +80,7 @@ class TorchBatch:
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
         """Spread one value a row over the row's tokens."""
-        return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
+        return self._rows.broadcast(self._rows.to_column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
         rows, values, valid = self._rows, self._values(quantity), self._valid
@@ -85,14 +89,14 @@ class TorchBatch:
         above, below = self._outside(quantity)
         return [
             *(rows.sum(each) for each in (counted, counted.square(), deviation, deviation.square())),
-            -rows.max(torch.where(valid, -values, -math.inf)),
+            -rows.max(torch.where(valid, -values, -math.inf)),  # ``min`` is for integers
             rows.max(torch.where(valid, values, -math.inf)),
             *(rows.sum((valid & outside).double()) for outside in (above, below)),
         ]
 
     def _values(self, quantity: Quantity) -> Tensor:
         if not quantity.is_weight:
-            return divergence(quantity.kind, self._log_rho)
+            return compute_divergence(quantity.kind, self._log_rho)
         raw = clamp_and_exp(self._log_rho)
         if quantity.kind == "capped":
             return raw.clamp(max=quantity.bounds[1])
@@ -103,5 +107,6 @@ class TorchBatch:
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
-        value = (self._log_rho if quantity.is_weight else divergence(quantity.kind, self._log_rho)).to(torch.float32)
+        value = self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)
+        value = value.to(torch.float32)
         return value > quantity.upper, value < quantity.lower

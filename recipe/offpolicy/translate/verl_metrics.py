@@ -54,10 +54,11 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
 
     Args:
         tokens: (B,) T.
-        lower, upper: bounds that raw row means are held against.
+        lower, upper: bounds that raw row means are compared with.
     """
     raw_row_mean, row_mean = measures.total / tokens
     total = tokens.sum()
+    # verl takes extremes of the applied weights by token, and of the raw ones by sequence.
     extremes = 1 if measures.of_tokens[1] else 0
     weight_sum, square = float(measures.total[1].sum()), float(measures.square[1].sum())
     raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))

@@ -110,7 +110,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
         (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
         (["{dir}", "--steps", "7:"], "no step from 7 on"),
         # Before the recording is read, which may take minutes.
-        (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is no kind of picture. Name it .png or .svg"),
+        (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is not a picture format. Name it .png or .svg"),
         (["{tmp}/nowhere", "--html", "{tmp}"], "it is a directory. Name a file"),
     ],
 )

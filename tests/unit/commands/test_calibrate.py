@@ -73,7 +73,7 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "kept of rows" in out
     assert "kept of tokens" in out
     assert "of all" not in out  # both look at everything
-    assert "the correction takes one bound; these tell which lengths it would hit" in out
+    assert "the correction takes one bound; these show which lengths it would affect" in out
     assert "All of it together" in out
     assert "masks.gsm: depends on length (rank correlation" in out
     assert "masks.gsm by length" in out
@@ -259,4 +259,4 @@ def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = str(recording / "none")  # not looked at yet
     assert main([nowhere, "--target-kept", "0.9", "--png", "curves.txt"]) == 2
-    assert "--png curves.txt: .txt is no kind of picture. Name it .png or" in capsys.readouterr().err
+    assert "--png curves.txt: .txt is not a picture format. Name it .png or" in capsys.readouterr().err

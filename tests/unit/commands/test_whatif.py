@@ -54,7 +54,7 @@ def test_tables_picture_and_page(directory: Path, tmp_path: Path, capsys: pytest
     for words in ("uncorrected", "recorded", "[tis_token,gsm]", "masks.gsm.upper", "tokens kept", "17-64", "turn 3+"):
         assert words in said
     assert "nothing lies between" in said
-    assert "What acted, replayed, is what was recorded" in said
+    assert "The replay of the recorded correction agrees with the recording" in said
     assert png.read_bytes().startswith(b"\x89PNG")
     page = html.read_text()
     assert 10_000 < len(page) < 5_000_000
@@ -111,7 +111,7 @@ def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest
         (["--steps", "x"], "expected first:last"),
         (["--png", "/proc/none/a.png"], "/proc/none"),
         (["--html", "."], "--html .: it is a directory. Name a file, such as --html whatif.html"),
-        (["--png", "a.nonsense"], "a.nonsense: .nonsense is no kind of picture"),
+        (["--png", "a.nonsense"], "a.nonsense: .nonsense is not a picture format"),
     ],
 )
 def test_bad_input_is_one_sentence(

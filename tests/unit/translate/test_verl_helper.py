@@ -106,13 +106,15 @@ def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bo
     reference = slow.sweep(QUANTITIES)
     assert_same(fast.sweep(QUANTITIES), reference, rtol=1e-12, atol=1e-13)
     for quantity in QUANTITIES[1:3]:
-        weights, expected_weights = (flat(each.token_weights(quantity, 1.5)) for each in (fast, slow))
+        weights, expected_weights = (flat(each.compute_token_weights(quantity, 1.5)) for each in (fast, slow))
         assert weights.dtype == expected_weights.dtype
         # Both round one float64 to float32, which may lie between two of them.
         torch.testing.assert_close(weights, expected_weights, rtol=2e-7, atol=0)
     of_rows = torch.rand(23, generator=torch.Generator().manual_seed(1), dtype=torch.float64).numpy()
-    assert torch.equal(flat(fast.row_weights(of_rows)), flat(slow.row_weights(of_rows)))
-    (kept, gone), (expected_kept, expected_gone) = (each.kept(of_rows > 0.7, QUANTITIES[3:]) for each in (fast, slow))
+    assert torch.equal(flat(fast.spread_row_weights(of_rows)), flat(slow.spread_row_weights(of_rows)))
+    (kept, gone), (expected_kept, expected_gone) = (
+        each.apply_rejections(of_rows > 0.7, QUANTITIES[3:]) for each in (fast, slow)
+    )
     assert kept.dtype == mask_dtype
     assert kept.is_nested == packed
     assert torch.equal(flat(kept), flat(expected_kept))
@@ -135,7 +137,7 @@ def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, sc
     )
     rejected = np.arange(len(lengths)) % 2 == 1
     (kept, gone), (expected, expected_gone) = (
-        each.kept(rejected, QUANTITIES[3:]) for each in (swept(*tensors), plain(*tensors))
+        each.apply_rejections(rejected, QUANTITIES[3:]) for each in (swept(*tensors), plain(*tensors))
     )
     assert torch.equal(kept.values(), expected.values())
     np.testing.assert_array_equal(gone, expected_gone)
@@ -155,11 +157,16 @@ def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytes
     other, straight = swept(*tensors), swept(old, mu, mask)
     assert_same(other.sweep(QUANTITIES), straight.sweep(QUANTITIES), **exact)
     rows = np.linspace(0, 1, 13)
-    assert torch.equal(other.row_weights(rows).float(), straight.row_weights(rows))
+    assert torch.equal(other.spread_row_weights(rows).float(), straight.spread_row_weights(rows))
     torch.testing.assert_close(
-        other.token_weights(QUANTITIES[1], 2.0).float(), straight.token_weights(QUANTITIES[1], 2.0), rtol=2e-7, atol=0
+        other.compute_token_weights(QUANTITIES[1], 2.0).float(),
+        straight.compute_token_weights(QUANTITIES[1], 2.0),
+        rtol=2e-7,
+        atol=0,
     )
-    assert torch.equal(other.kept(rows > 0.5, QUANTITIES[3:])[0], straight.kept(rows > 0.5, QUANTITIES[3:])[0])
+    assert torch.equal(
+        other.apply_rejections(rows > 0.5, QUANTITIES[3:])[0], straight.apply_rejections(rows > 0.5, QUANTITIES[3:])[0]
+    )
 
 
 def test_by_hand() -> None:
@@ -366,7 +373,7 @@ def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
         for expected in (f"kept in {folder}", ""):
-            loops._kept_on_disk(loops.row_weights.__wrapped__)(  # type: ignore[attr-defined]
+            loops._kept_on_disk(loops.spread_row_weights.__wrapped__)(  # type: ignore[attr-defined]
                 *(np.zeros(4, np.float32),) * 2,
                 *(np.ones(4, np.int64), np.array([0]), np.array([4]), np.array([0.5]), weights := np.zeros(4)),
             )

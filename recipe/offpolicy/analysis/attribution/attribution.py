@@ -27,11 +27,11 @@ from .token_text import load_decoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
 
 WORST = 12
-"""Tokens and rows that are listed."""
+"""Number of tokens and of rows that are listed."""
 _MEMORY = 62.0
-"""Bytes of memory for a byte of a recording: 20 M tokens of 12 bytes took 14.4 GB."""
+"""Bytes of memory a byte of a recording takes: 20 M tokens of 12 bytes took 14.4 GB."""
 _MUCH = 4e9
-"""Bytes of memory from which it is said."""
+"""Bytes of memory from which a warning is given."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Attribution:
     """The result of attributing a recording's mismatch.
 
     Attributes:
-        steps: recorded, of which this is.
-        rows: how many it is of.
-        left_out: how many there are besides, see ``scored_rows.ScoredRows``.
-        whole: of all of them together.
-        by_step: of each.
-        versions: by the age of the weights that sampled a row.
-        profiles: by position, length, probability, turn and staleness.
-        tokens, worst: the largest mismatches, with their text.
-        without_text: why ids are shown in place of text; empty where text is.
-        causes: what the cause finder says.
-        mend_first: which of them no bound should be set by, see ``faults.describe_faults``; empty for none.
+        steps: recorded steps that were read.
+        rows: number of rows that are attributed.
+        left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
+        whole: decomposition over all rows.
+        by_step: decomposition of each step.
+        versions: mismatch by the age of the weights that sampled a row.
+        profiles: mismatch by position, length, probability, turn and staleness.
+        tokens, worst: tokens and rows with the largest mismatch, with their text.
+        without_text: why ids are shown instead of text; empty where text is.
+        causes: verdict on each possible cause.
+        mend_first: sentence on the faults to mend before a bound is set, see ``faults.describe_faults``; or empty.
     """
 
     steps: Sequence[int]
@@ -88,21 +88,23 @@ def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = No
     return attribute_rows(found.rows, recording.card, worst=worst, left_out=found.left_out)
 
 
-def size_warning(recording: Recording, steps: tuple[int, int | None] | None = None) -> str:
+def check_memory(recording: Recording, steps: tuple[int, int | None] | None = None) -> str:
     """Estimate from file sizes the memory that ``attribute`` takes; return a warning with a remedy, or ""."""
     chosen = _chosen(recording, steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
     memory = _MEMORY * size
     if memory < _MUCH or not chosen:
         return ""
-    said = (
+    warning = (
         f"steps {chosen[0]} to {chosen[-1]}, {size / 1e6:,.0f} MB, are read together, which takes about "
         f"{memory / 1e9:.0f} GB of memory."
     )
     most = max(int(len(chosen) * _MUCH / memory), 1)
     if most == len(chosen):
-        return f"{said} Record fewer rows a step: offpolicy.record.share=0.1."
-    return f"{said} With --steps {chosen[0]}:{chosen[most - 1]} it is about {memory * most / len(chosen) / 1e9:.1f} GB."
+        return f"{warning} Record fewer rows a step: offpolicy.record.share=0.1."
+    return (
+        f"{warning} With --steps {chosen[0]}:{chosen[most - 1]} it is about {memory * most / len(chosen) / 1e9:.1f} GB."
+    )
 
 
 def _chosen(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:

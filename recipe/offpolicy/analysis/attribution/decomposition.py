@@ -16,7 +16,7 @@ from ...recording import Rows
 
 REPLICATES: Final = 400
 CHUNK: Final = 1 << 20
-"""Padded tokens that are worked on at a time."""
+"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -29,11 +29,11 @@ class Decomposition:
     """Shares of backend, staleness and drift in the mismatch of a set of rows.
 
     Attributes:
-        tokens: how many are in it.
-        variance, kl: shares.
+        tokens: number of tokens.
+        variance, kl: shares of the variance of log pi/mu, and of its KL.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
-        together: what the rollout's share is called where its two parts are not identified.
+        together: label of the rollout's share where its two parts are not identified.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class VersionMismatch:
         staleness: steps between the weights that sampled and those that the step began with; -1: not known.
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
-        backend: what of it fresh tokens of the same probability have; None where not identified.
+        backend: part of ``k3`` that fresh tokens of the same probability have; None where not identified.
     """
 
     staleness: int
@@ -66,6 +66,7 @@ class VersionMismatch:
 
 def compute_row_sums(rows: Rows) -> Array:
     """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
+    # Rows are padded to the longest of all, so a chunk holds this many.
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
     parts = []
@@ -132,6 +133,7 @@ def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomp
     result: dict[int, Decomposition] = {}
     numbers = np.unique(steps)
     for index, step in enumerate(numbers):
+        # Never later steps: the share of a step must not depend on what followed.
         before = np.isin(steps, numbers[max(0, index - RECENT) : index])
         result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
     return result
@@ -174,6 +176,7 @@ def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, 
     """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
+    # A bootstrap draw is a weighted sum of rows: one product with the counts.
     flat = sums.reshape(rows, -1)
     drawn: dict[str, list[float]] = {}
     for _ in range(REPLICATES):
@@ -187,5 +190,5 @@ def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, 
     return {
         key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
         for key, values in drawn.items()
-        if len(values) > REPLICATES / 2
+        if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
     }

@@ -14,7 +14,7 @@ from .causes import Cause, find_causes_in_rows, numerics, stale_weights
 from .scored_rows import select_scored_rows
 
 TOKENS, STEPS = 400_000, 64
-"""That are kept of a recording to look for causes in."""
+"""Most tokens, and steps, of the sample that is searched for causes."""
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], rows: Rows) -> bool:
@@ -72,6 +72,7 @@ class FaultScreen:
 def _some(rows: Rows, tokens: int) -> NDArray[np.int64]:
     """Choose the rows of some prompts, the same ones in every step, up to ``tokens``; at least one prompt."""
     bounds = zip(rows.prompt_offsets[:-1], rows.prompt_offsets[1:], rows.uid, strict=True)
+    # A hash of the prompt draws the same prompts in every step, without state between the steps.
     drawn = np.array([crc32(rows.prompt_ids[a:b].tobytes() or str(uid).encode()) for a, b, uid in bounds])
     _, of_row = np.unique(drawn, return_inverse=True)
     ends = np.cumsum(np.bincount(of_row, weights=np.diff(rows.offsets)))

@@ -95,7 +95,7 @@ def _names(apart: bool, whole: Decomposition) -> list[str]:
     """List the parts to draw.
 
     Args:
-        apart: whether backend and staleness can be told apart.
+        apart: True if backend and staleness are both identified.
     """
     parts = ["backend", "staleness"] if apart else ["rollout"]
     return parts if whole.kl.drift is None else [*parts, "drift"]

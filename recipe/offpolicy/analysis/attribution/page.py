@@ -7,13 +7,13 @@ from . import figures, tables
 from .attribution import Attribution
 from .token_text import escape
 
-HOW = (
+METHOD = (
     "log pi/mu of each token is backend + staleness + drift. Shares of variance are covariances with the whole, so "
-    "that they sum to 1; a negative one works against the others. Shares of KL are what k3 of the sum grows by with "
-    "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
-    "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
-    "identified. Staleness goes by the versions that verl notes: where the causes find older weights that none of them "
-    "tells of, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
+    "that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of the sum "
+    "with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
+    "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
+    "not identified. Staleness is by the versions that verl records: where the causes show older weights that the "
+    "versions do not, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
     "(correction.proximal of bypass or loglinear), pi at a step's first gradient step stands in, as no update has "
     "moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
 )
@@ -30,7 +30,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
     )
     page.add_section(
         "Where the mismatch comes from",
-        render_paragraph(HOW),
+        render_paragraph(METHOD),
         render_table(tables.build_shares_table(attribution.whole)),
         render_panels(figures.build_panels(attribution)),
         render_table(tables.build_versions_table(attribution)),

@@ -23,7 +23,7 @@ class ValidTokens:
     """Valid tokens of rows, with finite log-probs, concatenated: (n,) each.
 
     Attributes:
-        row, place: which row, and where in its response, from 0.
+        row, place: number of the row, and position in its response, from 0.
         mu, old, pi: log-probs, float64.
         turn: number of the model's turn.
         index: of the token in the rows' own columns.
@@ -58,7 +58,7 @@ class Bucket:
     """Mismatch of the tokens in one bucket of a profile.
 
     Attributes:
-        name: what.
+        name: value or range that the tokens share.
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
         share: of the sum of k3 over all tokens; NaN where that is 0.

@@ -165,10 +165,10 @@ def list_fixes(attribution: Attribution) -> list[str]:
 def format_verdict(attribution: Attribution) -> str:
     """Format the present causes, or the finding without one, and the rows that were left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    said = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
+    sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
-        said.append(note)
-    return " ".join(said)
+        sentences.append(note)
+    return " ".join(sentences)
 
 
 def _percent(share: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...recording.redaction import redacted_text
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode's categories of what would act on a terminal or turn the direction of a line, or is not assigned."""
+"""Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
 
 
 class Tokenizer(Protocol):
@@ -48,6 +48,7 @@ class TokenDecoder:
         if self._tokenizer is not None and ids:
             try:
                 return escape(self._tokenizer.decode(ids, skip_special_tokens=False))
+            # Tokenizers raise any of these for ids beyond their vocabulary.
             except (IndexError, KeyError, OverflowError, TypeError, ValueError):
                 pass
         return " ".join(map(str, ids))
@@ -71,6 +72,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
         return TokenDecoder(), "transformers is not installed"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    # A model folder may hold anything, and text is not worth failing the analysis for.
     except Exception as error:
         return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__})"
     return TokenDecoder(tokenizer), ""

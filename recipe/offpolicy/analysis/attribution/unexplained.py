@@ -46,6 +46,7 @@ def describe_unexplained(attribution: Attribution) -> str:
 def _only_stale(attribution: Attribution) -> str:
     """Add that age alone may be the cause, where no row is fresh; else empty."""
     ages = [version.staleness for version in attribution.versions]
+    # With fresh rows the decomposition has already separated age; unknown versions say nothing of it.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"

@@ -89,10 +89,11 @@ def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, mos
         step, end = int(rows.step[row]), int(rows.offsets[row + 1])
         before = _before(rows, row, index)
         alike = (tokens.place == tokens.place[place]) & (token_id == token_id[place]) & (rows.step[tokens.row] == step)
-        if not len(rows.prompt_ids):  # where prompts were not recorded, their names tell them apart
+        if not len(rows.prompt_ids):  # unrecorded prompts are distinguished by uid
             alike &= (rows.uid == rows.uid[row])[tokens.row]
         found = np.flatnonzero(alike)
         same = np.array([np.array_equal(_before(rows, tokens.row[i], tokens.index[i]), before) for i in found])
+        # Rows of one group share their first tokens: the same mismatch is listed once, with its count.
         siblings = found[same]
         shown[siblings] = True
         worst.append(

@@ -39,7 +39,7 @@ class EssCurve:
     ess: Floats
     resampled: Floats
 
-    def band(self, confidence: float) -> tuple[Floats, Floats]:
+    def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
         """Compute the percentiles of the bootstrap draws, (K,) each; NaN where there are none."""
         if not len(self.resampled):
             return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
@@ -69,15 +69,17 @@ def find_cap_for_ess(
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+    # Beyond the farthest unit a cap changes nothing.
     widest = float(np.abs(scores.low).max())
-    if (most := compute_ess(part, scores, part.limits_at(widest))) >= target:
+    if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
         return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
     curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
+        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest that fits.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
-        start = 0.0 if compute_ess(part, scores, part.limits_at(0.0)) >= target else math.nan
+        start = 0.0 if compute_ess(part, scores, part.compute_limits_at(0.0)) >= target else math.nan
     if math.isnan(start):
         best = float(curve.ess.max())
         return build_not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
@@ -85,12 +87,14 @@ def find_cap_for_ess(
     for _ in range(_EXACT):
         middle = (inside + beyond) / 2
         inside, beyond = (
-            (middle, beyond) if compute_ess(part, scores, part.limits_at(middle)) >= target else (inside, middle)
+            (middle, beyond)
+            if compute_ess(part, scores, part.compute_limits_at(middle)) >= target
+            else (inside, middle)
         )
     if reason := check_radius(part, inside):
         return build_not_found(scores, reason)
     values = _rounded(part, scores, inside, target)
-    reached = compute_ess(part, scores, part.limits_with(values))
+    reached = compute_ess(part, scores, part.compute_limits_with(values))
     interval = _interval(curve, target, confidence)
     note = "no interval: all units are of one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
@@ -123,6 +127,7 @@ def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDAr
     else:
         below, above = value < 0, value >= 0
     distance = np.where(above, value, -value)
+    # Units that the fixed bound rejects, wherever the moving one lies.
     dead = np.zeros(len(value), dtype=bool)
     if part.rejects and part.side != "both":
         dead = (value < fixed_lower) if part.side == "upper" else (value > fixed_upper)
@@ -162,6 +167,7 @@ def _ess(totals: Floats) -> Floats:
 
 def _places(distance: Floats) -> Floats:
     """Choose radii from 0 to the largest distance, dense in the tail."""
+    # Half of the radii by rank from the largest distance inward, where few units decide the ESS.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _PLACES // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _PLACES // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
@@ -171,12 +177,14 @@ def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
     """Compute percentiles of the widest radius that reaches the target over the draws; inf where all radii do."""
     if not len(curve.resampled):
         return math.nan, math.nan
+    # The widest radius of each draw: the last True of its row.
     enough = curve.resampled >= target
     last = enough.shape[1] - 1 - enough[:, ::-1].argmax(1)
     found = enough.any(1)
     following = np.minimum(last + 1, enough.shape[1] - 1)
     draws = np.arange(len(last))
     high, low = curve.resampled[draws, last], curve.resampled[draws, following]
+    # Linear between the two radii around the crossing.
     step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
     crossing = curve.radius[last] + step * (curve.radius[following] - curve.radius[last])
     crossing = np.where(last == enough.shape[1] - 1, math.inf, np.where(found, crossing, curve.radius[0]))
@@ -190,10 +198,13 @@ def _rounded(part: BoundedPart, scores: Scores, radius: float, target: float) ->
     for digits in range(1, 17):
         scale = 10.0**digits
         values = {}
-        for name, value in part.values_at(radius).items():
+        for name, value in part.compute_values_at(radius).items():
+            # Inward is the safe side: a narrower bound has a higher ESS.
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
+        # Rounding must not move a bound to the other side of ratio 1.
         ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
-        if ordered and target <= compute_ess(part, scores, part.limits_with(values)) < target + _CLOSE * (1 - target):
+        ess = compute_ess(part, scores, part.compute_limits_with(values)) if ordered else math.nan
+        if target <= ess < target + _CLOSE * (1 - target):
             return values
-    return part.values_at(radius)
+    return part.compute_values_at(radius)

@@ -40,13 +40,14 @@ def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     radii = radii[np.isfinite(radii) & (radii > 0)]
     if not len(radii):
         return np.zeros(0)
+    # By rank the curve is resolved near 1, evenly in log where it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))
 
 
 def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
-    """Compute the share of the units that the part looks at and keeps, at each ``radius``."""
+    """Compute the share of the units that the part applies to and keeps, at each ``radius``."""
     radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
     found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
     ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)

@@ -60,7 +60,7 @@ def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
     axis.set_xlabel(_bound_label(proposal))
     axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept")
     if isinstance(curve, EssCurve):
-        low, high = curve.band(confidence)
+        low, high = curve.compute_band(confidence)
         _line(axis, curve.radius, curve.ess, low, high, "all lengths")
         _widen(axis, proposal, float(curve.radius.max(initial=0.0)) / 300, curve.radius.max(initial=0.0))
     else:
@@ -77,6 +77,7 @@ def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
                 )
         axis.set_ylim(_LEAST_SHARE, 1.0 + 0.02 * (1 - _LEAST_SHARE))
         lines = [curve, *(entry.curve for entry in proposal.lengths if entry.curve is not None)]
+        # The axis starts where the first line reaches the least share of interest.
         first = min(line.radius[line.share >= _LEAST_SHARE].min(initial=math.inf) for line in lines)
         _widen(axis, proposal, first, max(line.radius.max(initial=0.0) for line in lines))
     axis.axhline(proposal.goal, color=MUTED, linewidth=1, linestyle=":")
@@ -99,6 +100,7 @@ def _ticks(axis: Axes) -> None:
 
 
 def _line(axis: Axes, x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, label: str) -> None:
+    # The axis is logarithmic.
     shown = x > 0
     if not shown.any():
         return

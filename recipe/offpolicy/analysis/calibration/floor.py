@@ -61,9 +61,9 @@ def estimate_noise_floor(
 ) -> NoiseFloor:
     """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
-    Every such row counts, whatever the sign of its advantage: noise does not know it. A row whose recorded pi_old is of
-    the trainer has to bear out that pi is pi_old; one recorded under another ``proximal`` has nothing to show, and is
-    not chosen by a pi_old that is made of mu.
+    Every such row counts, whatever the sign of its advantage, on which noise does not depend. Where the recorded
+    pi_old is the trainer's, a row counts only if pi is pi_old up to ``rounding``; under another ``proximal`` pi stands
+    in for pi_old, so that the condition always holds.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
@@ -74,7 +74,9 @@ def estimate_noise_floor(
     """
     key = f"{part.key}.delta"
     first = state.mini_batch == 0
+    # An unknown version, -1, counts as fresh; the result says how many do.
     fresh = first & (state.staleness <= 0)
+    # NaN, no finite token, is never same.
     same = fresh & (state.apart <= rounding)
     if not first.any():
         raise NotIdentifiedError(
@@ -105,17 +107,19 @@ def estimate_noise_floor(
             option,
         )
     rows = scores.select(same[scores.row])
+    # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
     noise = np.sort(-rows.low)
     quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
     if not math.isfinite(upper):
         lower = (each for each in _LOWER if each < share)
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
+        # The highest quantile that this recording can bound.
         smaller = next(enough, None)
         option = "" if smaller is None else f"--floor-quantile {smaller:g}"
         advice = f", or give calibrate {option}" if option else ""
         raise NotIdentifiedError(
             key,
-            f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old say as much as "
+            f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
             f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",

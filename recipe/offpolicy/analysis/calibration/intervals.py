@@ -21,7 +21,7 @@ class ClusteredShare:
         share: kept / count.
         count: how many units.
         groups: how many prompt groups they come from.
-        effective: units that would say as much were they independent, count / design effect (Kish 1965); NaN where
+        effective: independent units of the same precision, count / design effect (Kish 1965); NaN where
             one group leaves it unknown.
     """
 
@@ -50,8 +50,10 @@ def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Cluster
     independent = share * (1 - share) / count
     if groups < 2:
         return ClusteredShare(share, count, groups, math.nan)
+    # Linearised ratio estimator: groups vary in size as well as in what they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
+    # At a share of 0 or 1 the variance is 0; the design effect is then that of full dependence.
     effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
     return ClusteredShare(share, count, groups, count / effect)
 
@@ -116,6 +118,7 @@ def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> ND
     flat = totals.reshape(groups, -1)
     rng = np.random.default_rng(seed)
     sums = np.empty((draws, flat.shape[1]))
+    # Bounds the (draws, groups) table of counts to 128 MB.
     block = max(1, 2**24 // max(groups, 1))
     for start in range(0, draws, block):
         stop = min(start + block, draws)
@@ -130,6 +133,7 @@ def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
     first, last = max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach))
     k = torch.arange(first, last + 1, dtype=torch.float64)
     size = torch.tensor(float(n), dtype=torch.float64)
+    # In logs: the binomial coefficient overflows float64 from about n = 1030.
     log_mass = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1)
     log_mass = log_mass + k * math.log(share) + (size - k) * math.log1p(-share)
     return first, log_mass.exp().cumsum(0).clamp(max=1.0).numpy()

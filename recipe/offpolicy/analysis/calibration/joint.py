@@ -37,6 +37,7 @@ def compute_joint_shares(steps: Iterable[Step], spec: CorrectionSpec) -> JointSh
         constants = compute_constants(spec, recorded, step.rows)
         for block in iterate_blocks(step.rows):
             decided = decide(spec, recorded, block, constants)
+            # Rejected tokens count as weight 0, as in the loss.
             weight = decided.weight.double() * decided.keep
             tokens += int(block.mask.sum())
             kept += int(decided.keep.sum())

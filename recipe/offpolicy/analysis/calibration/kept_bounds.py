@@ -34,8 +34,8 @@ class Threshold:
         radius: where that is, in what the part compares: nats for ratios; NaN where none was found.
         interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
         reached: what the values reach on the recording, in the target's own measure.
-        count, groups: units and prompt groups that it rests on; of a kept share those that the part looks at.
-        note: what has to be said of it; empty for nothing.
+        count, groups: units and prompt groups that it rests on; of a kept share those that the part applies to.
+        note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
         missing: what the recording lacks for a floor, where that is why.
     """
@@ -59,21 +59,21 @@ def build_not_found(
 
 
 def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
-    """Compute the share kept of the units that the part looks at; NaN where it looks at none."""
+    """Compute the share kept of the units that the part applies to; NaN where it applies to none."""
     if not scores.looked.any():
         return math.nan
-    return float(1 - scores.outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
+    return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
-    """Compute the radius that keeps each unit that the part looks at, (L,); inf where the other bound rejects it."""
-    return part.radius(scores.low, scores.high)[scores.looked]
+    """Compute the radius that keeps each unit that the part applies to, (L,); inf where the other bound rejects it."""
+    return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
 def find_bound_for_kept_share(
     part: BoundedPart, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
 ) -> Threshold:
-    """Find the narrowest bound that keeps at least ``target`` of the units that the part looks at.
+    """Find the narrowest bound that keeps at least ``target`` of the units that the part applies to.
 
     Args:
         floor: nats below which the radius must not fall, such as what backend noise alone reaches.
@@ -85,9 +85,10 @@ def find_bound_for_kept_share(
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
     scores = scores.select(scores.looked)
     if not len(scores):
-        return build_not_found(scores, f"not identified: it looks at none of the {part.share_of}")
+        return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
     radii = compute_needed_radii(part, scores)
     ordered = np.sort(radii)
+    # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
     if radius == math.inf:
@@ -95,6 +96,7 @@ def find_bound_for_kept_share(
         return build_not_found(
             scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable"
         )
+    # A bound of 0 would reject every unit that differs at all.
     if radius == 0 and floor <= 0:
         return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
     note = ""
@@ -122,7 +124,7 @@ def find_bound_for_kept_share(
         values,
         radius,
         (max(interval[0], least), max(interval[1], least)) if not math.isnan(interval[0]) else interval,
-        compute_kept_share(part, scores, part.limits_with(values)),
+        compute_kept_share(part, scores, part.compute_limits_with(values)),
         found.count,
         found.groups,
         note,
@@ -137,12 +139,13 @@ def _least(part: BoundedPart) -> float:
 
 def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
     """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
+    # Outward is the safe side: a wider bound keeps the target.
     furthest = min(following, radius + _COARSE * abs(radius))
     for digits in range(1, _DIGITS):
-        values = {name: _outward(name, value, digits) for name, value in part.values_at(radius).items()}
+        values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
         if all(radius <= reach < furthest for reach in _reaches(part, values)):
             return values
-    return part.values_at(radius)
+    return part.compute_values_at(radius)
 
 
 def _outward(name: str, value: float, digits: int) -> float:

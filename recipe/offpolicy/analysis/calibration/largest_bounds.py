@@ -28,6 +28,6 @@ def check_radius(part: BoundedPart, radius: float) -> str:
         return ""
     unit = " nats" if part.on_ratio else ""
     return (
-        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} none can act on policies "
-        f"that have to do with one another. Look for the fault first: python -m recipe.offpolicy.attribute"
+        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
+        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
     )

@@ -18,7 +18,7 @@ from .intervals import Interval
 from .scores import Scores
 
 LEAST_ROWS = 20
-"""Rows that a bucket needs to have a say in the test."""
+"""Rows that a bucket needs to enter the test."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
 
     What is decided by token or turn is averaged over its row first, so that a row counts once.
     """
+    # The two tests see different faults: a shift of the mean, and a change of the scatter around it.
     size, row_length, group = _by_row(np.maximum(np.abs(scores.low), np.abs(scores.high)), scores)
     middle = (scores.low + scores.high) / 2
     spread, _, _ = _by_row(np.abs(middle - _bucket_medians(middle, scores.length)), scores)
@@ -83,6 +84,7 @@ def _rank_test(
     influence = x * y - correlation / 2 * (x * x + y * y)
     totals = np.bincount(group, weights=influence)
     half = _normal(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
+    # The exponent is fitted in logs, where a distance of 0 has no value.
     apart = distance > 0
     log_t, log_d = np.log(length[apart]), np.log(distance[apart])
     log_t = log_t - log_t.mean() if len(log_t) else log_t

@@ -16,7 +16,7 @@ Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
-"""Nats: stands for a delta that is asked for and not set, so that the rest of the correction can be read."""
+"""Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
 _SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
@@ -74,7 +74,7 @@ class BoundedPart:
         lower, upper = self.spec.lower, self.spec.upper
         return -math.inf if lower is None else math.log(lower), math.inf if upper is None else math.log(upper)
 
-    def radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
+    def compute_radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
         """Compute the radius of the moving bound that keeps each unit; inf where the other bound rejects it.
 
         Args:
@@ -87,14 +87,14 @@ class BoundedPart:
             return np.where(low < lower, math.inf, high)
         return np.where(high > upper, math.inf, -low)
 
-    def limits_at(self, radius: float) -> tuple[float, float]:
+    def compute_limits_at(self, radius: float) -> tuple[float, float]:
         """Compute the compared bounds with the moving bound at ``radius``."""
         lower, upper = self.limits
         if self.side == "both":
             return -radius, radius
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
-    def limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
+    def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
         """Compute the compared bounds with these configured values in place of the present ones."""
         lower, upper = self.limits
         for name, value in values.items():
@@ -107,7 +107,7 @@ class BoundedPart:
                 lower, upper = (limit, upper) if name == "lower" else (lower, limit)
         return lower, upper
 
-    def values_at(self, radius: float) -> dict[str, float]:
+    def compute_values_at(self, radius: float) -> dict[str, float]:
         """Compute the configured values of the moving bounds at ``radius``."""
         if self.by_batch:
             return {"budget": radius}

@@ -29,7 +29,7 @@ class Request:
     """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it looks at (OPSM:
+        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it applies to (OPSM:
             of rows with a negative advantage); None for none.
         target_ess: effective sample size that the weight is to have; None for none.
         of: one part or bound, see ``list_parts``; None for all.
@@ -64,8 +64,8 @@ class LengthBound:
 
     Attributes:
         bucket: its name in the metrics.
-        rows: of these lengths that the part looks at.
-        reached: what the bound for all lengths reaches on them: the proposed one, or the present one where none was.
+        rows: of these lengths that the part applies to.
+        reached: value that the bound for all lengths reaches on them: the proposed one, else the present one.
         threshold: the bound that would reach the target on them alone.
         curve: of a kept share.
     """
@@ -83,9 +83,9 @@ class Proposal:
 
     Attributes:
         part: whose bound.
-        target: what is to be reached, and ``goal`` how much of it.
-        looked: share of all units that the part looks at; it keeps the others whatever its bound is.
-        now: what the present bound reaches; NaN where it has no value yet.
+        target: measure to reach, and ``goal`` its value.
+        looked: share of all units that the part applies to; it keeps the others whatever its bound is.
+        now: value that the present bound reaches; NaN where it has no value yet.
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
         length: whether the statistic depends on T.
@@ -109,8 +109,8 @@ class Proposal:
         """True if there is a bound to set."""
         return bool(self.threshold.values)
 
-    def of_all(self, reached: float) -> float:
-        """Convert a share of the units that the part looks at to a share of all units; NaN for an ESS."""
+    def to_all_units(self, reached: float) -> float:
+        """Convert a share of the units that the part applies to to a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
@@ -153,6 +153,7 @@ def propose_bounds(
         if proposal.found:
             spec = set_values(spec, proposal.part.key, proposal.threshold.values)
     found = {proposal.part.key for proposal in proposals if proposal.found}
+    # A mask whose required delta was not found has no valid value left.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     on_pi = any(part.spec.ratio != "rollout" for part in parts)
@@ -246,7 +247,7 @@ def _by_length(
         if not len(looked):
             continue
         known = bool(overall.values) or not part.unset
-        reached = _reached(part, own, target, part.limits_with(overall.values)) if known else math.nan
+        reached = _reached(part, own, target, part.compute_limits_with(overall.values)) if known else math.nan
         if few := _few(looked):
             threshold = build_not_found(looked, few)
         else:
@@ -255,9 +256,9 @@ def _by_length(
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
                 alone = _threshold(part, own, target, goal, request, None).values
-                said = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
+                alone_text = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
                 noise = "its backend noise is not identified"
-                threshold = build_not_found(looked, f"{noise}; {said}" if said else noise)
+                threshold = build_not_found(looked, f"{noise}; {alone_text}" if alone_text else noise)
         line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
         found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError
-from ...correction.masks import applies, extremes
+from ...correction.masks import compute_extremes, find_applicable
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
@@ -32,7 +32,7 @@ class Scores:
     Attributes:
         low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
             nats for ratios. They differ where each token of a unit has to lie inside by itself.
-        looked: (U,) bool, whether the part looks at the unit at all, see ``MaskSpec.when``.
+        looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
         tokens: (U,) int64, valid tokens of the unit.
         length: (U,) int64, T, valid tokens of the row that it belongs to.
         row: (U,) int64, that row, numbered over all steps.
@@ -54,7 +54,7 @@ class Scores:
         """Return these units alone: (U,) bool."""
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
-    def outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
+    def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
         """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 as masks compare, unless ``exact``."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))
@@ -91,7 +91,7 @@ def compute_scores(
 
     Raises:
         SpecError: what was recorded is not enough for ``spec``.
-        RecordingError: no response or no finite token is recorded, or what acted at a step is no correction.
+        RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
     found: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states: list[RowState] = []
@@ -111,6 +111,7 @@ def compute_scores(
             for part in parts:
                 pieces[part.key].append(_of_block(part, block, old, group, before))
         for part in parts:
+            # A budget is shared by the batch, hence computed after its blocks are joined.
             joined = _joined(Scores, pieces[part.key])
             found[part.key].append(_by_budget(joined) if part.by_batch else joined)
         before += len(rows)
@@ -128,13 +129,13 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
     """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
-        RecordingError: what its file says is none.
+        RecordingError: its file's metadata holds no valid correction.
     """
     try:
         return CorrectionSpec.from_mapping(step.spec)
     except SpecError as error:
         number = int(step.rows.step[0]) if len(step.rows) else "?"
-        raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
+        raise RecordingError(f"step {number}: its file's metadata holds no valid correction: {error}") from error
 
 
 def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
@@ -152,8 +153,8 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
     ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
     units = partition_units(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
-        low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
-        looked = applies(part.spec, block.advantages, valid)
+        low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
+        looked = find_applicable(part.spec, block.advantages, valid)
     else:
         low = high = compute_log_weight(part.spec, value, units)
         looked = torch.ones_like(valid[:, :1])
@@ -162,6 +163,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
         tokens, looked = valid.double(), looked.expand(valid.shape)
     else:
         tokens, looked = units.tokens, looked.expand(units.tokens.shape)
+    # Padding and units without a valid token have no score.
     there = (tokens > 0).numpy()
     at, _ = np.nonzero(there)
     row = block.rows[at]
@@ -199,6 +201,7 @@ def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
     """Number each row's prompt, extending ``known``; rows without a uid get a number each."""
     numbers = np.empty(len(rows), dtype=np.int64)
     for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
+        # NUL cannot occur in a uid, so that a made-up name collides with none.
         name = str(uid) or f"\0{step}/{rank}/{index}"
         numbers[index] = known.setdefault(name, len(known))
     return numbers
@@ -213,6 +216,7 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+    # Training stops at such a pi; the count warns that these units are left out here.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     return RowState(

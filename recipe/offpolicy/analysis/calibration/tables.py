@@ -14,7 +14,7 @@ from .kept_bounds import Threshold
 from .parts import BoundedPart
 from .propose import CalibrationResult, LengthBound, Proposal
 
-BY_LENGTH = "advice, for the correction takes one bound; these tell which lengths it would hit"
+BY_LENGTH = "advice: the correction takes one bound; these show which lengths it would affect"
 
 
 def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
@@ -41,11 +41,11 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
             proposal.goal,
             format_bounds(proposal.part.now),
             proposal.now,
-            *([proposal.of_all(proposal.now)] if partial else []),
+            *([proposal.to_all_units(proposal.now)] if partial else []),
             format_bounds(proposal.threshold.values) if proposal.found else "none",
             format_interval(proposal.part, proposal.threshold),
             proposal.threshold.reached,
-            *([proposal.of_all(proposal.threshold.reached)] if partial else []),
+            *([proposal.to_all_units(proposal.threshold.reached)] if partial else []),
             proposal.threshold.count,
             proposal.threshold.groups,
         )
@@ -96,25 +96,25 @@ def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
 
 def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     """Format what limits the tables, a sentence each."""
-    said = []
+    sentences = []
     for proposal in result.proposals:
         name, threshold = format_part_name(proposal.part), proposal.threshold
         if threshold.note:
-            said.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
-        said += [_floor(proposal, confidence)] if proposal.floor is not None else []
-        said.append(describe_length_dependence(proposal, confidence))
-    said += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
+            sentences.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
+        sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
+        sentences.append(describe_length_dependence(proposal, confidence))
+    sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
-        said.append(
+        sentences.append(
             f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
             f"them out, and training stops at one."
         )
     if result.grouped < 1:
-        said.append(
+        sentences.append(
             f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: they count as independent, and the "
             f"intervals are too narrow if they are not."
         )
-    return said
+    return sentences
 
 
 def describe_length_dependence(proposal: Proposal, confidence: float) -> str:
@@ -200,8 +200,8 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
         "now": part.now,
         "looked": proposal.looked,
         "reached_now": _number_or_none(proposal.now),
-        "reached_now_of_all": _number_or_none(proposal.of_all(proposal.now)),
-        "reached_of_all": _number_or_none(proposal.of_all(proposal.threshold.reached)),
+        "reached_now_of_all": _number_or_none(proposal.to_all_units(proposal.now)),
+        "reached_of_all": _number_or_none(proposal.to_all_units(proposal.threshold.reached)),
         "proposed": _threshold(part, proposal.threshold),
         "floor": None if proposal.floor is None else _finite(vars(proposal.floor)),
         "length": {**_finite(vars(test)), "interval": [_number_or_none(end) for end in test.interval]}
@@ -228,7 +228,7 @@ def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
 
 def _end(part: BoundedPart, name: str, radius: float) -> float:
     """Convert an end of an interval to the configured value ``name``; infinite where it is open."""
-    return radius if not math.isfinite(radius) else part.values_at(radius)[name]
+    return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 
 def _floor(proposal: Proposal, confidence: float) -> str:

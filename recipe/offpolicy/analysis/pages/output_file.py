@@ -20,9 +20,10 @@ def check_target(option: str, path: Path, example: str) -> None:
         example: a name of such a file; where it is a picture's, the path has to be one's too.
     """
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES and not path.is_dir():
-        raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is no kind of picture. Name it {_KINDS}.")
+        raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {_KINDS}.")
     if path.is_dir():
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
+    # Missing folders are made when the file is written: the nearest existing one has to allow it.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise PageError(f"{option} {path}: no file can be written below {above}. Name another place.")

@@ -74,6 +74,7 @@ class Page:
                 f"or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside the target, so that the replacement is atomic.
         partial = path.with_name(f"{path.name}.partial")
         try:
             partial.write_bytes(content)
@@ -138,4 +139,4 @@ def _check(block: Any) -> None:
     from markupsafe import Markup
 
     if not isinstance(block, Markup):
-        raise TypeError(f"{str(block)[:60]!r} is no block of a page: use paragraph, code, table or figure.")
+        raise TypeError(f"{str(block)[:60]!r} is not a block of a page. Fix: pass what a render_ function returns.")

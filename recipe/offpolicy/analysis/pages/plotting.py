@@ -26,7 +26,7 @@ INK: Final = "#1f2933"
 MUTED: Final = "#7b8794"
 GRID: Final = "#e4e7eb"
 PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-"""Told apart by the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
+"""Safe for the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
@@ -68,7 +68,7 @@ def create_axes(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # the canvas that pyplot would attach, without which nothing can be saved
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(axes.flat)
 
@@ -150,7 +150,7 @@ def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
     kind = path.suffix.removeprefix(".").lower() or "png"
     known = figure.canvas.get_supported_filetypes()
     if kind not in known:
-        raise PageError(f"{path}: .{kind} is no kind of picture. Name it .png, or one of {', '.join(sorted(known))}.")
+        raise PageError(f"{path}: .{kind} is not a picture format. Name it .png, or one of {', '.join(sorted(known))}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_bytes(figure, kind, dpi))
 

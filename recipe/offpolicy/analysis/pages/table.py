@@ -93,6 +93,7 @@ def format_cell(value: Any, digits: int = 3) -> str:
         return MISSING
     if math.isinf(number):
         return "inf" if number > 0 else "-inf"
+    # A small value would round to 0.000, which reads as exactly 0.
     if number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
         return f"{number:.{min(digits, 2)}e}"
     return f"{number:.{digits}f}"

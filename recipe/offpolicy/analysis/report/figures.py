@@ -50,15 +50,15 @@ def _by_step(axis: Axes, *, timeline: Timeline, function: Callable[[Axes, Timeli
 def _reward(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("Reward")
     axis.set_ylabel("mean reward of a response")
-    _line(axis, timeline, {"": timeline.column("reward")})
+    _line(axis, timeline, {"": timeline.get_column("reward")})
 
 
 def _mismatch(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("Mismatch")
     axis.set_ylabel("nats a token")
     lines = {
-        "mismatch, KL(mu, pi_old)": timeline.column("kl"),
-        "drift, mean |log pi / pi_old|": timeline.column("drift"),
+        "mismatch, KL(mu, pi_old)": timeline.get_column("kl"),
+        "drift, mean |log pi / pi_old|": timeline.get_column("drift"),
     }
     _line(axis, timeline, lines)
     _nats_axis(axis, timeline)
@@ -68,17 +68,17 @@ def _kept(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("What the recorded correction kept")
     axis.set_ylabel("share")
     names = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
-    _line(axis, timeline, merge_equal_series({label: timeline.column(name) for label, name in names.items()}))
+    _line(axis, timeline, merge_equal_series({label: timeline.get_column(name) for label, name in names.items()}))
     _share_axis(axis)
 
 
 def _length(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("Response length")
     axis.set_ylabel("mean T, tokens")
-    _line(axis, timeline, {"": timeline.column("length")})
-    if np.nanmax(timeline.column("staleness"), initial=0.0) > 0:
+    _line(axis, timeline, {"": timeline.get_column("length")})
+    if np.nanmax(timeline.get_column("staleness"), initial=0.0) > 0:
         other = axis.twinx()
-        _line(other, timeline, {"": timeline.column("staleness")}, first=1)
+        _line(other, timeline, {"": timeline.get_column("staleness")}, first=1)
         other.grid(False)
         other.spines["right"].set_visible(True)
         other.set_ylabel("staleness, steps", color=get_line_style(1)["color"])
@@ -119,7 +119,7 @@ def _rows(axis: Axes, *, timeline: Timeline) -> None:
 
 def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series], *, first: int = 0) -> None:
     """Plot one line a series; a series that was not recorded is named so."""
-    steps = timeline.column("step")
+    steps = timeline.get_column("step")
     for index, (label, series) in enumerate(lines.items(), start=first):
         values = np.asarray(series)
         known = np.isfinite(values)
@@ -140,7 +140,7 @@ def _share_axis(axis: Axes) -> None:
 
 def _nats_axis(axis: Axes, timeline: Timeline) -> None:
     """Make the axis logarithmic where its values span powers of ten."""
-    values = np.concatenate([timeline.column("kl"), timeline.column("drift")])
+    values = np.concatenate([timeline.get_column("kl"), timeline.get_column("drift")])
     values = values[np.isfinite(values) & (values > 0)]
     if values.size and values.max() > _DECADES * values.min():
         axis.set_yscale("log")

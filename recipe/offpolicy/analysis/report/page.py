@@ -12,10 +12,10 @@ from ...correction import CorrectionSpec, MaskSpec, WeightSpec
 from ..attribution import figures as attribution_figures
 from ..attribution import tables as attribution_tables
 from ..attribution.attribution import Attribution
-from ..attribution.page import HOW
+from ..attribution.page import METHOD
 from ..attribution.scored_rows import describe_left_out
 from ..attribution.token_text import escape
-from ..calibration import figures as calibration_drawings
+from ..calibration import figures as calibration_figures
 from ..calibration import tables as calibration_tables
 from ..pages import (
     Column,
@@ -28,7 +28,7 @@ from ..pages import (
     render_paragraph,
     render_table,
 )
-from ..whatif import tables
+from ..whatif import tables as whatif_tables
 from ..whatif.page import MEANINGS
 from . import figures
 from .step_sample import StepSample
@@ -153,6 +153,7 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("rows kept"),
         Column("ESS"),
     )
+    # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [
         (s.step, s.rows, s.reward, s.length, s.kl, s.drift, s.staleness, s.kept_tokens, s.kept_rows, s.ess)
@@ -221,7 +222,7 @@ def _attribution(attribution: Attribution | str) -> list[Markup]:
         render_paragraph(attribution_tables.format_verdict(attribution)),
         render_panels(attribution_figures.build_panels(attribution)),
         render_table(attribution_tables.build_shares_table(attribution.whole)),
-        render_details("How it is split", render_paragraph(HOW)),
+        render_details("How it is split", render_paragraph(METHOD)),
         render_details(
             "Every cause that was looked for", render_table(attribution_tables.build_causes_table(attribution))
         ),
@@ -240,7 +241,7 @@ def _calibration(studies: Studies) -> list[Markup]:
             f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
             f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}"
         ),
-        render_panels(calibration_drawings.build_panels(result.proposals, CONFIDENCE)),
+        render_panels(calibration_figures.build_panels(result.proposals, CONFIDENCE)),
         render_table(calibration_tables.build_overview_table(result, CONFIDENCE)),
     ]
     if not isinstance(studies.attribution, str) and studies.attribution.mend_first:
@@ -276,16 +277,16 @@ def _what_if(study: Study | str) -> list[Markup]:
     if isinstance(study, str):
         return [render_paragraph(f"Not replayed: {study}")]
     blocks = [
-        render_paragraph(tables.describe_fidelity(study.fidelity)),
+        render_paragraph(whatif_tables.describe_fidelity(study.fidelity)),
         *(render_paragraph(note) for note in study.notes),
     ]
     if study.outcomes:
         blocks += [
-            render_table(tables.build_overall_table(study)),
-            render_table(tables.build_group_table(study)),
+            render_table(whatif_tables.build_overall_table(study)),
+            render_table(whatif_tables.build_group_table(study)),
         ]
     if study.failures:
-        blocks.append(render_table(tables.build_failure_table(study)))
+        blocks.append(render_table(whatif_tables.build_failure_table(study)))
     return [*blocks, render_details("What the columns mean", render_keys(MEANINGS))]
 
 

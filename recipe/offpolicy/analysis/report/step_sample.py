@@ -56,6 +56,7 @@ def sample_steps(
     """Sample the first step, the last, and steps between them."""
     steps = recording.steps
     over_time = spread_evenly(steps, timeline)
+    # File size stands for tokens, so that no file is read to choose.
     size = sum(path.stat().st_size for step in over_time for path in recording.files[step]) / len(over_time)
     most = int(tokens * _BYTES_A_TOKEN // max(size, 1))
     return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, max(most, 1))))

@@ -102,6 +102,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
     try:
         correction = CorrectionSpec.from_mapping(filled)
     except SpecError as error:
+        # The default's parts may not go with the recorded pi_old: then the recorded parts alone.
         return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
     new = _parts(correction) - _parts(recorded)
     return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))

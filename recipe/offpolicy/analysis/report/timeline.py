@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
 _PRODUCT = (math.log(0.5), math.log(2.0))
 REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
-"""Masks that rows are held against whatever was on, as in the metrics of ``offpolicy/length/``."""
+"""Masks that rows are compared with, whatever correction acted, as in the metrics of ``offpolicy/length/``."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Timeline:
     def rows(self) -> int:
         return sum(step.rows for step in self.steps)
 
-    def column(self, name: str) -> Floats:
+    def get_column(self, name: str) -> Floats:
         """Return one field of all steps, (steps,)."""
         return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
 
@@ -137,6 +137,7 @@ def _of_step(step: Step) -> StepNumbers:
     old = trainers_pi_old(step).astype(np.float64)
     unscored = int((~scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
+        # The correction compared mu with its own pi_old; the mismatch of the engines is with the trainer's.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)
@@ -201,6 +202,7 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
+    # ``add.at`` accumulates rows of one bucket, where indexed += would keep the last.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 

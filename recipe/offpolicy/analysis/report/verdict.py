@@ -81,8 +81,8 @@ def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
 
 def _mismatch(timeline: Timeline) -> Answer:
     question = "Do the engines agree?"
-    kl = timeline.column("kl")
-    tokens = timeline.column("compared")
+    kl = timeline.get_column("kl")
+    tokens = timeline.get_column("compared")
     unscored = sum(step.unscored for step in timeline.steps)
     known = np.isfinite(kl)
     if not known.any() and unscored == timeline.rows:
@@ -97,14 +97,14 @@ def _mismatch(timeline: Timeline) -> Answer:
     if is_copied(timeline):
         same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
-    fresh, counts = timeline.column("kl_fresh"), timeline.column("fresh_tokens")
+    fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
         because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
         return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
     engines = float(np.average(fresh[mine], weights=counts[mine]))
     answer = f"KL(mu, pi_old) {engines:.2g} nats a token"
-    stale = timeline.column("staleness")
+    stale = timeline.get_column("staleness")
     if np.nanmax(stale, initial=0.0) <= 0:
         return Answer(
             question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
@@ -143,8 +143,8 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
 
 def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     question = "What does the correction keep?"
-    tokens = timeline.column("tokens")
-    kept = timeline.column("kept_tokens")
+    tokens = timeline.get_column("tokens")
+    kept = timeline.get_column("kept_tokens")
     known = np.isfinite(kept)
     if not known.any() or not timeline.lengths:
         return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
@@ -178,35 +178,36 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
         return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
 
     given = "By default" if new else "Now"
-    said = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
+    sentences = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
     if proposal.found:
         answer = format_bounds(threshold.values)
-        said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
+        sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
     else:
         answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
     if threshold.note:
         missing = threshold.missing
         note = (threshold.note if missing is None else missing.reason).rstrip(".")
-        said.append(f"{note[0].upper()}{note[1:]}")
+        sentences.append(f"{note[0].upper()}{note[1:]}")
         if missing is not None and missing.option:
             spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
-            said.append(
+            sentences.append(
                 f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {missing.option}"
             )
     if proposal.lengths:
-        said.append("It treats lengths unlike, see below")
-    return Answer(question, answer, ". ".join(said) + ".")
+        sentences.append("It treats lengths unlike, see below")
+    return Answer(question, answer, ". ".join(sentences) + ".")
 
 
 def _reward(timeline: Timeline) -> Answer:
     question = "Does the reward rise?"
-    reward = timeline.column("reward")
+    reward = timeline.get_column("reward")
     if not np.isfinite(reward).any():
         return Answer(question, "unknown", "No reward was recorded.")
     thirds = _thirds(reward)
     if thirds is None:
         return Answer(question, "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}.")
     (first, first_error), (last, last_error) = thirds
+    # Standard error of the difference of two independent means.
     error = math.hypot(first_error, last_error)
     gain = last - first
     word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
@@ -221,6 +222,7 @@ def describe_trend(values: Floats, unit: str) -> str:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
+    # Swings come before the trend: one spike in a third would otherwise pass for growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
@@ -236,6 +238,7 @@ def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] |
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
+        # A third of one step has no deviation of its own: that of all steps stands in.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

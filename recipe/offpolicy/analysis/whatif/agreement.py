@@ -49,6 +49,7 @@ class AgreementCounter:
         """Compute the agreement of those corrections that were in every block."""
         at = np.ix_(places, places)
         tokens, rows, gram = self.tokens[at], self.rows[at], self.gram[at]
+        # The Gram matrix of the gradient weights gives all cosines at once.
         norm = np.sqrt(np.diag(gram))
         scale = norm[:, None] * norm[None, :]
         return Agreement(
@@ -91,6 +92,7 @@ def _kappa(both: Matrix, count: float) -> Matrix:
         return np.full_like(both, math.nan)
     own = np.diag(both) / count
     rejects = both / count
+    # Equal decisions: both keep, a share of 1 - a - b + r, or both reject, r.
     observed = 1 - own[:, None] - own[None, :] + 2 * rejects
     chance = own[:, None] * own[None, :] + (1 - own[:, None]) * (1 - own[None, :])
     return np.divide(observed - chance, 1 - chance, out=np.full_like(both, math.nan), where=chance < 1)

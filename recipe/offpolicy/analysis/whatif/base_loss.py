@@ -38,6 +38,7 @@ class BaseLoss:
             return cls(name)
         both = actor.get("clip_ratio")
         sides = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
+        # verl takes clip_ratio where a side is not set.
         low, high = (both if side is None else side for side in sides)
         return cls(name, _number(low), _number(high), _number(actor.get("clip_ratio_c")))
 

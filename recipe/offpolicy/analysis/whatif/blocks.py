@@ -90,7 +90,7 @@ def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
         rows=chosen,
         place=there,
         mask=padded(rows.response_mask),
-        rejected_by=padded(rows.rejected_by.view(np.int32)),
+        rejected_by=padded(rows.rejected_by.view(np.int32)),  # torch has no bit operations on uint32
         turn=padded(rows.turn, -1),
         version=torch.from_numpy(single[chosen].astype(np.int64)),
         **{name: padded(getattr(rows, name)) for name in _COLUMNS},

@@ -88,6 +88,7 @@ def build_candidates(
         own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
         for point in _points(own):
             candidate = _candidate(label, mapping, point)
+            # Two specs may cross into the same correction: it is replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
                 raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
@@ -107,6 +108,7 @@ def _bases(
         )
     for point in _points(groups):
         options = [f"{key}={value}" for key, value in point.items()]
+        # An option of the grid replaces the override of the same group.
         kept = [override for override in overrides if not (point and parse_key(override) in point)]
         yield " ".join([*options, *kept]), compose_correction([*options, *kept])
 
@@ -118,6 +120,7 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     except SpecError as error:
         if not point:
             raise
+        # A grid may cross into bounds that exclude each other: the other points are still replayed.
         return Candidate(label, base, point, error=str(error))
     return Candidate(label, base, point, None if base == RECORDED else spec)
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...correction import SpecError
-from ...preflight.hydra_groups import AUTO, GROUP, check_stack, chosen_options, own_keys_for_us
+from ...preflight.hydra_groups import AUTO, GROUP, check_stack, force_own_keys, read_chosen_options
 from ...preflight.old_log_prob import AUTO as AUTO_PROXIMAL
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
@@ -31,6 +31,7 @@ _EXAMPLE = f"Give {GROUP}=gsm, '{GROUP}=[tis_token,gsm]' or {GROUP}.masks.gsm.up
 @contextmanager
 def initialize_composer() -> Iterator[None]:
     """Initialise Hydra for ``compose_correction`` within the context; restore its former state afterwards."""
+    # Hydra is a process-wide singleton: a caller, such as a launch, may have it initialised.
     before, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     # The lines of offpolicy_trainer.yaml less verl's own configuration, which a correction does not read.
@@ -50,17 +51,20 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the plain values under ``correction``; a mandatory value that is left out stays "???".
 
     Raises:
-        SpecError: an override that is malformed or of something else, an option that does not exist, two options
-            that set one key, or ``correction=auto``.
+        SpecError: a malformed override, one of another group, an unknown option, two options that set
+            one key, or ``correction=auto``.
     """
     for override in overrides:
         key = parse_key(override)
         if key.split(".")[0] != GROUP:
-            raise SpecError(f"{override}: no part of a correction, so that a replay does not read it. {_EXAMPLE}")
+            raise SpecError(
+                f"{override}: not an override of the correction, which is all that a replay reads. {_EXAMPLE}"
+            )
     try:
-        config = compose(_PRIMARY, overrides=own_keys_for_us(overrides), return_hydra_config=True)
+        # The Hydra node lists the chosen options.
+        config = compose(_PRIMARY, overrides=force_own_keys(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
-        options = chosen_options()
+        options = read_chosen_options()
         check_stack(options)
         if options == [AUTO]:
             raise SpecError(
@@ -75,7 +79,7 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error
     if not isinstance(mapping, dict):
-        raise SpecError(f"{GROUP}={mapping}: no correction. {_EXAMPLE}")
+        raise SpecError(f"{GROUP}={mapping}: not a correction. {_EXAMPLE}")
     if mapping.get("proximal") == AUTO_PROXIMAL:
         # What a recording holds as pi_old, whether a forward pass or the gradient step itself computed it.
         mapping["proximal"] = "recompute"
@@ -124,4 +128,4 @@ def _parsed(override: str) -> Any:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise SpecError(f"{override!r}: no Hydra override, key=value. {_EXAMPLE}") from error
+        raise SpecError(f"{override!r}: not a Hydra override, key=value. {_EXAMPLE}") from error

@@ -4,7 +4,7 @@ Keys:
 
 * ``schema``: 1; grows whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
-* ``fidelity``: whether the replay of what acted is what was recorded: ``agrees`` (null: not compared),
+* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null: not compared),
   ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point``, the grid's values by key;

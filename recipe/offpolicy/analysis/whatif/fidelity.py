@@ -54,6 +54,7 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str], step: i
         by: what the recorded correction decided in the replay.
         reasons: names of the bits of ``rejected_by``.
     """
+    # Rebuilds the recorded bit field, a bit a reason.
     replayed = torch.zeros_like(of.rejected_by)
     for bit, reason in enumerate(reasons):
         if (drop := by.rejected.get(reason)) is not None:

@@ -178,6 +178,7 @@ def _series(axes: Axes, line: PanelRow, series: Mapping[str, Sequence[float | No
         positions = range(len(values))
         if line.ordered:
             axes.plot(positions, values, label=label, clip_on=False, **look)
+            # Ceiling division.
             every = -(-len(values) // _MOST_TICKS)
             axes.set_xticks(positions[::every], line.ticks[::every])
             axes.set_xlim(-0.4, len(values) - 0.6)
@@ -210,6 +211,7 @@ def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> Pane
         try:
             return float(outcome.candidate.point[axis])
         except ValueError:
+            # Values that are no numbers, such as null, stand last.
             return math.inf
 
     ordered = sorted(outcomes, key=number)

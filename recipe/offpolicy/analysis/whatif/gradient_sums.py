@@ -113,6 +113,7 @@ class ReferenceBlock:
             "uncorrected": _dot(self.uncorrected, self.uncorrected),
             "mismatch": self.mismatch.sum(-1),
         }
+        # A row without a counted token has ratio exp(0) = 1, which must not count.
         ratio = self.references["sequence"][:, 0] * self.counted.amax(-1)
         columns |= {"ratio": ratio, "ratio_square": ratio.square()}
         columns |= {f"reference/{name}": _dot(ideal, ideal) for name, ideal in self.ideal.items()}
@@ -153,8 +154,10 @@ def compute_gradient_weight(
     applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
     if scale is not None:
         applied = applied * torch.from_numpy(scale[of.block.rows])[:, None]
+    # A weight on pi / mu replaces the base loss's ratio.
     if spec.weight is not None and spec.weight.ratio == "full":
         return applied
+    # Same pi_old, same factor: computed once for the block.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
@@ -226,6 +229,7 @@ def build_grouping(rows: Rows) -> Grouping:
     length = _by_row(valid.astype(np.float64), rows)
     advantage = _by_row(np.where(valid, np.nan_to_num(rows.advantages, nan=0.0, posinf=0.0, neginf=0.0), 0.0), rows)
     limits = [most for most in BUCKETS.values() if most is not None]
+    # Rows without a valid token get a bucket of their own, so that totals stay whole.
     bucket = np.where(length > 0, np.searchsorted(limits, length, side="left"), len(BUCKETS))
     groups: dict[str, NDArray[np.bool_]] = {"": np.ones(len(rows), dtype=bool)}
     groups |= {f"length/{name}": bucket == place for place, name in enumerate(BUCKETS)}
@@ -233,6 +237,7 @@ def build_grouping(rows: Rows) -> Grouping:
     age = rows.staleness
     for index, name in enumerate(STALENESS):
         groups[f"staleness/{name}"] = age >= index if name.startswith("ge") else age == index
+    # Group sums become one matrix product with the (N, columns) table.
     cells = bucket[None, :] == np.arange(len(BUCKETS) + 1)[:, None]
     member = np.stack(list(groups.values()))[:, None, :] & cells[None, :, :]
     return Grouping(tuple(groups), member.reshape(-1, len(rows)).astype(np.float64))

@@ -60,8 +60,8 @@ class DenominatorCounts:
             rows: for which ``explain_unknown`` is empty.
             kept: (N,) response tokens of each row that the correction keeps.
         """
-        assert self.mode is not None, "nothing is unknown"
-        assert self.mini_batch_rows is not None, "nothing is unknown"
+        assert self.mode is not None, "explain_unknown is empty"
+        assert self.mini_batch_rows is not None, "explain_unknown is empty"
         _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
         return compute_scale_of_counts(
             self.mode,

@@ -15,7 +15,7 @@ Sums = NDArray[np.float64]
 """(L, len(COLUMNS)): the sums over a group's rows of each length bucket; the last line is of rows without length."""
 
 FEW = 30.0
-"""Effective rows below which a reference by sequence says nothing."""
+"""Effective rows that a reference by sequence needs."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
+    # A reference that rests on a few rows is noise: then no bias by sequence is reported.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}

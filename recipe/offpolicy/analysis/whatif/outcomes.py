@@ -74,6 +74,7 @@ class RunningOutcome:
     def build_outcome(self) -> CorrectionOutcome:
         assert self.total is not None, "a step was added"
         groups = {name: compute_measures(sums) for name, sums in zip(self.names, self.total, strict=True)}
+        # The group "" holds all rows.
         overall = groups.pop("")
         turns = compute_turn_shares(self.total[0])
         return CorrectionOutcome(

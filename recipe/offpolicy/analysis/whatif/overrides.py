@@ -8,7 +8,7 @@ from typing import Any
 from ...correction import CorrectionSpec
 from ...correction.problem import set_to
 from ...correction.proximal import OF_THE_TRAINER
-from ...preflight.hydra_groups import GROUP, option_values, options_of_group
+from ...preflight.hydra_groups import GROUP, list_options, load_option
 from .compose import compose_correction
 
 _BOUNDS = frozenset({"lower", "upper", "delta", "budget"})
@@ -22,10 +22,10 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     """
     wanted = _plain(spec)
     compose_correction([f"{GROUP}=none"])  # the application in which options are looked up
-    options = options_of_group()
+    options = list_options()
     weight = [name for name in options if wanted["weight"] and _is_of(name, {"weight": wanted["weight"]})]
     # Of options that are alike but for their bounds, the one with these bounds, then the one with the shortest name.
-    weight.sort(key=lambda name: (_differences(option_values(name)["weight"], wanted["weight"]), len(name), name))
+    weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
     masks = [name for name, mask in known if name in options and _is_of(name, {"masks": {name: mask}})]
     stack = [*weight[:1], *masks] or ["none"]
@@ -35,6 +35,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
+    # Compared after parsing: defaults that the spec fills in need no override.
     had = dict(_leaves(_plain(CorrectionSpec.from_mapping(_filled(composed, wanted)))))
     return overrides + [
         set_to(f"{GROUP}.{key}", value, add=key not in there)
@@ -50,7 +51,7 @@ def _plain(spec: CorrectionSpec) -> dict[str, Any]:
 
 def _is_of(option: str, part: Mapping[str, Any]) -> bool:
     """Check whether an option sets this part and nothing else, but for its bounds."""
-    values = dict(_leaves(option_values(option)))
+    values = dict(_leaves(load_option(option)))
     return {key.rpartition(".")[0] for key in values} == {key.rpartition(".")[0] for key, _ in _leaves(part)} and all(
         key.rpartition(".")[2] in _BOUNDS or dict(_leaves(part)).get(key) == value for key, value in values.items()
     )

@@ -45,13 +45,14 @@ class _ReplayNotes:
     unscaled: dict[str, set[int]] = field(default_factory=dict)
     other_advantages: set[str] = field(default_factory=set)
 
-    def look(self, of: ReferenceBlock) -> None:
+    def add_block(self, of: ReferenceBlock) -> None:
+        """Count the rows and tokens of a block."""
         counted = of.counted.bool()
         self.rows += int(of.block.mask.any(-1).sum())
         self.tokens += int(of.block.mask.sum())
         self.uncounted += int((of.block.mask & ~counted).sum())
 
-    def notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
+    def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
         """Yield what limits the figures, a sentence each."""
         if self.uncounted:
             yield (
@@ -135,6 +136,7 @@ def run_study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
+    # A correction may fail at a later step than the one that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
     outcomes = tuple(running[place].build_outcome() for place in done)
@@ -149,7 +151,7 @@ def run_study(
         fidelity=seen.fidelity,
         notes=(
             *([base_loss.note] if base_loss.note else []),
-            *seen.notes(sampled=sampled, needs_batch=needs_batch),
+            *seen.format_notes(sampled=sampled, needs_batch=needs_batch),
             *_few_rows(outcomes),
         ),
     )
@@ -211,6 +213,7 @@ def _replay(
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
+    # Missing for specs whose scale is unknown: they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
         if unknown := counts.explain_unknown(rows):
@@ -220,6 +223,7 @@ def _replay(
                 scales[spec] = counts.compute_scale(
                     rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], size)
                 )
+    # Keyed by spec: candidates that are equal at this step are replayed once.
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
     for block in iterate_blocks(rows, size):
         of = build_reference_block(block, base_loss)
@@ -235,7 +239,7 @@ def _replay(
             [weighed[spec] for spec in chosen],
             of.counted.bool(),
         )
-        seen.look(of)
+        seen.add_block(of)
         # The record of a sample does not hold what was fixed for the whole batch.
         known = not (sampled and specs.recorded.needs_constants)
         if known:

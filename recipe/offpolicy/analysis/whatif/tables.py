@@ -26,7 +26,7 @@ OVERALL = {
 }
 """Field of ``CorrectionMeasures`` -> heading."""
 MOST_COMPARED = 30
-"""Corrections up to which tables have a column for each: beyond, nobody reads them, and a page grows too large."""
+"""Corrections up to which tables have a column for each: beyond, they are unreadable and the page too large."""
 _FAMILIES = ("length", "advantage", "staleness", "turn")
 
 
@@ -127,17 +127,18 @@ def build_failure_table(study: Study) -> Table:
 def describe_fidelity(fidelity: Fidelity) -> str:
     """Describe the comparison of the recorded correction with its replay."""
     if fidelity.agrees and not fidelity.tokens:
-        return "Not compared: the replay of what acted was held against no recorded token."
+        return "Not compared: no recorded token has a finite mu and pi_old to compare the replay on."
     tokens = f"{fidelity.tokens:,} tokens"
     if fidelity.agrees:
         return (
-            f"What acted, replayed, is what was recorded: {tokens}, decisions to the bit, weights within "
-            f"{TOLERANCE:g} relative (greatest difference {fidelity.weight_error:.1g})."
+            f"The replay of the recorded correction agrees with the recording: {tokens}, decisions to the bit, "
+            f"weights within {TOLERANCE:g} relative (greatest difference {fidelity.weight_error:.1g})."
         )
     return (
-        f"MISMATCH: what acted, replayed, is not what was recorded, in {fidelity.rejections:,} decisions and "
-        f"{fidelity.weights:,} weights of {tokens} ({fidelity.example}). The recording and this code disagree, so that "
-        f"no figure here can be believed: replay with the release that recorded."
+        f"MISMATCH: the replay of the recorded correction differs from the recording in "
+        f"{fidelity.rejections:,} decisions and {fidelity.weights:,} weights of {tokens} ({fidelity.example}). "
+        f"The recording and this code disagree, so that no figure here is credible. "
+        f"Fix: replay with the release that recorded."
     )
 
 

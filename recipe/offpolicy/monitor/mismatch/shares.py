@@ -131,7 +131,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     if stale[:, _N].any():
         identified = identified and floor is not None and floor.covered(stale[:, _N])
         if identified and floor is not None:
-            backend += _of_stale(stale, floor)
+            backend += _estimate_stale_backend(stale, floor)
     mean = whole[[_L, _G]] / count
     variance = max(whole[_LL] / count - mean[0] ** 2, 0.0)
     gap_covariance = whole[_GL] / count - mean[0] * mean[1]
@@ -142,7 +142,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     )
 
 
-def _of_stale(stale: Array, floor: BackendFloor) -> Array:
+def _estimate_stale_backend(stale: Array, floor: BackendFloor) -> Array:
     """Sum b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
     tokens = stale[:, _N]
     first = tokens * floor.mean

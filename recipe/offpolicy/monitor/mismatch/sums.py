@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...correction.ratios import divergence
+from ...correction.ratios import compute_divergence
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
 """log mu at which one bin of probability ends: 0.001, 0.01, 0.1, 0.5, 0.9."""
@@ -50,7 +50,7 @@ def compute_sums_by_row(
     # Both are finite where all three log-probs are, and a number less itself is 0 where it is finite.
     valid = response_mask.bool() & (differences - differences == 0).all(0)
     differences = torch.where(valid, differences, 0.0)
-    squares, k3 = differences.square(), divergence("k3", differences)
+    squares, k3 = differences.square(), compute_divergence("k3", differences)
     total, gap = differences.unbind()
     columns = torch.stack(
         [valid.double(), total, squares[0], gap, squares[1], gap * total, k3[1], k3[0]],

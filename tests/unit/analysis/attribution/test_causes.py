@@ -129,7 +129,7 @@ def test_log_probs_of_other_rows_are_misalignment() -> None:
     assert present(causes) == {"misalignment"}
     misaligned = of(causes, "misalignment")
     assert abs(misaligned.evidence["correlation_0"]) < 0.1
-    assert "nothing to do with" in misaligned.sentence
+    assert "unrelated to log pi_old" in misaligned.sentence
     assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
 
 

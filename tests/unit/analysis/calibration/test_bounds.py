@@ -238,7 +238,7 @@ def test_the_target_is_of_what_the_mask_looks_at() -> None:
     part, scores = part_and_scores(spec, steps_of(none))
     found = find_bound_for_kept_share(part, scores, 0.8, 0.95)
     assert not found.values
-    assert "not identified: it looks at none of the rows" in found.note
+    assert "not identified: it applies to none of the rows" in found.note
 
 
 def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:

@@ -99,7 +99,7 @@ def test_replaying_the_cap_gives_the_target(name: str) -> None:
     rng = np.random.default_rng(3)
     steps = [drawn_rows(rng.integers(2, 30, 80), seed=seed, step=seed, backend=0.4) for seed in (1, 2)]
     scores, _ = compute_scores([Step(rows, NONE, ()) for rows in steps], spec, [part])
-    uncapped = compute_ess(part, scores["weight"], part.limits_at(math.inf))
+    uncapped = compute_ess(part, scores["weight"], part.compute_limits_at(math.inf))
     target = uncapped + (0.002 if name == "reject" else 0.3 * (1 - uncapped))
     found = find_cap_for_ess(part, scores["weight"], target, 0.95)
     ess = logged_ess(set_values(spec, "weight", found.values), *steps)
@@ -114,7 +114,7 @@ def test_curve_agrees_with_the_weights_themselves(name: str) -> None:
     rng = np.random.default_rng(5)
     scores = units(0.5 * rng.standard_normal(300), group=rng.integers(0, 20, 300), tokens=rng.integers(1, 9, 300))
     curve = compute_ess_curve(part, scores, draws=10)
-    direct = [compute_ess(part, scores, part.limits_at(radius)) for radius in curve.radius]
+    direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in curve.radius]
     assert curve.ess == pytest.approx(direct, rel=1e-9)
     assert curve.resampled.shape == (10, len(curve.radius))
 

@@ -216,7 +216,7 @@ def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
 
 
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is no kind of picture"):
+    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is not a picture format"):
         plotting.save(drawn(), tmp_path / "a.nonsense")
 
 

@@ -14,6 +14,7 @@ import pytest
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
+from recipe.offpolicy.analysis.pages import plotting
 from recipe.offpolicy.analysis.pages.page import LARGEST
 from recipe.offpolicy.analysis.pages.plotting import draw_panels
 from recipe.offpolicy.analysis.report import figures
@@ -114,6 +115,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
         return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
+    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
+
+
 def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
     _, page = whole
     for heading in (
@@ -158,6 +165,7 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "\u202e" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     """run.json may have been written by whoever, and the page is made to be sent."""
     config = {"trainer": {"wandb_token": "hunter22", "max_tokens": 77}, "headers": ["Bearer sk-live-hunter22"]}
@@ -168,6 +176,7 @@ def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     assert "&#34;max_tokens&#34;: 77" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
     """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
     rows = drawn_rows([4] * 8, backend=0.2)
@@ -294,6 +303,7 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -> None:
     """Rows of one length are a table of one line, and no picture."""
     record(tmp_path / "run", drawn_rows([9] * 24))
@@ -327,6 +337,7 @@ def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no file can be written below" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_whole_numbers_of_the_proof_are_whole(tmp_path: Path) -> None:
     numbers = {"fingerprint": 1464144645.0, "gradient_error": 9.5e-08}
     proof = {"sentence": "LIVE", "step": 1, "live": numbers}

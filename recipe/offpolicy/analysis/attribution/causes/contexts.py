@@ -43,6 +43,7 @@ class Support:
 
 def find_distinct_tokens(sampled: SampledTokens) -> Integers:
     """Return indices of one token of each kind in each context, sorted by context."""
+    # Sorted by context, then token: duplicates become neighbours.
     order = np.lexsort((sampled.token_id, sampled.context))
     context, token = sampled.context[order], sampled.token_id[order]
     first = np.ones(len(order), dtype=bool)

@@ -1,6 +1,6 @@
 """Search for the causes of a mismatch: each test sees the tokens that the tests before it have not explained.
 
-Misalignment is looked for first, as nothing can be said of log-probs that belong to other tokens. What is re-tokenized
+Misalignment is tested first: log-probs of other tokens invalidate every other test. What is re-tokenized
 is then left out turn by turn, and what is stale step by step, so that the remaining tests see the backend alone.
 """
 
@@ -41,6 +41,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         return [
             report_untestable(name, f"{len(sampled)} tokens are recorded, {LEAST_TOKENS} are needed") for name in NAMES
         ]
+    # Two engines never agree to the bit on this many tokens.
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
         return [
             report_untestable(
@@ -62,10 +63,11 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     of_temperature = temperature.find(sampled, sampling)
     found += [of_turns, of_steps, of_temperature]
     if of_temperature.verdict == "present":
-        why = "not told apart from a difference in temperature: mend that first"
+        why = "not distinguishable from a difference in temperature: mend that first"
         return found + [
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]
     truncated, extra = truncation.find(sampled, sampling)
+    # A constant offset by context would pass for noise: numerics then looks within contexts only.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]

@@ -32,6 +32,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     values = {lag: _correlation(_columns(sampled, *pair).sum(0)) for lag, pair in pairs.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
     here, beside = _columns(sampled, *pairs[0]), _columns(sampled, *pairs[best])
+    # One table for both correlations, so that each bootstrap draw resamples them together.
     columns = np.concatenate([np.pad(here, ((0, 0), (0, 6))), np.pad(beside, ((0, 0), (6, 0)))])
     cluster = np.concatenate([sampled.cluster[pairs[0][0]], sampled.cluster[pairs[best][0]]])
     better = estimate(columns, cluster, lambda sums: _correlation(sums[6:]) - _correlation(sums[:6]))
@@ -60,14 +61,14 @@ def _beside(sampled: SampledTokens) -> Cause:
 def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
     """Test whether the two correlate nowhere; None where they do, or are too near each other to tell.
 
-    A step or a turn that correlates by itself says that the others went wrong: that is staleness, or re-tokenisation.
+    A single step or turn that correlates points to staleness, or re-tokenisation, of the others.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
-    # An offset common to all tokens says nothing of which token is whose.
+    # An offset common to all tokens does not show which token a log-prob belongs to.
     loss = np.stack([np.ones(count), compute_k3(gap - gap.mean())], axis=-1)
     here = estimate(columns, sampled.cluster, _correlation)
     mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
@@ -82,7 +83,7 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
         NAME,
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
-        f"log mu has nothing to do with log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
+        f"log mu is unrelated to log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
         f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats a token of KL",
         "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
@@ -94,6 +95,7 @@ def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
     first = np.arange(len(row))
     if lag == 0:
         return first, first
+    # The margin of 3 keeps neighbours before the first and after the last position apart from other rows.
     key = row * (place.max(initial=0) + 3) + place
     there = np.searchsorted(key, key + lag)
     there = np.minimum(there, len(key) - 1)

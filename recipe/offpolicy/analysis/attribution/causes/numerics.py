@@ -30,6 +30,7 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
             return report_untestable(
                 NAME, f"{contexts.count} contexts have two different sampled tokens", contexts=contexts.count
             )
+        # Centring removes the offset of each context.
         mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
     if len(gap) < LEAST_TOKENS:
         return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")

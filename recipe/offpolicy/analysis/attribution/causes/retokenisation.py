@@ -26,8 +26,8 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
     numbers = [int(number) for number in np.unique(turn) if (turn == number).sum() >= LEAST_TOKENS]
     if len(numbers) < 2:
         return report_untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
-    # Medians do not follow the few tokens that are out of place in a clean turn.
     means = {number: float(compute_k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
+    # The cleanest turn stands for what the backend alone does.
     cleanest = min(means, key=lambda number: means[number])
     evidence: dict[str, float] = {f"kl_turn_{number}": value for number, value in means.items()}
     evidence["cleanest"] = cleanest
@@ -76,6 +76,7 @@ def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | No
     def ratio(sums: Array) -> float:
         count, total, clean_count, clean_total = sums.reshape(4, width)
         known = clean_count > 0
+        # KL of the clean turn, reweighted to this turn's probabilities.
         expected = (count[known] * clean_total[known] / clean_count[known]).sum()
         return float(total[known].sum() / expected) if expected > 0 else float("nan")
 

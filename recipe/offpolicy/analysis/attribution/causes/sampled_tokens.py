@@ -29,8 +29,8 @@ class SampledTokens:
         tokens: log-probs and places, (n,) each.
         step: (n,) of each token.
         staleness: (n,) of each token's row, -1 where not known.
-        cluster: (n,) which rows belong together for resampling: those of one prompt in one step.
-        context: (n,) prompt, step, versions and all tokens before: equal numbers, one distribution.
+        cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
+        context: (n,) number of the context: prompt, step, versions and all tokens before, hence one distribution.
         token_id: (n,).
         again: (n,) steps since the prompt of each token's row first came; 0 where it is new, -1 where not recorded.
         turns: number of turns that any row has.
@@ -115,9 +115,11 @@ def estimate(
         if not np.isfinite(value):
             return None
         rng = np.random.default_rng(seed)
+        # Multinomial counts of the clusters are draws with replacement; sums of columns need nothing else.
         weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
         drawn = np.array([statistic(row) for row in weights @ sums])
     drawn = drawn[np.isfinite(drawn)]
+    # An interval of the finite draws alone would be of a selection.
     if len(drawn) < REPLICATES / 2:
         return None
     return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
@@ -154,6 +156,7 @@ def _again(rows: Rows) -> Integers:
 
 def _prefixes(rows: Rows) -> NDArray[np.uint64]:
     """Hash all response tokens before each one in its row, (M,)."""
+    # The position is hashed too, so that order counts; a running sum then gives every prefix in one pass.
     words = _mixed(rows.response_ids.astype(np.uint64) * np.uint64(1 << 32) + rows.position.astype(np.uint64))
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
     starts = ends[rows.offsets[:-1]]

@@ -85,6 +85,7 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
     keys = np.stack([sampled.step, sampled.staleness, np.digitize(sampled.tokens.mu, EDGES)], axis=-1)
+    # Strata that only one kind of row has offer no comparison.
     _, stratum = np.unique(keys, axis=0, return_inverse=True)
     stratum = stratum.reshape(-1)
     counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
@@ -121,7 +122,7 @@ def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
 def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
     """Describe whether weights or cache are stale, where prompts could not be compared."""
     if (sampled.staleness > 0).any():
-        return ""  # the versions say it
+        return ""  # recorded versions identify the weights
     if (sampled.again < 0).any():
         return "; weights or cache, which recorded prompts would tell apart"
     if again.sum() < LEAST_TOKENS:
@@ -155,6 +156,7 @@ def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
             ),
             everything,
         )
+    # Steps within twice the least KL pass for fresh in the tests that follow.
     fresh = np.isin(sampled.step, [step for step in steps if series[step] < 2 * series[freshest]])
     return (
         Cause(

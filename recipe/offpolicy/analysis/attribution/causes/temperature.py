@@ -24,7 +24,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
     """Test the slope within contexts, and the share of the gap that it explains.
 
     Args:
-        sampling: what the card says of how was sampled, ``temperature`` and the like; empty where there is none.
+        sampling: sampling settings of the card, ``temperature`` and the like; empty where there is none.
     """
     contexts = center_within_contexts(sampled)
     evidence: dict[str, float] = {"contexts": contexts.count}
@@ -52,6 +52,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
         "fit": fit.value,
         "fit_low": fit.low,
     }
+    # Distance of the interval from 1; negative if it contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
         return report_absent(

@@ -15,8 +15,8 @@ class Thresholds:
 
     Attributes:
         shift: by how much log mu has to correlate better with the log pi_old of the token beside.
-        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they have nothing to
-            do with each other; and that of one step or turn which contradicts it.
+        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they are
+            unrelated; and that of one step or turn which contradicts it.
         healthy: KL(mu, pi_old), nats a token, up to which a mismatch without a cause needs none.
         turn_factor: KL of one turn over that of the cleanest one, at equal probability.
         growth: KL of a step over that of the freshest steps.
@@ -50,7 +50,7 @@ class Thresholds:
 
 
 LEAST_TOKENS = 200
-"""Tokens below which no test is made."""
+"""Tokens that a test needs."""
 LEAST_CONTEXTS = 20
-"""Contexts with two different sampled tokens below which nothing is said about slopes."""
+"""Contexts with two different sampled tokens that a slope test needs."""
 THRESHOLDS = Thresholds()

@@ -61,6 +61,7 @@ def measure_offset(sampled: SampledTokens) -> Offset | None:
     one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
     above = estimate(columns, sampled.cluster, lambda sums: float(np.sqrt(sums[5] / sums[4])))
     support = sum_probabilities(sampled)
+    # Only contexts whose sampled tokens are all of mu, yet not all of pi_old, show truncation.
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
     counted = np.stack([short, whole], axis=-1).astype(np.float64)
@@ -74,7 +75,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     """Judge truncated sampling and extra vocabulary.
 
     Args:
-        sampling: what the card says of how was sampled, ``top_p`` and the like; empty where there is none.
+        sampling: sampling settings of the card, ``top_p`` and the like; empty where there is none.
     """
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"

@@ -1,4 +1,4 @@
-"""All alarms of a run: judged after each update, they say which correction is to be in force at the next."""
+"""All alarms of a run, evaluated after each update; they decide which correction the next update runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec
-from .alarm import State
-from .settings import GROWTH, SECTION, Settings, settings_of
-from .watched import growth, statistic_of, value_of
+from .alarm import AlarmState
+from .alarm_statistics import compute_growth, find_statistic, read_value
+from .settings import GROWTH, SECTION, AlarmSettings, read_settings
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -28,45 +28,45 @@ _MEANINGS = {
 
 
 class AlarmError(RuntimeError):
-    """An alarm with ``action=stop`` fired; the message says which, by what, and what to do."""
+    """An alarm with ``action=stop`` fired; the message names the alarm, its values and the fix."""
 
 
-class Panel:
-    """The alarms of one run.
+class Alarms:
+    """The alarms of one run and the correction that they have put in force.
 
     Args:
-        alarms: those that are not off, by name, in the order in which they are judged.
+        alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
 
     Attributes:
         in_force: ``configured``, or the name of the alarm whose fallback the next update is to run.
     """
 
-    def __init__(self, alarms: Mapping[str, Settings]) -> None:
+    def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
         self._alarms = dict(alarms)
-        self._states = {name: State() for name in alarms}
+        self._states = {name: AlarmState() for name in alarms}
         self._past: list[float] = []
         self._updates = 0
         self.in_force = self._ran = CONFIGURED
 
     @classmethod
-    def of(cls, config: DictConfig) -> Panel:
-        """That of a composed configuration."""
-        return cls(settings_of(config))
+    def from_config(cls, config: DictConfig) -> Alarms:
+        """Build the alarms of a composed configuration."""
+        return cls(read_settings(config))
 
     @property
     def fallback(self) -> CorrectionSpec | None:
-        """The correction that is in force in the place of the configured one."""
+        """The correction in force in place of the configured one, or None."""
         alarm = self._alarms.get(self.in_force)
         return None if alarm is None else alarm.fallback
 
     def judge(self, spec: CorrectionSpec, values: Mapping[str, float]) -> bool:
-        """Take in what one update under ``spec`` showed.
+        """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
-            values: statistics below ``offpolicy/``; empty where nothing is measured, and then nothing is judged.
+            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm advances.
 
         Returns:
-            Whether another correction is in force now.
+            True if another correction is in force now.
 
         Raises:
             AlarmError: an alarm with ``action=stop`` fired.
@@ -77,43 +77,44 @@ class Panel:
         self._updates += 1
         fired = []
         for name, alarm in self._alarms.items():
-            value = self._value(alarm, spec, values)
+            value = self._read_value(alarm, spec, values)
             if value is None:
                 continue
-            state, event = self._states[name].after(alarm.rule, value)
+            state, event = self._states[name].advance(alarm.rule, value)
             self._states[name] = state
             if event == "fired":
                 self._announce(alarm, state, spec)
                 fired.append(name)
             elif event == "recovered":
-                logger.info("alarm %s: %s is back at %.4g.", name, statistic_of(name, spec), value)
-        self.in_force = self._chosen()
-        self._say(before, fired)
+                logger.info("alarm %s: %s is back at %.4g.", name, find_statistic(name, spec), value)
+        self.in_force = self._choose()
+        self._log_change(before, fired)
         if self.in_force != before:
             # Another correction has other statistics; the mismatch of the engines is the same under all of them.
-            self._states = {name: State(firing=state.firing) for name, state in self._states.items()}
+            self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
-        """``alarm/<name>``, 1 while it fires, and which correction the last update ran: 0 the configured, n the n-th
-        alarm's; alarms are counted as they are configured, those that are off left out.
+        """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
+
+        0 is the configured one, n the fallback of the n-th alarm, those that are off not counted.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
         return firing | {"alarm/active_correction": numbers[self._ran]}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, in plain values."""
+        """Return the state for a checkpoint, in plain values."""
         return {
             "in_force": self.in_force,
             "updates": self._updates,
             "past": self._past,
             "alarms": {name: asdict(state) for name, state in self._states.items()},
-            "rules": {name: alarm.plain() for name, alarm in self._alarms.items()},
+            "rules": {name: alarm.to_mapping() for name, alarm in self._alarms.items()},
         }
 
     def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
-        """Take up where ``state`` was written; alarms that it does not know, or knows otherwise, begin anew.
+        """Restore a checkpoint's state; alarms that are new, or configured otherwise, start afresh.
 
         Args:
             in_force: as the attribute, where it is not to be that of ``state``.
@@ -124,46 +125,46 @@ class Panel:
         switched = self.in_force != state["in_force"]
         for name, alarm in self._alarms.items():
             known = state["alarms"].get(name)
-            same = known is not None and state.get("rules", {}).get(name) == alarm.plain()
-            # One that fires without what it asked for has to be able to ask again.
+            same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
+            # A firing alarm whose fallback is not in force starts afresh, or it could never fire again.
             unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
             if not same or unheard:
-                self._states[name] = State()
+                self._states[name] = AlarmState()
                 if known is not None and known["firing"]:
                     logger.warning(
                         "alarm %s: it fired in the checkpoint, and begins anew as it is configured now.", name
                     )
             elif switched:
-                self._states[name] = State(firing=known["firing"])
+                self._states[name] = AlarmState(firing=known["firing"])
             else:
-                self._states[name] = State(**known | {"values": tuple(known["values"])})
+                self._states[name] = AlarmState(**known | {"values": tuple(known["values"])})
 
-    def fallback_of(self, name: str) -> CorrectionSpec | None:
-        """The correction that the alarm ``name`` falls back to; None without such an alarm."""
+    def get_fallback(self, name: str) -> CorrectionSpec | None:
+        """Return the correction that alarm ``name`` falls back to; None without such an alarm."""
         alarm = self._alarms.get(name)
         return None if alarm is None else alarm.fallback
 
-    def _value(self, alarm: Settings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
-        value = value_of(alarm.name, spec, values)
+    def _read_value(self, alarm: AlarmSettings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
+        value = read_value(alarm.name, spec, values)
         if alarm.name != GROWTH:
             return value
-        grown = growth(self._past, value, history=alarm.window, least=alarm.least)
-        # A fault that lasts is not to become what it is seen against.
-        healthy = grown is None or (alarm.rule.band.holds(grown) and not self._states[alarm.name].firing)
+        grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
+        # Values of a lasting fault stay out of the history, or they would become the normal.
+        healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]
         return grown
 
-    def _chosen(self) -> str:
-        """What the next update is to run: the fallback that holds, or else that of the first alarm that fires."""
+    def _choose(self) -> str:
+        """Choose the next correction: the fallback still in force, else that of the first firing alarm."""
         holder = self._alarms.get(self.in_force)
-        if holder is not None and not self._over(holder):
+        if holder is not None and not self._is_over(holder):
             return self.in_force
         firing = (n for n, alarm in self._alarms.items() if alarm.action == "fallback" and self._states[n].firing)
         return next(firing, CONFIGURED)
 
-    def _say(self, before: str, fired: Sequence[str]) -> None:
-        """What is in force next, and why, where alarms ``fired`` or it has changed."""
+    def _log_change(self, before: str, fired: Sequence[str]) -> None:
+        """Log which correction is in force next, where alarms ``fired`` or it has changed."""
         if before not in (CONFIGURED, self.in_force):
             quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
             if self.in_force == CONFIGURED:
@@ -185,8 +186,8 @@ class Panel:
             if self._alarms[name].action == "fallback" and not taken:
                 logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", name, self.in_force)
 
-    def _announce(self, alarm: Settings, state: State, spec: CorrectionSpec) -> None:
-        sentence = _sentence(alarm, state, spec, self._updates)
+    def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
+        sentence = _describe(alarm, state, spec, self._updates)
         if alarm.action == "stop":
             raise AlarmError(
                 f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
@@ -196,16 +197,16 @@ class Panel:
             )
         logger.warning("%s", sentence)
 
-    def _over(self, alarm: Settings) -> bool:
+    def _is_over(self, alarm: AlarmSettings) -> bool:
         state = self._states[alarm.name]
         return alarm.return_after is not None and not state.firing and state.calm >= alarm.return_after
 
 
-def _sentence(alarm: Settings, state: State, spec: CorrectionSpec, updates: int) -> str:
+def _describe(alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec, updates: int) -> str:
     shown = ", ".join(f"{value:.4g}" for value in state.values)
     more = "..., " if state.beyond > len(state.values) else ""
     over = f"{alarm.rule.patience} consecutive updates" if alarm.rule.patience > 1 else "an update"
-    what = statistic_of(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
+    what = find_statistic(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
     return (
         f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, and has to be "
         f"{alarm.rule.band}: {_MEANINGS[alarm.name]}."

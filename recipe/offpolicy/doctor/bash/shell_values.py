@@ -1,4 +1,4 @@
-"""What a script's words and variables are worth, as far as it can be told."""
+"""The interpreter's values, known and unknown, its state, and its control-flow exceptions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class ScriptError(ValueError):
     """A script that cannot be read; the message names file, line and cause."""
 
 
-class Ends(Exception):
-    """exit, return or exec: what follows is not reached.
+class ScriptEnd(Exception):
+    """Raised by exit, return and exec: what follows is not reached.
 
     Args:
         name: the command.
@@ -28,13 +28,13 @@ class Ends(Exception):
         self.because = ""
 
 
-class Breaks(Exception):
-    """break and continue."""
+class LoopBreak(Exception):
+    """Raised by break and continue."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running the script would tell.
+    """A value that only running the script would determine.
 
     Attributes:
         why: a sentence without its end, such as "$NODES is not set".
@@ -54,7 +54,7 @@ class Unknown:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether Bash would go on with nothing in its place."""
+        """True if bash would substitute an empty text for it."""
         return bool(self.unset) and not self.required
 
 
@@ -65,8 +65,8 @@ Value = str | Unknown | list[Field]
 
 
 @dataclass
-class State:
-    """What a script has made of its world so far.
+class ShellState:
+    """The state of the shell that a script changes.
 
     Attributes:
         variables: of the script and of the environment.
@@ -84,7 +84,8 @@ class State:
     functions: dict[str, object] = field(default_factory=dict)
     looked_at: set[Field] = field(default_factory=set)
 
-    def copy(self) -> State:
+    def copy(self) -> ShellState:
+        """Copy the state for a subshell; ``looked_at`` stays shared."""
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
         functions = dict(self.functions)
-        return State(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)
+        return ShellState(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)

@@ -1,4 +1,4 @@
-"""Contracts on verl's functions held against its source, which takes milliseconds where importing takes seconds.
+"""Contracts on verl's functions checked against its source: milliseconds, where importing takes seconds.
 
 A contract that the source does not show to hold, because it differs, or because the target is made when its module is
 run, is held by importing it, as a launch does: the last word is always the import's.
@@ -15,13 +15,13 @@ from types import CodeType, SimpleNamespace
 
 from verl_patches.contract import Contract, installed_release, literals, looked_up
 
-from ..preflight.checks.module_source import source_of
+from ..preflight.checks.module_source import find_source
 
 _MADE_BY_RAY = (".__ray_metadata__.modified_class", "")
 
 
-def hold(contracts: Iterable[Contract]) -> None:
-    """Every contract.
+def check_contracts(contracts: Iterable[Contract]) -> None:
+    """Check contracts by the source, and by import where the source does not show that one holds.
 
     Raises:
         PatchError: one does not hold.
@@ -32,39 +32,39 @@ def hold(contracts: Iterable[Contract]) -> None:
 
 
 def holds_in_source(contract: Contract) -> bool:
-    """Whether the source shows that the release was tested, and that signature, keys and names are as expected."""
+    """Return True if the source shows a tested release, and the signature, keys and names as expected."""
     release = installed_release(contract.distribution)
     module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
-    file = source_of(module)
+    file = find_source(module)
     if release is None or not contract.covers(release) or file is None:
         return False
-    found = _found(_tree(file), path.split("."))
+    found = _find_definition(_parse(file), path.split("."))
     if found is None:
         return False
-    if contract.signature is not None and _signature(found) != contract.signature:
+    if contract.signature is not None and _format_signature(found) != contract.signature:
         return False
     if not (contract.keys or contract.names):
         return True
-    target = SimpleNamespace(__code__=_code(found))
+    target = SimpleNamespace(__code__=_compile(found))
     return set(contract.keys) <= literals(target) and set(contract.names) <= looked_up(target)
 
 
 @functools.cache
-def _tree(file: Path) -> ast.Module:
+def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def _found(owner: ast.AST, names: list[str]) -> ast.AST | None:
-    """The last statement that binds a name in the body of a module or class, and so on inward."""
+def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
+    """Find the last statement that binds a name in the body of a module or class, and so on inward."""
     for name in names:
-        bound = [node for node in getattr(owner, "body", ()) if name in _bound(node)]
+        bound = [node for node in getattr(owner, "body", ()) if name in _list_bound_names(node)]
         if not bound:
             return None
         owner = bound[-1]
     return owner
 
 
-def _bound(node: ast.stmt) -> Iterator[str]:
+def _list_bound_names(node: ast.stmt) -> Iterator[str]:
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             yield node.name
@@ -74,8 +74,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             yield name
 
 
-def _signature(node: ast.AST) -> str | None:
-    """As ``contract.bare_signature`` prints it; None of what is no function."""
+def _format_signature(node: ast.AST) -> str | None:
+    """Format as ``contract.bare_signature`` does; None for what is no function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     of = inspect.Parameter
@@ -84,11 +84,13 @@ def _signature(node: ast.AST) -> str | None:
     positional += [(each, of.POSITIONAL_OR_KEYWORD) for each in arguments.args]
     without = len(positional) - len(arguments.defaults)
     defaults: list[ast.expr | None] = [*[None] * without, *arguments.defaults]
-    parameters = [_parameter(each.arg, kind, value) for (each, kind), value in zip(positional, defaults, strict=True)]
+    parameters = [
+        _build_parameter(each.arg, kind, value) for (each, kind), value in zip(positional, defaults, strict=True)
+    ]
     if arguments.vararg:
         parameters.append(of(arguments.vararg.arg, of.VAR_POSITIONAL))
     parameters += [
-        _parameter(each.arg, of.KEYWORD_ONLY, value)
+        _build_parameter(each.arg, of.KEYWORD_ONLY, value)
         for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg:
@@ -96,20 +98,20 @@ def _signature(node: ast.AST) -> str | None:
     return str(inspect.Signature(parameters))
 
 
-def _parameter(name: str, kind: object, default: ast.expr | None) -> inspect.Parameter:
+def _build_parameter(name: str, kind: object, default: ast.expr | None) -> inspect.Parameter:
     value: object = inspect.Parameter.empty
     if default is not None:
         # What is no literal is left to the import.
-        value = ast.literal_eval(default) if isinstance(default, ast.Constant) else _Unread()
+        value = ast.literal_eval(default) if isinstance(default, ast.Constant) else _OpaqueDefault()
     return inspect.Parameter(name, kind, default=value)  # type: ignore[arg-type]
 
 
-class _Unread:
-    """A default that only running the module would tell."""
+class _OpaqueDefault:
+    """A default that only running the module would determine."""
 
 
-def _code(node: ast.AST) -> CodeType:
-    """The code of a function or class, compiled by itself and not run."""
+def _compile(node: ast.AST) -> CodeType:
+    """Compile a function or class by itself, without running it."""
     assert isinstance(node, ast.stmt)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         node.decorator_list = []

@@ -1,4 +1,4 @@
-"""What each alarm looks at: one number an update, by the statistics that the correction in force gives."""
+"""The one number per update that each alarm compares with its bounds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ RANGES: Final = {
     "nonfinite": (0.0, math.inf),
     "mismatch_growth": (0.0, math.inf),
 }
-"""Least and greatest value that each alarm can see."""
+"""Least and greatest value that each alarm's statistic can take."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
-def statistic_of(name: str, spec: CorrectionSpec) -> str:
-    """The statistic, below ``offpolicy/``, that an alarm looks at under a correction.
+def find_statistic(name: str, spec: CorrectionSpec) -> str:
+    """Return the name, below ``offpolicy/``, of the statistic that an alarm reads under a correction.
 
-    Without a weight it is that of the ratio which a weight would be made of; where pi_old is not that of the
-    trainer's weights that is pi / mu, because pi_old / mu says nothing there.
+    Without a weight it is the statistic of the ratio that a weight would be made of: pi_old / mu, or pi / mu where
+    pi_old does not come from the trainer's weights and pi_old / mu shows no mismatch.
     """
     trainers_own = spec.proximal in OF_THE_TRAINER
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
@@ -49,27 +49,27 @@ def statistic_of(name: str, spec: CorrectionSpec) -> str:
             raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
 
 
-def never_moves(name: str, spec: CorrectionSpec) -> str:
-    """Why the statistic of an alarm cannot leave its range under a correction; empty where it can."""
+def explain_constant(name: str, spec: CorrectionSpec) -> str:
+    """Return why an alarm's statistic cannot change under a correction; empty if it can."""
     if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
         return "the correction has no mask and no weight that rejects, so that all is kept."
     return ""
 
 
-def value_of(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
-    """The number that an update shows; NaN where it is missing."""
+def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    """Read an alarm's value from the statistics of an update; NaN if it is missing."""
     if name == "nonfinite":
         found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
         return sum(found) if found else math.nan
-    return values.get(statistic_of(name, spec), math.nan)
+    return values.get(find_statistic(name, spec), math.nan)
 
 
-def growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
-    """``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:
         past: mismatch of the updates before, finite.
-        least: mismatch that is taken for none: neither value nor median counts as less.
+        least: floor of both the value and the median, so that growth from near zero does not count.
     """
     if math.isnan(value):
         return math.nan

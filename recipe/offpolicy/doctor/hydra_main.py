@@ -1,4 +1,4 @@
-"""What a program says of its configuration, read without importing it."""
+"""Reading of a program's ``@hydra.main`` arguments without importing it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HydraMain:
-    """What a program's ``@hydra.main`` says about its configuration, None where it says nothing; and its file."""
+    """The arguments of a program's ``@hydra.main``, None where not given, and its file."""
 
     file: Path
     config_path: str | None
     config_name: str | None
 
 
-def hydra_main(path: Path) -> HydraMain | None:
-    """The arguments of the ``@hydra.main`` of a program; None where it has none with literal arguments."""
+def read_hydra_main(path: Path) -> HydraMain | None:
+    """Read the arguments of a program's ``@hydra.main``; None if it has none, or no literal ones."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
             given = {keyword.arg: keyword.value for keyword in node.keywords}

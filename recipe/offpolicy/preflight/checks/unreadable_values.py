@@ -1,4 +1,4 @@
-"""Values of verl's own keys that no check and no trainer can read: unresolved interpolations, and no numbers."""
+"""Detection of values in verl's keys that no check can read: unresolved interpolations, and wrong types."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of value: its name in a sentence, and the predicate that it satisfies."""
+    """A kind of value: its name in a sentence, and its predicate."""
 
     name: str
     holds: Callable[[Any], bool]
 
 
-def _whole(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_COUNT = _Kind("a whole number of at least 1", lambda value: _whole(value) and value >= 1)
+_COUNT = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _COUNT_OR_NULL = _Kind(f"{_COUNT.name}, or null", lambda value: value is None or _COUNT.holds(value))
-_NUMBER = _Kind("a number", _finite)
-_POSITIVE = _Kind("a number of at least 0", lambda value: _finite(value) and value >= 0)
+_NUMBER = _Kind("a number", _is_finite)
+_POSITIVE = _Kind("a number of at least 0", lambda value: _is_finite(value) and value >= 0)
 _NAME = _Kind("a name", lambda value: isinstance(value, str) and bool(value))
 
 _MEGATRON = f"{ACTOR}.megatron"
@@ -67,22 +67,22 @@ _READ: dict[str, tuple[_Kind, Any]] = {
     f"{_MEGATRON}.pipeline_model_parallel_size": (_COUNT, 1),
     f"{_MEGATRON}.context_parallel_size": (_COUNT, 1),
 }
-"""Keys of verl that checks compute with -> what they may be, and a value that verl ships or documents."""
+"""Keys of verl that checks compute with -> the kind of value, and one that verl ships or documents."""
 
 
-def unreadable_values(config: DictConfig) -> Iterator[Problem]:
-    """Values of keys that checks and verl compute with, of another kind than these can take."""
+def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
+    """Find values of another kind than the checks and verl compute with."""
     for key, (kind, usual) in _READ.items():
         try:
             value = OmegaConf.select(config, key, default=...)
         except OmegaConfBaseException:
-            continue  # of `unresolved_interpolations`
+            continue  # reported by find_unresolved_interpolations
         if value is not ... and not kind.holds(value):
             yield Problem(key, value, f"not {kind.name}.", overrides=(set_to(key, usual),))
 
 
-def with_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """A copy in which keys that cannot be read have their usual values, or null, so that the rest can be looked at."""
+def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
+    """Copy the configuration with unreadable keys set to their usual values, or null, for the other checks."""
     changed = copy.deepcopy(config)
     for key in keys:
         _, usual = _READ.get(key, (None, None))
@@ -90,17 +90,17 @@ def with_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
     return changed
 
 
-def unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
-    """Interpolations that name a key or a variable which is not there; verl resolves all of them at its start."""
-    found = list(_unresolved(config))
+def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
+    """Find interpolations of missing keys or variables; verl resolves all of them at its start."""
+    found = list(_find_unresolved(config))
     named = {missing for _, missing, by_itself in found if by_itself}
-    # Keys that are made of such a key mend themselves with it.
+    # A key that interpolates a broken key works again once that one does.
     yield from (problem for problem, missing, by_itself in found if by_itself or missing not in named)
 
 
-def _unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
-    """A problem, what OmegaConf says is missing, and whether the interpolation itself names that."""
-    for key, written in _interpolations(config):
+def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
+    """Find each problem, what OmegaConf says is missing, and whether the interpolation itself names that."""
+    for key, written in _list_interpolations(config):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
@@ -114,15 +114,15 @@ def _unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
             yield problem, reason, missing is not None and missing[1] in written
 
 
-def _interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:
-    """Keys that hold an interpolation, with its text."""
+def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:
+    """List the keys that hold an interpolation, with its text."""
     if node._is_none() or node._is_missing():
         return
     names = range(len(node)) if isinstance(node, ListConfig) else list(node)
     for name in names:
-        below = node._get_node(name)
+        below = node._get_node(name)  # node[name] would resolve the interpolation
         key = f"{path}[{name}]" if isinstance(node, ListConfig) else f"{path}.{name}" if path else str(name)
         if OmegaConf.is_interpolation(node, name):
             yield key, str(below._value())  # type: ignore[union-attr]
         elif isinstance(below, DictConfig | ListConfig):
-            yield from _interpolations(below, key)
+            yield from _list_interpolations(below, key)

@@ -1,4 +1,4 @@
-"""Commands as a script has them, for messages."""
+"""Formatting of parsed commands for messages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .grammar import Chain, Command, Pipeline, Simple, Test
-from .values import Ends
+from .shell_values import ScriptEnd
 
 _LONGEST = 80
 
 
-def written(command: Command) -> str:
-    """A condition in one line, cut where it is long; "..." for what is no simple condition."""
-    text = _text(command).replace("\n", " ")
+def format_command(command: Command) -> str:
+    """Format a condition in one line, cut if long; "..." if it is no simple condition."""
+    text = _format(command).replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _text(command: Command) -> str:
+def _format(command: Command) -> str:
     match command:
         case Simple():
             return " ".join(token.text for token in (*command.assignments, *command.words))
@@ -25,17 +25,19 @@ def _text(command: Command) -> str:
             inside = " ".join(token.text for token in command.tokens)
             return f"(({inside}))" if [token.kind for token in command.tokens] == ["arithmetic"] else f"[[ {inside} ]]"
         case Chain():
-            return " ".join((_text(command.first), *(f"{operator} {_text(each)}" for operator, each in command.rest)))
+            return " ".join(
+                (_format(command.first), *(f"{operator} {_format(each)}" for operator, each in command.rest))
+            )
         case Pipeline():
-            return "! " * command.negated + " | ".join(map(_text, command.commands))
+            return "! " * command.negated + " | ".join(map(_format, command.commands))
     return "..."
 
 
 @contextmanager
-def under(condition: str) -> Iterator[None]:
-    """Notes the innermost condition under which a script ends."""
+def note_condition(condition: str) -> Iterator[None]:
+    """Note, on a ScriptEnd raised inside, the innermost condition under which it was raised."""
     try:
         yield
-    except Ends as end:
+    except ScriptEnd as end:
         end.because = end.because or condition
         raise
