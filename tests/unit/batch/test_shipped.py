@@ -14,7 +14,7 @@ from recipe.offpolicy.monitor.bounds.mask_schedule import Schedule
 from recipe.offpolicy.recording.settings import RecordSettings
 
 
-@pytest.mark.parametrize("kind", [RecordSettings, alarms.Settings, bounds.Settings, Schedule, CapSchedule])
+@pytest.mark.parametrize("kind", [RecordSettings, alarms.AlarmSettings, bounds.Settings, Schedule, CapSchedule])
 def test_settings_have_no_default_of_their_own(kind: type) -> None:
     found = [field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)]
     assert found == []
