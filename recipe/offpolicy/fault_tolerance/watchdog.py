@@ -11,12 +11,13 @@ import contextlib
 import faulthandler
 import functools
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -110,6 +111,12 @@ class Phases:
             with self._lock:
                 self._stack.remove(entry)
                 self._idle_since = self.clock()
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the shortest limit; infinite where there is none."""
+        limits = [self.limit(name) for name in {*NAMES, *self._limits}]
+        return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
     def limit(self, name: str) -> float | None:
         """Seconds that a phase may take."""
@@ -238,8 +245,7 @@ class Watchdog:
             return None
 
     def _tick(self) -> float:
-        limits = [seconds for name in NAMES if (seconds := self.phases.limit(name)) is not None]
-        return max(0.05, min([self._poll, *(seconds / 4 for seconds in limits)]))
+        return max(0.05, min(self._poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.current())
@@ -297,8 +303,12 @@ def watch(
     return watchdog
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.watchdog``."""
+def problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.watchdog``.
+
+    Args:
+        extensions: phases beside ``NAMES``.
+    """
     settings = OmegaConf.select(config, SECTION)
     if not isinstance(settings, DictConfig):
         yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
@@ -313,8 +323,8 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         yield _problem(key, limits, "not a mapping.", fix)
         limits = {}
     for name in map(str, limits):
-        if name not in NAMES:
-            given, fix = limits[name], f"Choose of {', '.join(NAMES)}."
+        if name not in (*NAMES, *extensions):
+            given, fix = limits[name], f"Choose of {', '.join((*NAMES, *extensions))}."
             yield _problem(f"{key}.{name}", given, "no phase has this name.", fix, *remove(f"{key}.{name}", given))
     seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
     seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction import CorrectionSpec, SpecError
 from ..correction.problem import shown
 from ..correction.proximal import Proximal
+from ..extensions.registry import load_extensions
 from .dropout import noise_of
 from .verl_keys.estimators import WITHOUT_PI_OLD
 from .verl_keys.keys import ACTOR, ROLLOUT, active
@@ -141,6 +142,9 @@ def _read_before_the_loss(config: DictConfig) -> Iterator[str]:
         yield f"{ACTOR}.calculate_sum_pi_squared=true is computed with it"
     if active(config):
         yield "verl's own correction reads it"
+    for extension in load_extensions(config):
+        if extension.reads_old_log_prob:
+            yield f"the extension {extension.section} reads it"
 
 
 def _of_corrections(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from . import (
     batch_sizes,
     bounds,
     coverage,
+    extensions,
     gradient_steps,
     loss,
     rollout,
@@ -68,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     loss.distillation,
     *OF_VERLS_OWN,
     loss.base_loss,
+    extensions.extensions,
 )
 REMARKS: tuple[Check, ...] = (
     bounds.bounds_never_seen,

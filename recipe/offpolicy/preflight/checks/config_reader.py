@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ...correction.problem import shown
+from ...extensions.registry import load_extensions
 from ..old_log_prob import correction_of
 from ..old_log_prob import gradient_steps as gradient_steps
 from ..verl_keys.keys import active, own, part
@@ -52,7 +53,7 @@ def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
 
 
 def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
-    """Everything that the configuration asks for: of ours, its shadows, verl's own, and router replay."""
+    """Everything that is asked for: of ours, its shadows, extensions, verl's own, and router replay."""
     parts = []
     if spec.weight is not None:
         parts.append(Part("weight", _weight(spec.weight)))
@@ -68,6 +69,7 @@ def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
     parts += [
         Part(f"shadow.{name}", "reported, not applied", ours=False) for name in OmegaConf.select(config, SHADOW) or ()
     ]
+    parts += [Part(each.section, each.meaning, reads_mu=False, ours=False) for each in load_extensions(config)]
     values = own(config)
     for key in active(config):
         bound = values.get(f"{key}_threshold")
