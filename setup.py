@@ -5,10 +5,13 @@ name too. `recipe/offpolicy/config` links to `configs/`; it is found as a data-o
 the YAML files are copied into wheels by content and resolve as `pkg://recipe.offpolicy.config`.
 """
 
+import runpy
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
-# The releases that have an environment in requirements/ and are tested; contracts in verl_patches guard the seams.
-VERL = "verl>=0.7.1,<=0.9.1"
+TESTED = runpy.run_path(str(Path(__file__).parent / "verl_patches" / "releases.py"))["TESTED"]
+VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"
 RAY = "ray[default]>=2.41"
 VLLM = "vllm>=0.18"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]

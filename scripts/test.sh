@@ -221,7 +221,11 @@ checks() {
 
 deadline=$((SECONDS + limit))
 selection=""
-[[ -n $asked ]] || selection=" and not extended"
+if [[ -n $asked ]]; then
+    export OFFPOLICY_ALL_EXAMPLES=1 # see tests/support/examples.py
+else
+    selection=" and not extended"
+fi
 $quick && selection=" and not extended and not slow and not gpu"
 if [[ ${#paths[@]} -gt 0 ]]; then
     checks

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
 
-from verl_patches.contract import PatchError, installed_release
+from .contract import PatchError, installed_release
+from .releases import Release, attributes_of
 
-V1_MODES = ("sync", "colocate_async", "separate_async")
-"""verl's V1 trainers that are covered."""
 STRATEGY = "actor_rollout_ref.actor.strategy"
 """The key that decides about the engine."""
 LEGACY = "trainer.use_legacy_worker_impl"
@@ -41,6 +39,11 @@ class LivePath:
     worker: Literal["engine", "legacy"]
     strategy: str
 
+    @property
+    def attributes(self) -> Release:
+        """The attributes in which the release differs from others."""
+        return attributes_of(self.release)
+
     def __str__(self) -> str:
         worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
         return f"verl {self.release}, {self.trainer.upper()} trainer, {worker} on {self.strategy}"
@@ -55,17 +58,17 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     release = release or installed_release("verl")
     if release is None:
         raise PatchError("no verl is found. Fix: install one, or put a checkout of it on PYTHONPATH.")
-    # Earlier and later releases read neither key, whatever it says.
-    with_legacy, with_v1 = Version(release) < Version("0.8"), Version(release) >= Version("0.9")
-    legacy = with_legacy and OmegaConf.select(config, LEGACY, default="auto") != "disable"
+    row = attributes_of(release)
+    # A release without legacy actors or V1 trainer does not read the key, whatever it says.
+    legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"
     actor = config.actor_rollout_ref.actor
     strategy = actor.strategy
-    if with_legacy and not legacy and strategy in ("fsdp", "fsdp2"):
+    if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
         # Its engine takes the version of FSDP from its own section alone.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
     return LivePath(
         release=release,
-        trainer="v1" if with_v1 and OmegaConf.select(config, USE_V1, default=False) else "v0",
+        trainer="v1" if row.v1_modes and OmegaConf.select(config, USE_V1, default=False) else "v0",
         worker="legacy" if legacy else "engine",
         strategy=strategy,
     )

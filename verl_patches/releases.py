@@ -1,8 +1,61 @@
-"""Releases of verl that were tested, and the release that a version of it stands for. Needs no other package."""
+"""The supported releases of verl and the attributes in which they differ. Needs no other package.
+
+Another release is supported by a row here, its file in requirements/, and the tests.
+"""
 
 from __future__ import annotations
 
-TESTED = ("0.7.1", "0.8.0", "0.9.0", "0.9.1")
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+V1_MODES = ("sync", "colocate_async", "separate_async")
+"""verl's V1 trainers that are covered."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of verl; the defaults are those of the newest one.
+
+    Attributes:
+        name: the release, as pip calls it.
+        legacy_actors: it has actors that know no ``set_loss_fn``, and a key that chooses them.
+        engine_attends_by_loss_mask: without ``use_remove_padding`` its engine masks attention by the loss mask.
+        bound_pairs: ``rollout_is_threshold`` takes a pair, "0.5_2.0", beside the cap.
+        replaying_engines: strategies whose engine reads ``router_replay``.
+        platforms: it has a registry of platforms, and reads VERL_ENGINE_DEVICE and OFFPOLICY_PATCHES' entry point.
+        weight_versions: batches note which version of the weights sampled a sequence.
+        v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
+    """
+
+    name: str
+    legacy_actors: bool = False
+    engine_attends_by_loss_mask: bool = False
+    bound_pairs: bool = True
+    replaying_engines: tuple[str, ...] = ("megatron", "veomni")
+    platforms: bool = True
+    weight_versions: bool = True
+    v1_modes: tuple[str, ...] = V1_MODES
+
+
+RELEASES = (
+    Release(
+        "0.7.1",
+        legacy_actors=True,
+        engine_attends_by_loss_mask=True,
+        bound_pairs=False,
+        replaying_engines=("megatron",),
+        platforms=False,
+        weight_versions=False,
+        v1_modes=(),
+    ),
+    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=()),
+    # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
+    Release("0.9.0", v1_modes=("sync", "colocate_async")),
+    Release("0.9.1"),
+)
+"""Oldest first."""
+TESTED = tuple(release.name for release in RELEASES)
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
 """What verl's tag v0.8.0 says of itself, in its version file and to pip."""
 
@@ -11,3 +64,20 @@ def release_of(version: str) -> str:
     """The release that a version stands for, without its local part: "0.8.0" for "0.8.0.dev" and "0.8.0+cpu"."""
     public = version.strip().partition("+")[0]
     return _CALLED_OTHERWISE.get(public, public)
+
+
+def attributes_of(release: str) -> Release:
+    """The row of a release; of one that was not tested, the newest row that is no later, or else the oldest."""
+    number = _number(release)
+    return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
+
+
+def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:
+    """Version specifiers of the supported releases with an attribute, as a contract takes them: ("==0.9.1",)."""
+    return tuple(f"=={release.name}" for release in RELEASES if holds(release))
+
+
+def _number(release: str) -> tuple[int, ...]:
+    """(0, 10, 0) of "0.10.0.dev0"."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

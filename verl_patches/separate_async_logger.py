@@ -12,6 +12,7 @@ from typing import Any
 
 from .contract import Contract, PatchError, loaded, resolve
 from .contract import logger as own_logger
+from .releases import specifiers
 
 MODULE = "verl.trainer.ppo.v1.trainer_separate_async"
 CONTRACT = Contract(
@@ -19,7 +20,7 @@ CONTRACT = Contract(
     target=f"{MODULE}:logger.info",
     signature="(msg, *args, **kwargs)",
     distribution="verl",
-    releases="==0.9.1",
+    releases=specifiers(lambda release: "separate_async" in release.v1_modes),
 )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from .contract import before, of_installed, wrap
 from .engine_loss import seam
+from .releases import specifiers
 
 _TRAINER = "verl.trainer.ppo.ray_trainer"
-_BEFORE_0_9 = ("==0.7.1", "==0.8.0")
 _ADVANTAGE = seam(
     "compute_advantage",
     f"{_TRAINER}:compute_advantage",
@@ -25,13 +25,19 @@ _ADVANTAGE = seam(
 
 _RUN = ("RayPPOTrainer", "init_workers", "fit")
 _TASK_RUNNER = of_installed(
-    seam("TaskRunner", "verl.trainer.main_ppo:TaskRunner.run", "(self, config)", releases=_BEFORE_0_9, names=_RUN),
+    seam(
+        "TaskRunner",
+        "verl.trainer.main_ppo:TaskRunner.run",
+        "(self, config)",
+        releases=specifiers(lambda release: not release.v1_modes),
+        names=_RUN,
+    ),
     # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
     seam(
         "TaskRunner",
         "verl.trainer.main_ppo_v0:TaskRunner.__ray_metadata__.modified_class.run",
         None,
-        releases=("==0.9.0", "==0.9.1"),
+        releases=specifiers(lambda release: bool(release.v1_modes)),
         names=_RUN,
     ),
 )

@@ -13,9 +13,10 @@ from typing import Any
 
 from .contract import before
 from .engine_loss import seam
+from .releases import specifiers
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
-_seam = partial(seam, releases=("==0.9.0", "==0.9.1"))
+_seam = partial(seam, releases=specifiers(lambda release: bool(release.v1_modes)))
 
 _INIT = _seam("PPOTrainer.__init__", f"{_TRAINER}:PPOTrainer.__init__", "(self, config)")
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from applications import application
 from torch import Tensor
+
+from tests.support.applications import application
+from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
 
@@ -27,7 +29,6 @@ from verl_patches.cpu.checkpoint_engine import NAME, POLL, FileCheckpointEngine,
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
-ROOT = Path(__file__).parents[2]
 KEY = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{NAME}"
 
 HANGS = 300.0

@@ -6,7 +6,8 @@ Patches change their process for good, so whatever installs them runs in a proce
 from __future__ import annotations
 
 import pytest
-from fresh_python import CPU, ok, python
+
+from tests.support.fresh_python import CPU, ok, python
 
 pytest.importorskip("megatron.core")
 

@@ -9,8 +9,9 @@ import ast
 import importlib.metadata
 
 import pytest
-from fresh_python import CPU, ok, python
 from packaging.version import Version
+
+from tests.support.fresh_python import CPU, ok, python
 
 pytest.importorskip("verl")
 

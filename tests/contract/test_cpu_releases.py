@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 import pytest
-from fresh_python import CPU, ok, python
 
+from tests.support.fresh_python import CPU, ok, python
 from verl_patches.contract import PatchError
 
 pytestmark = pytest.mark.verl("<0.9")

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import legacy_actor as la
 import pytest
 import torch
-from fresh_python import CPU, ok, python
+
+from tests.support import legacy_actor as la
+from tests.support.fresh_python import CPU, ok, python
 
 pytestmark = pytest.mark.verl("==0.7.1")
 

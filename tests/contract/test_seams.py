@@ -91,7 +91,7 @@ def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypa
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
     from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer, install_trainers
-    from verl_patches.execution_path import V1_MODES
+    from verl_patches.releases import V1_MODES
 
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", trainer_base.PPOTrainer.__init__)
@@ -182,10 +182,10 @@ def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: i
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.correction.denominator import mini_batches
+    from recipe.offpolicy.correction.denominator import assign_mini_batches
 
     rows, size = 12, 6
-    expected = mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
+    expected = assign_mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)
     batch = TensorDict({"row": torch.arange(rows), "group": expected}, batch_size=rows)
     for share in batch.chunk(ranks):
         pieces = tu.make_iterator(

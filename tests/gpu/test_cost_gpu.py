@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "worker_stage.py"
+SCRIPT = ROOT / "scripts" / "benchmark" / "worker_stage.py"
 MOST = 0.01
 """Share of forward and backward pass."""
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import first_update as fu
-import parity
 import pytest
 import torch
-import training_worker as tw
+
+from tests.support import first_update as fu
+from tests.support import parity
+from tests.support import training_worker as tw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
 CASES = [(name, "token-mean") for name in parity.CORRECTIONS] + [("stacked", mode) for mode in parity.MODES[1:]]

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
 CLEAN_UP_SECONDS = 300
 LONGEST_WAIT = 900
@@ -103,7 +104,7 @@ def one_at_a_time() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def engine_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
     """Makes real verl TrainingWorkers of a tiny model in this process, one rank on gloo."""
-    import training_worker as tw
+    from tests.support import training_worker as tw
 
     tw.join_process_group()
     model = tw.tiny_model(tmp_path_factory.mktemp("model"))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
 from omegaconf import DictConfig, OmegaConf
-from specs import GSM, OPSM, TIS_TOKEN
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.monitor.alarms.panel import AlarmError
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from tests.support import training_worker as tw
+from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 BANDED = CorrectionSpec.from_mapping({"masks": {"gsm": GSM, "opsm": OPSM}})
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.97, "upper": 1.04}, "opsm": {"delta": 0.02}}
@@ -105,7 +105,7 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
-    fixed = OffPolicyLoss(moving_bounds.with_bounds(BANDED, MOVED), tw.actor_config())
+    fixed = OffPolicyLoss(moving_bounds.replace_bounds(BANDED, MOVED), tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(BANDED, tw.actor_config()), rows.to_tensordict())
     loss = moving_loss()
@@ -114,7 +114,7 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
     assert not same(gradient, configured)
     assert [packet.bounds for packet in take_packets(metrics)] == [MOVED] * 4
     # And back: nothing of an update is left for the next.
-    back = moving_bounds.bounds_of(BANDED, MOVED)
+    back = moving_bounds.read_bounds(BANDED, MOVED)
     _, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
@@ -127,13 +127,13 @@ def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.with_bounds(BANDED, MOVED)
+    spec = moving_bounds.replace_bounds(BANDED, MOVED)
     data = with_bounds(rows.to_tensordict(), MOVED)
     metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
     live = verify(take_packets(metrics), spec, sampled_rows=sampled, moving=MOVING)
     assert live["proved"] == 1.0
     assert live["parts"] == 2.0
-    assert live["fingerprint"] == moving_bounds.fingerprint(BANDED, MOVING) != BANDED.fingerprint()
+    assert live["fingerprint"] == moving_bounds.compute_fingerprint(BANDED, MOVING) != BANDED.fingerprint()
 
 
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
     loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), moving_bounds.with_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
+        verify(take_packets(metrics), moving_bounds.replace_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
 
 
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.with_bounds(BANDED, MOVED)
+    spec = moving_bounds.replace_bounds(BANDED, MOVED)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []
@@ -260,7 +260,7 @@ def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> 
 
     rows = rollout(engine, 0.2)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.with_bounds(WEIGHED, CAP)
+    spec = moving_bounds.replace_bounds(WEIGHED, CAP)
     fixed = OffPolicyLoss(spec, tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(WEIGHED, tw.actor_config()), rows.to_tensordict())
@@ -272,9 +272,9 @@ def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> 
     assert [packet.bounds for packet in packets] == [CAP] * 4
     live = verify(packets, spec, sampled_rows=sampled, moving=OF_CAP)
     assert (live["proved"], live["parts"]) == (1.0, 2.0)
-    assert live["fingerprint"] == moving_bounds.fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
+    assert live["fingerprint"] == moving_bounds.compute_fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
     # And back: nothing of an update is left for the next.
-    back = moving_bounds.bounds_of(WEIGHED, OF_CAP)
+    back = moving_bounds.read_bounds(WEIGHED, OF_CAP)
     _, gradient = tw.gradients(engine, capped_loss(), with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
@@ -299,7 +299,7 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), moving_bounds.with_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
+        verify(take_packets(metrics), moving_bounds.replace_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
 
 
 def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
@@ -310,7 +310,7 @@ def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.with_bounds(WEIGHED, CAP)
+    spec = moving_bounds.replace_bounds(WEIGHED, CAP)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from first_update import planned
-from specs import GSM, TIS_TOKEN
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR
+from tests.support import training_worker as tw
+from tests.support.first_update import planned
+from tests.support.specs import GSM, TIS_TOKEN
 
 M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
 CORRECTIONS: dict[str, dict[str, Any]] = {

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from first_update import planned
-from specs import BATCH_WIDE, GSM, STACK, STALENESS
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.statistics import merge_all
+from tests.support import training_worker as tw
+from tests.support.first_update import planned
+from tests.support.paths import ROOT
+from tests.support.specs import BATCH_WIDE, GSM, STACK, STALENESS
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_two_ranks_equal_one(worker: Any, tmp_path: Path) -> None:
         [sys.executable, str(script), str(worker.model_config.path), str(tmp_path)],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr[-2000:]
     of_two = torch.load(tmp_path / "ranks.pt", weights_only=True)

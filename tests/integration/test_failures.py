@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import LIMIT, ROOT, broken
+
+from tests.support.whole_runs import LIMIT, ROOT, broken
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,7 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
     assert "in _update_actor" in finished.output  # the stacks
 
 
+@pytest.mark.extended
 def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
     """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
     stuck = "+offpolicy.watchdog.phase_timeouts.weight_sync=30"
@@ -48,6 +50,7 @@ def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callab
     assert "actor/entropy" not in step  # verl logs it with the forward pass that pi_old would have taken
 
 
+@pytest.mark.extended
 def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., Any], tmp_path: Path) -> None:
     """With all that is fixed for a batch: self-normalised weights, the count of what is kept, baselines, shadows."""
     folder = tmp_path / "checkpoints"
@@ -95,20 +98,17 @@ def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
 DEAD = r"WatchdogError: a worker of \w+ has died|ActorDiedError|EngineDeadError"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
         ("log_probs_of_other_rows:2", "AlignmentError: rollout_log_probs are those of other rows"),
-        pytest.param(
-            "shift_log_probs:2",
-            "AlignmentError: rollout_log_probs are off by one token",
-            marks=pytest.mark.extended,
-        ),
-        pytest.param("lose_log_probs:2", "ArrivalError: .*have stopped arriving", marks=pytest.mark.extended),
-        pytest.param("zero_log_probs:2", "ArrivalError: .*have stopped arriving", marks=pytest.mark.extended),
-        pytest.param("kill_actor_worker:2", DEAD, marks=pytest.mark.extended),
-        pytest.param("kill_rollout_server:2", DEAD, marks=pytest.mark.extended),
-        pytest.param("kill_rollout_engine:2", DEAD, marks=pytest.mark.extended),
+        ("shift_log_probs:2", "AlignmentError: rollout_log_probs are off by one token"),
+        ("lose_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
+        ("zero_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
+        ("kill_actor_worker:2", DEAD),
+        ("kill_rollout_server:2", DEAD),
+        ("kill_rollout_engine:2", DEAD),
     ],
 )
 def test_a_fault_ends_the_run_with_its_cause(run_program: Callable[..., Any], fault: str, cause: str) -> None:

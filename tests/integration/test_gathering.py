@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from specs import STACK
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.statistics import merge_all
+from tests.support import training_worker as tw
+from tests.support.specs import STACK
 
 
 def our_loss(**changes: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 LAUNCHER = str(ROOT / "scripts" / "launch_ray.sh")
 LIMIT = 300
 """Seconds after which one of the commands hangs."""
@@ -54,6 +55,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_jobs_on_two_nodes(run_program: Any, commands: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     given, results = tmp_path / "commands.json", tmp_path / "results.json"
     given.write_text(json.dumps(list(commands.values())))

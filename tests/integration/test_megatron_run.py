@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import trained
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
+from tests.support.whole_runs import trained
+
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extended]
 
 TWO_STAGES = (
     "platform=cpu_megatron",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from dense import micro_batch
-from first_update import first_update
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
+from tests.support import training_worker as tw
+from tests.support.dense import micro_batch
+from tests.support.first_update import first_update
+from tests.support.paths import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "correction"
+CONFIGS = ROOT / "configs" / "correction"
 
 
 def options() -> dict[str, dict[str, Any]]:
@@ -103,5 +103,5 @@ def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int
     assert proof.gradient_error <= proof.tolerance
     for correction, shift in proof.shifts.items():
         assert shift.error <= proof.tolerance, correction
-        # REINFORCE reads no pi_old, see liveness.verify.
+        # REINFORCE reads no pi_old, see proof/verify.py.
         assert shift.vacuous == (correction == "proximal" and name in NEEDS_GPG), correction

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_runs import LIMIT, LIMITS, ROOT
 
 from recipe.offpolicy.recording import Recording, Step
+from tests.support.whole_runs import LIMIT, LIMITS, ROOT
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
@@ -26,8 +26,17 @@ def environment() -> dict[str, str]:
     return {"VENV": os.environ.get("VENV") or sys.prefix, **LIMITS}
 
 
-def test_default_run_improves_the_model_and_is_recorded(run_program: Callable[..., Any], tmp_path: Path) -> None:
-    command = [*QUICKSTART, f"offpolicy.record.dir={tmp_path / 'recording'}"]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["trainer.total_training_steps=12"], id="half as long"),
+        pytest.param([], id="whole", marks=pytest.mark.extended),
+    ],
+)
+def test_default_run_improves_the_model_and_is_recorded(
+    overrides: list[str], run_program: Callable[..., Any], tmp_path: Path
+) -> None:
+    command = [*QUICKSTART, f"offpolicy.record.dir={tmp_path / 'recording'}", *overrides]
     finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment())
     assert finished.returncode == 0, finished.output[-3000:]
     before, after = (

@@ -12,8 +12,6 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-import training_worker as tw
-from recorder_clock import Clock
 from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -27,6 +25,8 @@ from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.worker_hook import chosen
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
+from tests.support import training_worker as tw
+from tests.support.recorder_clock import Clock
 
 pytestmark = pytest.mark.usefixtures("recorder_clock")
 

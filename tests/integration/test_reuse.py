@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from specs import GSM, STACK
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
+from tests.support import training_worker as tw
+from tests.support.specs import GSM, STACK
 
 TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import first_update as shared
 import pytest
 import torch
-import training_worker as tw
-from specs import GSM, OPSM, STALENESS, TIS_TOKEN
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from tests.support import first_update as shared
+from tests.support import training_worker as tw
+from tests.support.specs import GSM, OPSM, STALENESS, TIS_TOKEN
 
 MISMATCH = shared.MISMATCH
 SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM, "opsm": OPSM, "staleness": STALENESS}}

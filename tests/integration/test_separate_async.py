@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from whole_runs import trained
+
+from tests.support.whole_runs import trained
 
 STEPS = 5
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
 def test_the_correction_is_live_on_rows_of_staleness_0_1_and_2(run_program: Callable[..., Any]) -> None:

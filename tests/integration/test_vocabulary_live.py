@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from first_update import adapter, first_update
-from specs import GSM, OPSM, TIS_TOKEN
+
+from tests.support import training_worker as tw
+from tests.support.first_update import adapter, first_update
+from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 LEVELS = ["token", "sequence", "turn", "version"]
 BOUNDS: dict[str, tuple[float | None, float | None]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import legacy_actor as la
 import pytest
+
+from tests.support import legacy_actor as la
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from applications import NEEDED, application, changed
 from omegaconf import DictConfig, OmegaConf, open_dict
 from packaging.version import Version
+
+from tests.support.applications import NEEDED, application, changed
 
 ACTOR = "actor_rollout_ref.actor"
 VERL = "algorithm.rollout_correction"

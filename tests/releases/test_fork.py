@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytest.importorskip("verl")
-ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ".offpolicy-manifest.json"
 RELEASE = importlib.metadata.version("verl").partition("+")[0]
 STEPS = ("imports", "--cfg job", "contracts", "doctor", "one CPU update")

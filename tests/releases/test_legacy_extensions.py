@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import legacy_actor as la
-import legacy_updates as lu
 import pytest
 import torch
-from nudge import NudgeWorker
 
 from recipe.offpolicy.worker.metrics import take_packets
+from tests.support import legacy_actor as la
+from tests.support import legacy_updates as lu
+from tests.support.nudge import NudgeWorker
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import legacy_actor as la
 import pytest
+
+from tests.support import legacy_actor as la
 
 pytestmark = pytest.mark.verl("==0.7.1")
 

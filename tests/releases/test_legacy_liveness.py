@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import legacy_actor as la
 import numpy as np
 import pytest
 import torch
-from legacy_updates import (
+from omegaconf import OmegaConf
+
+from tests.support import legacy_actor as la
+from tests.support.legacy_updates import (
     GSM,
     KL,
     SPLITS,
@@ -21,15 +22,15 @@ from legacy_updates import (
     update,
     verdict,
 )
-from omegaconf import OmegaConf
-from specs import BATCH_WIDE, STACK, TIS_TOKEN
+from tests.support.paths import ROOT
+from tests.support.specs import BATCH_WIDE, STACK, TIS_TOKEN
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
 
 # The proof --------------------------------------------------------------------------------------------------
 
-OPTIONS = Path(__file__).parents[2] / "configs" / "correction"
+OPTIONS = ROOT / "configs" / "correction"
 
 
 def options() -> dict[str, Settings]:
@@ -164,7 +165,7 @@ def test_without_the_patch_the_trainer_hears_nothing() -> None:
     from recipe.offpolicy.worker.metrics import take_packets
 
     _, metrics = la.moved(la.actor(), la.handed(la.rollout(), STACK), patched=False)
-    with pytest.raises(LivenessError, match="without a word from the correction"):
+    with pytest.raises(LivenessError, match="no metrics arrived from the corrected loss"):
         verify(take_packets(metrics), CorrectionSpec.from_mapping(STACK), sampled_rows=[])
 
 
@@ -175,7 +176,7 @@ def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.Monk
     from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(dp_actor, "get_policy_loss_fn", core_algos.get_policy_loss_fn)
-    with pytest.raises(LivenessError, match="without a word from the correction"):
+    with pytest.raises(LivenessError, match="no metrics arrived from the corrected loss"):
         verdict(STACK)
 
 

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import legacy_actor as la
-import legacy_ranks
 import pytest
 import torch
-from specs import BATCH_WIDE, STACK
 
 from recipe.offpolicy.recording import Recording
+from tests.support import legacy_actor as la
+from tests.support import legacy_ranks
+from tests.support.paths import ROOT
+from tests.support.specs import BATCH_WIDE, STACK
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow]
 
-SUPPORT = Path(__file__).parents[1] / "support"
 TERMS: dict[str, Any] = dict(entropy=0.1, kl=0.3, learning_rate=la.FLOAT32_LEARNING_RATE)
 TWO_STEPS = (0, 1, 4, 5, 2, 3, 6, 7)
 """Rows as two ranks with four rows each step through them, two at a time."""
@@ -28,10 +28,9 @@ TWO_STEPS = (0, 1, 4, 5, 2, 3, 6, 7)
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of ``legacy_ranks.py``, and what both ranks recorded."""
     out = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join(map(str, (SUPPORT.parents[1], SUPPORT)))
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "legacy_ranks.py"), str(out)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(ROOT / "tests" / "support" / "legacy_ranks.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import legacy_actor as la
 import pytest
 from omegaconf import OmegaConf
-from specs import GSM, OPSM, STACK, TIS_TOKEN
+
+from tests.support import legacy_actor as la
+from tests.support.specs import GSM, OPSM, STACK, TIS_TOKEN
 
 pytestmark = pytest.mark.verl("==0.7.1")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import legacy_actor as la
 import pytest
 import torch
-from legacy_updates import (
+
+from tests.support import legacy_actor as la
+from tests.support.legacy_updates import (
     CORRECTIONS,
     EXACT,
     GSM,
@@ -20,7 +21,7 @@ from legacy_updates import (
     update,
     verdict,
 )
-from specs import BATCH_WIDE, STACK
+from tests.support.specs import BATCH_WIDE, STACK
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 

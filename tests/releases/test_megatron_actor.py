@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import megatron_program as mp
-import parity
 import pytest
 import torch
+
+from tests.support import megatron_program as mp
+from tests.support import parity
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import megatron_program as mp
-import parity
 import pytest
+
+from tests.support import megatron_program as mp
+from tests.support import parity
 
 pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
 

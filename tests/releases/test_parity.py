@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
-import training_worker as tw
+
+from tests.support import parity
+from tests.support import training_worker as tw
 
 pytestmark = pytest.mark.slow
 RECORDED = json.loads(Path(__file__).with_name("parity.json").read_text())

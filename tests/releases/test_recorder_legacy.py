@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import legacy_actor as la
 import numpy as np
 import pytest
 import torch
-from specs import STACK
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
 from recipe.offpolicy.recording.recorder import flush_all
+from tests.support import legacy_actor as la
+from tests.support.specs import STACK
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("recorder_clock")]
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 SCRIPTS = ROOT / "recipe" / "offpolicy"
 DENSE, MOE, ASYNC = "run_dense_fsdp", "run_moe_megatron", "run_async"
 

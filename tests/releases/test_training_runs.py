@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_runs import LIMITS, ROOT
+
+from tests.support.whole_runs import LIMITS, ROOT
 
 pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow]
 

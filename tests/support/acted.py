@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from recordings import drawn_rows, record
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.recording import Rows
+from tests.support.recordings import drawn_rows, record
 
 
 def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:

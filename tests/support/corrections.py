@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, Statistic, StepStage, rollout_stage, step_stage
-from recipe.offpolicy.correction.deferred import fetch, of_statistics
+from recipe.offpolicy.correction.deferred import defer_statistics, fetch
 
 GSM: dict[str, Any] = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.99, upper=1.01, when="any")
 TIS: dict[str, Any] = dict(level="token", kind="truncate", lower=None, upper=2.0)
@@ -38,7 +38,7 @@ def tensor(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def on_host(statistics: Mapping[str, Statistic]) -> dict[str, Statistic]:
     """The same in floats, as they leave a worker."""
-    return dict(fetch([of_statistics(statistics)])[0])
+    return dict(fetch([defer_statistics(statistics)])[0])
 
 
 def first_stage(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from corrections import GSM, M2PO, TIS, opsm
-
 from recipe.offpolicy.doctor.launch import OURS
+from tests.support.corrections import GSM, M2PO, TIS, opsm
 
 VERLS = "verl.trainer.main_ppo"
 

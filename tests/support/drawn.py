@@ -10,10 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
-from corrections import tensor
 from hypothesis import assume, settings
 from hypothesis import strategies as draw
-from reference import Batch
 from torch import Tensor
 
 from recipe.offpolicy.correction import (
@@ -24,8 +22,11 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
+from tests.support.corrections import tensor
+from tests.support.examples import at_most
+from tests.support.reference import Batch
 
-examples = settings(max_examples=60, derandomize=True, database=None)
+examples = settings(max_examples=at_most(60), derandomize=True, database=None)
 
 
 @dataclass(frozen=True)

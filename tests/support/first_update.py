@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import training_worker as tw
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
+from tests.support import training_worker as tw
 
 MISMATCH = 0.2
 

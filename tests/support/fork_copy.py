@@ -8,11 +8,12 @@ import stat
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "fork"))
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "fork"))
 
 import fork_main
 
-ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ".offpolicy-manifest.json"
 PROJECT = {
     "setup.py": 'setup(\n    name="verl-offpolicy",\n    version="1.2.3",\n)\n',

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 CPU = {
     "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
     "VERL_PLATFORM": "cpu",

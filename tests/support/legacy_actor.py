@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import reference
 import torch
 from torch import Tensor
+
+from tests.support import reference
 
 VOCABULARY = 32
 PROMPT, WIDTH = 3, 7

@@ -28,12 +28,12 @@ TERMS: dict[str, Any] = dict(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0
 
 
 def main(rank: int, out: str, port: int) -> None:
-    import legacy_actor as la
     import verl.workers.actor.dp_actor  # noqa: F401
-    from specs import BATCH_WIDE, STACK
 
     import verl_patches
     from recipe.offpolicy.recording import recorder
+    from tests.support import legacy_actor as la
+    from tests.support.specs import BATCH_WIDE, STACK
 
     verl_patches.install("legacy")
     # Time that stands still: no row is left out on a busy machine.
@@ -67,14 +67,14 @@ def main(rank: int, out: str, port: int) -> None:
 
 def rollout(steps: str, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """The eight rows of both ranks for one of ``STEPS``."""
-    import legacy_actor as la
+    from tests.support import legacy_actor as la
 
     return la.rollout(dtype, UNEQUAL if steps == "dynamic" else la.LENGTHS)
 
 
 def log_probs(module: Any, batch: dict[str, torch.Tensor], rank: int) -> list[tuple[torch.Tensor, int]]:
     """By rank, log-probs of the responses, (4, T), as for pi_old, and their micro-batches of at most 13 tokens."""
-    import legacy_actor as la
+    from tests.support import legacy_actor as la
 
     data = la.proto(batch).chunk(2)[rank]
     data.meta_info |= {"micro_batch_size": 4, "use_dynamic_bsz": True, "max_token_len": 13}
@@ -88,9 +88,8 @@ def log_probs(module: Any, batch: dict[str, torch.Tensor], rank: int) -> list[tu
 
 def update(module: Any, data: Any, config: dict[str, Any]) -> tuple[Any, Any]:
     """Whole parameters afterwards, and the packets of both ranks."""
-    import legacy_actor as la
-
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support import legacy_actor as la
 
     actor = la.actor(module, learning_rate=la.FLOAT32_LEARNING_RATE, **config, **TERMS)
     _, metrics = la.moved(actor, data)
@@ -128,11 +127,12 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
 
 def ulysses(rank: int, record: str) -> tuple[Any, Any]:
     """Both ranks take all rows; what is missing on a CPU is flash-attn's kernel, which ``packed`` stands in for."""
-    import legacy_actor as la
     import verl.models.transformers.monkey_patch as verls
-    from specs import STACK
     from torch.distributed.device_mesh import init_device_mesh
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+    from tests.support import legacy_actor as la
+    from tests.support.specs import STACK
 
     verls._flash_attention_forward = packed
     module = la.model()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import legacy_actor as la
-from specs import STACK, TIS_TOKEN
+from tests.support import legacy_actor as la
+from tests.support.specs import STACK, TIS_TOKEN
 
 Settings = dict[str, Any]
 EXACT = 1e-10

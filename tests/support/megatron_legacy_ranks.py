@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import parity
 import torch
 import verl  # noqa: F401  before Megatron: it loads the patches
-from megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
-from megatron_program import Job, Layout, Seen
+
+from tests.support import parity
+from tests.support.megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
+from tests.support.megatron_program import Job, Layout, Seen
 
 
 class Legacy:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import parity
 import torch
-from megatron_program import Job, Layout, Rank, Seen
 from torch import Tensor
+
+from tests.support import parity
+from tests.support.megatron_program import Job, Layout, Rank, Seen
 
 LOCAL_LAYERS = {
     "use_cpu_initialization": True,

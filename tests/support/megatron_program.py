@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
-from fresh_python import CPU
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
+from tests.support import parity
+from tests.support.fresh_python import CPU
+from tests.support.paths import ROOT
+
 LEGACY = Path(__file__).with_name("megatron_legacy_ranks.py")
 ENGINE = Path(__file__).with_name("megatron_engine_ranks.py")
 LIMIT = 840.0
@@ -151,7 +152,7 @@ def _start(rank: int, ranks: int, port: int, arguments: list[str], log: Path) ->
             [sys.executable, *arguments],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(LEGACY.parent)]),
+                "PYTHONPATH": str(ROOT),
                 **({} if torch.cuda.is_available() else CPU | {"TORCHDYNAMO_DISABLE": "1"}),
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(rank),

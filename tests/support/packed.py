@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from drawn import Rows
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, RolloutStage, StepStage, rollout_stage, step_stage, turns
+from tests.support.drawn import Rows
 
 NAMES = ("mu", "old", "pi", "mask", "advantages", "turns", "versions")
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import reference
 import torch
-import training_worker as tw
 from torch import Tensor
+
+from tests.support import reference
+from tests.support import training_worker as tw
 
 VOCABULARY = 32
 PROMPT, WIDTH = 5, 9

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from recipe.offpolicy.correction import CorrectionSpec
+from tests.support.paths import ROOT
 
-_OPTIONS = Path(__file__).parents[2] / "configs" / "correction"
+_OPTIONS = ROOT / "configs" / "correction"
 
 
 def _filled(value: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, opsm
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from tests.support.corrections import GSM, TIS, opsm
 
 STACK: dict[str, Any] = {
     "weight": TIS,

@@ -20,10 +20,10 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from tests.support.paths import ROOT
+
 MARK = "verl"
-SUPPORTED = sorted(
-    Version(path.stem.removeprefix("verl-")) for path in (Path(__file__).parents[2] / "requirements").glob("verl-*.txt")
-)
+SUPPORTED = sorted(Version(path.stem.removeprefix("verl-")) for path in (ROOT / "requirements").glob("verl-*.txt"))
 """The releases that have an environment."""
 
 
@@ -83,9 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(specifier): for these releases of verl; left out in others")
-    config.addinivalue_line(
-        "markers", "extended: a long run of another release that the default command leaves to --release"
-    )
+    config.addinivalue_line("markers", "extended: a long run that the default command leaves to --release")
     try:
         installed = Version(importlib.metadata.version("verl"))
     except importlib.metadata.PackageNotFoundError:

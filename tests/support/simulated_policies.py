@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from recordings import drawn_rows
 
 from recipe.offpolicy.recording import Rows, concatenated
+from tests.support.recordings import drawn_rows
 
 VOCABULARY = 48
 Logits = NDArray[np.float64]

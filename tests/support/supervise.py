@@ -22,7 +22,9 @@ from os import environ
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "quickstart"))
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
 from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
 
 TICK = 0.5

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from corrections import GSM, TIS, band, opsm, spec
 from torch import Tensor
 
 from recipe.offpolicy.correction import (
@@ -18,7 +17,8 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from recipe.offpolicy.correction.shadow import shadow_statistics
+from recipe.offpolicy.correction.shadow import compute_shadow_statistics
+from tests.support.corrections import GSM, TIS, band, opsm, spec
 
 NAN = math.nan
 REJECT = TIS | {"kind": "reject", "lower": 0.7, "upper": 1.4}
@@ -99,7 +99,7 @@ def stages(
 
 
 def shadow(shadows: dict[str, CorrectionSpec], batch: Batch) -> Any:
-    return shadow_statistics(
+    return compute_shadow_statistics(
         shadows,
         old_log_prob=batch.old,
         rollout_log_prob=batch.mu,

@@ -11,16 +11,16 @@ import torch.multiprocessing as mp
 
 def main(rank: int, model: str, out: str, port: int) -> None:
     import torch
-    import training_worker as tw
+
+    from tests.support import training_worker as tw
 
     tw.join_process_group(rank, 2, port)
-    from first_update import planned
-    from specs import BATCH_WIDE, STACK
-
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.correction.statistics import merge_all
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.first_update import planned
+    from tests.support.specs import BATCH_WIDE, STACK
 
     worker = tw.start_worker(Path(model))
     rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.2)

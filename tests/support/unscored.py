@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recordings import record
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows
+from tests.support.recordings import record
 
 MADE_OF_MU: dict[str, dict[str, Any]] = {
     "bypass": {"proximal": "bypass"},

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from recipe.offpolicy.fault_tolerance.watchdog import GRACE, PATIENCE
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SOON = 10.0 + PATIENCE + GRACE + 300.0
 """Seconds: the watchdog looks every 10, and gives the run its time to unwind; Ray and the quickstart end after it."""
 UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
@@ -88,8 +87,8 @@ def broken(run_program: Callable[..., Any], fault: str, *overrides: str, limit: 
         run_program,
         *overrides,
         OFFPOLICY_FAULT=fault,
-        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,faults",
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
+        VERL_USE_EXTERNAL_MODULES="verl_patches.cpu,tests.support.faults",
+        PYTHONPATH=str(ROOT),
     )
     # 5 and 6 are limits of the quickstart itself.
     assert run.returncode == 1, run.output[-3000:]

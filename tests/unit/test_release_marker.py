@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 MARKED = """
 import pytest
@@ -48,14 +48,14 @@ def run(folder: Path, installed: str | None, *options: str, **modules: str) -> t
         )
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
-    path = f"{site}{os.pathsep}{ROOT / 'tests' / 'support'}"
+    path = f"{site}{os.pathsep}{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [
         sys.executable,
         "-m",
         "pytest",
         "-p",
-        "release_marker",
+        "tests.support.release_marker",
         "-p",
         "no:cacheprovider",
         "--strict-markers",

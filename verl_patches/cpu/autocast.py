@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..contract import Contract
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.workers.engine.fsdp.transformer_impl"
@@ -57,7 +58,7 @@ PATCH = ReleasePatch(
                     target=f"{_MODULE}:FSDPEngineWithLMHead.forward_step",
                     signature="(self, micro_batch, loss_function, forward_only)",
                     distribution="verl",
-                    releases="==0.7.1",
+                    releases=specifiers(lambda release: release.legacy_actors),
                 ),
             ),
         ),
@@ -74,6 +75,6 @@ PATCH = ReleasePatch(
             ),
         ),
     ),
-    not_needed=">=0.8",
+    cause=lambda release: release.legacy_actors,
     after=_MODULE,
 )

@@ -30,6 +30,7 @@ from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from ..contract import Contract, PatchError, logger
+from ..releases import specifiers
 
 NAME = "cpu_files"
 TIMEOUT = 300.0
@@ -42,12 +43,15 @@ _TOPOLOGY = "(actor_wg_world_size, rollout_world_size, metadata)"
 _ERROR, _END, _LOCK = "error.json", "end.json", "sender.lock"
 
 
+_RELEASES = specifiers(lambda release: "separate_async" in release.v1_modes)
+
+
 def _method(name: str, signature: str) -> Contract:
-    return Contract("checkpoint_engine", f"{_BASE}.{name}", signature, distribution="verl", releases="==0.9.1")
+    return Contract("checkpoint_engine", f"{_BASE}.{name}", signature, distribution="verl", releases=_RELEASES)
 
 
 REGISTRY = Contract(
-    "checkpoint_engine", "verl.checkpoint_engine:CheckpointEngineRegistry.register", "(backend)", "verl", "==0.9.1"
+    "checkpoint_engine", "verl.checkpoint_engine:CheckpointEngineRegistry.register", "(backend)", "verl", _RELEASES
 )
 CONTRACTS = (
     REGISTRY,

@@ -11,13 +11,16 @@ from collections.abc import Callable
 import torch
 
 from ..contract import Contract, PatchError
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _DEVICE = "verl.utils.device"
 
 
 def _contract(function: str) -> tuple[Contract, ...]:
-    return (Contract("device", f"{_DEVICE}:{function}", "()", "verl", ("==0.7.1", "==0.8.0")),)
+    return (
+        Contract("device", f"{_DEVICE}:{function}", "()", "verl", specifiers(lambda release: not release.platforms)),
+    )
 
 
 def _gpu(original: Callable[[], str]) -> str:
@@ -45,5 +48,5 @@ class _DevicePatch(ReleasePatch):
 
 PATCH = _DevicePatch(
     (Wrapping(_gpu, _contract("get_resource_name")), Wrapping(_gloo, _contract("get_nccl_backend"))),
-    not_needed=">=0.9",
+    cause=lambda release: not release.platforms,
 )

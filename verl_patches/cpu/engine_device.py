@@ -14,7 +14,8 @@ from typing import Any
 
 from ..contract import Contract, PatchError, logger
 from ..deferred import after_import
-from .release_patch import in_releases
+from ..releases import specifiers
+from .release_patch import installed_has
 
 MODULE = "verl.workers.engine"
 VARIABLE = "VERL_ENGINE_DEVICE"
@@ -23,7 +24,7 @@ REGISTER = Contract(
     target=f"{MODULE}.base:EngineRegistry.register",
     signature="(model_type, backend, device='cuda')",
     distribution="verl",
-    releases=("==0.7.1", "==0.8.0"),
+    releases=specifiers(lambda release: not release.platforms),
 )
 
 
@@ -48,7 +49,7 @@ def _register_for_cpu() -> None:
 
 def needed() -> bool:
     """Whether the installed verl leaves the variable unread."""
-    return not in_releases("verl", ">=0.9")
+    return installed_has(lambda release: not release.platforms)
 
 
 def install() -> None:

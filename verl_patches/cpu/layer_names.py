@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..contract import Contract
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.utils.fsdp_utils"
@@ -32,11 +33,11 @@ PATCH = ReleasePatch(
                     target=f"{_MODULE}:apply_fsdp2",
                     signature="(model, fsdp_kwargs, config)",
                     distribution="verl",
-                    releases="==0.7.1",
+                    releases=specifiers(lambda release: release.legacy_actors),
                 ),
             ),
         ),
     ),
-    not_needed=">=0.8",
+    cause=lambda release: release.legacy_actors,
     after=_MODULE,
 )

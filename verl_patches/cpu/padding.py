@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..contract import Contract
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.utils.attention_utils"
@@ -32,9 +33,17 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _functions,
-            (Contract("padding", f"{_MODULE}:_get_attention_functions", "()", "verl", ("==0.7.1", "==0.8.0")),),
+            (
+                Contract(
+                    "padding",
+                    f"{_MODULE}:_get_attention_functions",
+                    "()",
+                    "verl",
+                    specifiers(lambda release: not release.platforms),
+                ),
+            ),
         ),
     ),
-    not_needed=">=0.9",
+    cause=lambda release: not release.platforms,
     after=_MODULE,
 )

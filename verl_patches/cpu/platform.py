@@ -12,7 +12,8 @@ import importlib
 from typing import Any
 
 from ..contract import Contract, PatchError, logger
-from .release_patch import in_releases
+from ..releases import specifiers
+from .release_patch import installed_has
 
 NAME = "cpu"
 REGISTRY = Contract(
@@ -20,13 +21,13 @@ REGISTRY = Contract(
     target="verl.plugin.platform.platform_manager:PlatformRegistry.register",
     signature="(platform)",
     distribution="verl",
-    releases=("==0.9.0", "==0.9.1"),
+    releases=specifiers(lambda release: release.platforms),
 )
 
 
 def needed() -> bool:
     """Whether the installed verl has platforms."""
-    return not in_releases("verl", "<0.9")
+    return installed_has(lambda release: release.platforms)
 
 
 def install() -> None:

@@ -11,16 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from ..contract import Contract, installed_release, of_installed, wrap
 from ..deferred import after_import
+from ..releases import Release, attributes_of
 
 
-def in_releases(distribution: str, specifier: str) -> bool:
-    """Whether the installed release of a distribution is among those of a version specifier; False if there is none."""
-    release = installed_release(distribution)
-    return release is not None and SpecifierSet(specifier).contains(release, prereleases=True)
+def installed_has(attribute: Callable[[Release], bool]) -> bool:
+    """Return whether the installed verl has an attribute; True where no verl is installed, which its contract says."""
+    release = installed_release("verl")
+    return release is None or attribute(attributes_of(release))
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,17 @@ class ReleasePatch:
 
     Attributes:
         wrappings: what is wrapped.
-        not_needed: releases of verl in which the cause is gone, for instance ">=0.9".
+        cause: the releases of verl that need the patch; None: every one.
         after: module after whose import the patch is installed; None: at once.
     """
 
     wrappings: tuple[Wrapping, ...]
-    not_needed: str | None = None
+    cause: Callable[[Release], bool] | None = None
     after: str | None = None
 
     def needed(self) -> bool:
-        """Whether the installed release of verl still has the cause."""
-        return self.not_needed is None or not in_releases("verl", self.not_needed)
+        """Return whether the installed release of verl has the cause."""
+        return self.cause is None or installed_has(self.cause)
 
     def install(self) -> None:
         """Wraps the targets now, or right after the import of `after`; once, however often it is asked for.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..contract import Contract, PatchError, logger
 from ..deferred import after_import
-from .release_patch import in_releases
+from .release_patch import installed_has
 
 MODULE = "vllm.model_executor.layers.fused_moe.layer"
 EXPERTS = Contract(
@@ -37,7 +37,7 @@ def _add_name() -> None:
 
 def needed() -> bool:
     """Whether the installed verl asks for the old name."""
-    return not in_releases("verl", ">=0.9")
+    return installed_has(lambda release: not release.platforms)
 
 
 def install() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..contract import Contract
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
@@ -41,11 +42,11 @@ PATCH = ReleasePatch(
                     target=f"{_MODULE}:rebuild_shared_memory",
                     signature="(name, size, dtype=torch.uint8)",
                     distribution="verl",
-                    releases="==0.7.1",
+                    releases=specifiers(lambda release: release.legacy_actors),
                 ),
             ),
         ),
     ),
-    not_needed=">=0.8",
+    cause=lambda release: release.legacy_actors,
     after=_MODULE,
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..contract import Contract, PatchError
+from ..releases import specifiers
 from .release_patch import ReleasePatch, Wrapping
 
 _MODULE = "verl.workers.rollout.vllm_rollout.utils"
@@ -46,11 +47,11 @@ PATCH = ReleasePatch(
                     target=f"{_MODULE}:get_device_uuid",
                     signature="(device_id)",
                     distribution="verl",
-                    releases=("==0.7.1", "==0.8.0"),
+                    releases=specifiers(lambda release: not release.platforms),
                 ),
             ),
         ),
     ),
-    not_needed=">=0.9",
+    cause=lambda release: not release.platforms,
     after=_MODULE,
 )

@@ -12,9 +12,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..contract import Contract, wrap
+from ..releases import specifiers
 from .handover import Update
 
-RELEASES = "==0.7.1"
+RELEASES = specifiers(lambda release: release.legacy_actors)
 _RUNNING: ContextVar[Update | None] = ContextVar("offpolicy_legacy_update", default=None)
 _SIGNATURES = {
     "get_policy_loss_fn": "(name)",

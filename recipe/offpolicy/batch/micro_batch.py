@@ -30,8 +30,8 @@ from ..correction import (
     step_stage,
     turns,
 )
-from ..correction.deferred import Reading, fetch
-from ..correction.shadow import shadow_statistics
+from ..correction.deferred import DeferredValue, fetch
+from ..correction.shadow import compute_shadow_statistics
 from ..correction.telemetry import Measure
 from .checksums import row_hashes
 from .padding import Layout, dense
@@ -69,7 +69,7 @@ class MicroBatch:
     versions: RowVersions | None = None
     plan: SharedPlan | None = None
     scale: Tensor | None = None
-    counted: Reading[None] | None = None
+    counted: DeferredValue[None] | None = None
     last: bool = True
     layout: Layout | None = None
 
@@ -138,7 +138,7 @@ def decide_beside(
     statistics = _stepped(spec, stage, batch).statistics
     levels = {level for spec in shadows.values() for level in spec.levels}
     needy = any(spec.needs_constants for spec in shadows.values())
-    return statistics, shadow_statistics(
+    return statistics, compute_shadow_statistics(
         shadows,
         old_log_prob=stage.old_log_prob,
         rollout_log_prob=batch.rollout_log_prob,
@@ -314,7 +314,7 @@ def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Te
         response_mask: (B, T) bool or 0/1.
         rollout_log_prob: (B, T) log mu, of any float dtype.
     """
-    (found,) = fetch([Reading(row_hashes(responses, response_mask, rollout_log_prob), checksums)])
+    (found,) = fetch([DeferredValue(row_hashes(responses, response_mask, rollout_log_prob), checksums)])
     return list(found)
 
 
@@ -340,7 +340,7 @@ def _plan(batch: MicroBatch) -> SharedPlan:
     return batch.plan
 
 
-def _counted(data: TensorDict) -> Reading[None] | None:
+def _counted(data: TensorDict) -> DeferredValue[None] | None:
     """Whether the count behind ``denominator=kept`` is the engine's own."""
     if SCALE not in data.keys():
         return None
@@ -353,4 +353,4 @@ def _counted(data: TensorDict) -> Reading[None] | None:
                 f"engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
             )
 
-    return Reading(data[MINI_BATCH_TOKENS].long(), judge)
+    return DeferredValue(data[MINI_BATCH_TOKENS].long(), judge)

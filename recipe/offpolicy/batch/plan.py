@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from ..correction.baseline import regroup
-from ..correction.denominator import kept_scale, mini_batches
-from ..correction.rows import row_counts
+from ..correction.denominator import assign_mini_batches, compute_kept_scale
+from ..correction.rows import count_tokens_by_row
 from .weight_versions import EXTRA_FIELDS, row_versions, token_versions
 
 PLAN = "offpolicy_plan"
@@ -153,7 +153,7 @@ class Groups:
 def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
     """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
     mask, keep = kept(spec, rows)
-    rejected = (row_counts(mask) > 0) & (row_counts(keep) == 0)
+    rejected = (count_tokens_by_row(mask) > 0) & (count_tokens_by_row(keep) == 0)
     regrouped, silent = regroup(uids, rejected)
     counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
     return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
@@ -162,10 +162,10 @@ def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequen
 def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
     """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
     mask, keep = kept(spec, rows)
-    counts = row_counts(mask).long()
-    group = mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
+    counts = count_tokens_by_row(mask).long()
+    group = assign_mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
     tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
-    scale = kept_scale(
+    scale = compute_kept_scale(
         dealing.loss_agg_mode,
         response_mask=mask,
         keep=keep,

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..correction.rows import for_each_token
+from ..correction.rows import spread_over_tokens
 
 EXTRA_FIELDS = "extra_fields"
 """Key of the rows' mappings in which verl's V1 trainer keeps them."""
@@ -38,7 +38,7 @@ class RowVersions:
                 f"level=version: {mixed} rows were sampled by several versions of the weights, and verl does not say "
                 f"which token by which. Set level=turn or level=sequence."
             )
-        return for_each_token(self.oldest, like)
+        return spread_over_tokens(self.oldest, like)
 
 
 def row_versions(data: TensorDict) -> RowVersions | None:

@@ -17,7 +17,7 @@ GROUP_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo")
 
 
 def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bool]]:
-    """Groups in which nothing rejected has siblings.
+    """Assign groups for the baseline so that a rejected row has no siblings.
 
     Args:
         groups: the group of each row, such as verl's uid.
@@ -26,6 +26,14 @@ def regroup(groups: Sequence[str], rejected: Tensor) -> tuple[list[str], list[bo
     Returns:
         The new group of each row; and whether its advantage is 0: a rejected row trains nothing, and the one row
         that is left of a larger group has nothing to be compared with.
+
+    Example:
+        >>> import torch
+        >>> groups, zeroed = regroup(["a", "a", "b", "b"], torch.tensor([False, False, True, False]))
+        >>> groups
+        ['a', 'a', 'b/rejected-2', 'b']
+        >>> zeroed  # row 3 has lost its only sibling
+        [False, False, True, True]
     """
     lost = rejected.tolist()
     size = Counter(groups)

@@ -1,4 +1,4 @@
-"""Every statistic that the two stages report: its key, what it means, and how its parts are reduced."""
+"""Catalogue of the statistics that both stages report: key, reduction and meaning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DISTRIBUTION: Final = {part: Reduction(part) for part in ("mean", "std", "min",
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Statistics that share a meaning.
+class StatisticEntry:
+    """Keys that share one meaning.
 
     Attributes:
         key: below ``offpolicy/``; {a,b} stands for each of a and b, and <name> for any name.
@@ -33,15 +33,15 @@ class Entry:
     parts: Mapping[str, Reduction]
     meaning: str
 
-    def expanded(self) -> Iterator[tuple[str, Reduction]]:
-        """Each key, with <name> as it stands, and its reduction."""
+    def expand(self) -> Iterator[tuple[str, Reduction]]:
+        """Yield each key, with <name> left as it stands, and its reduction."""
         pieces = [piece.split(",") for piece in self.key.replace("{", "\0").replace("}", "\0").split("\0")]
         for chosen in product(*pieces):
             for part, reduction in self.parts.items():
                 yield f"{''.join(chosen)}/{part}", reduction
 
-    def row(self) -> str:
-        """A line of the table in Markdown."""
+    def format_row(self) -> str:
+        """Format the entry as a row of a Markdown table."""
         parts = ",".join(self.parts)
         key = f"{self.key}/{{{parts}}}" if len(self.parts) > 1 else f"{self.key}/{parts}"
         reductions = list(dict.fromkeys(reduction.value for reduction in self.parts.values()))
@@ -60,61 +60,67 @@ _BY_DRIFT: Final = {"token_count": Reduction.SUM, "kl_k3": Reduction.MEAN}
 _MASKED: Final = _means("masked_token_share", "masked_sequence_share")
 
 ENTRIES: Final = (
-    Entry(
+    StatisticEntry(
         "{rollout_ratio,ppo_ratio,full_ratio}",
         _DISTRIBUTION,
         "pi_old / mu, pi / pi_old and pi / mu a token; ess = (sum r)^2 / (n sum r^2), chi2 = mean r^2 - 1",
     ),
-    Entry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu of whole rows: exp of the summed log-ratio"),
-    Entry("log_prob_difference", _means("mean", "abs_mean") | {"std": Reduction.STD}, "log pi_old - log mu, nats"),
-    Entry("kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats a token: mean of -log r and of r - 1 - log r"),
-    Entry(
+    StatisticEntry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu of whole rows: exp of the summed log-ratio"),
+    StatisticEntry(
+        "log_prob_difference", _means("mean", "abs_mean") | {"std": Reduction.STD}, "log pi_old - log mu, nats"
+    ),
+    StatisticEntry(
+        "kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats a token: mean of -log r and of r - 1 - log r"
+    ),
+    StatisticEntry(
         "perplexity",
         dict.fromkeys(("rollout", "old", "current"), Reduction.PERPLEXITY),
         "exp(-mean log-prob) of the sampled tokens under mu, pi_old and pi",
     ),
-    Entry(
+    StatisticEntry(
         "weight",
         _DISTRIBUTION | _means("truncated_share"),
         "the weight as applied, a token, 0 where it rejects; tokens whose raw weight lies outside the bounds",
     ),
-    Entry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
-    Entry(
+    StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
+    StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
         "response tokens kept, rows with a token kept, response tokens masked",
     ),
-    Entry(f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"),
-    Entry("{mask/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"),
-    Entry(f"{{mask/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"),
-    Entry(
+    StatisticEntry(
+        f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"
+    ),
+    StatisticEntry("{mask/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"),
+    StatisticEntry(f"{{mask/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"),
+    StatisticEntry(
         f"length/{_group(BUCKETS)}",
         {"sequences": Reduction.SUM}
         | _means("keep_token_share", "keep_sequence_share", "geometric_keep_share", "product_keep_share"),
         "rows of T <= 16, 17 to 64, ...: how many, what is kept of them, and what a geometric mask [0.99, 1.01] and a "
         "product mask [0.5, 2] on pi_old / mu would keep of the rows",
     ),
-    Entry(
+    StatisticEntry(
         f"turn/{_group(TURNS)}",
         _BY_DRIFT | _means("keep_token_share"),
         "tokens of a row's first turn, and after a tool's output: how many, KL(mu, pi_old) by k3, what is kept",
     ),
-    Entry(
+    StatisticEntry(
         f"turn/{_group(TURNS)}/rollout_ratio",
         {"mean": Reduction.MEAN, "std": Reduction.STD},
         "pi_old / mu of these tokens",
     ),
-    Entry(
+    StatisticEntry(
         "staleness",
         {"mean": Reduction.MEAN, "max": Reduction.MAX},
         "versions of the weights between a row's sampling and its use",
     ),
-    Entry(
+    StatisticEntry(
         f"staleness/{_group(STALENESS)}",
         _BY_DRIFT | _means("keep_token_share"),
         "tokens of rows by staleness 0, 1, 2, 3 or more: as by turn",
     ),
-    Entry(
+    StatisticEntry(
         "nonfinite",
         dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
         "response tokens that are not finite; those of mu and pi_old are left out, the others stop the run",
@@ -122,18 +128,18 @@ ENTRIES: Final = (
 )
 
 SHADOW_ENTRIES: Final = (
-    Entry(
+    StatisticEntry(
         "shadow/<option>",
         _means("keep_token_share", "keep_sequence_share"),
         "what a correction that is off would have kept",
     ),
-    Entry(
+    StatisticEntry(
         f"shadow/<option>/{_group((*SIGNS, *(f'turn/{turn}' for turn in TURNS)))}",
         _means("keep_token_share"),
         "by the sign of the row's mean advantage, and by turn",
     ),
-    Entry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
-    Entry(
+    StatisticEntry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
+    StatisticEntry(
         "shadow/<option>/weight",
         _means("mean", "truncated_share") | {"ess": Reduction.ESS},
         "its weight, where it has one",
@@ -141,7 +147,12 @@ SHADOW_ENTRIES: Final = (
 )
 
 
-def markdown() -> str:
-    """The table of all statistics for docs/metrics.md."""
-    rows = (entry.row() for entry in (*ENTRIES, *SHADOW_ENTRIES))
+def format_markdown() -> str:
+    """Format all statistics as the Markdown table of docs/metrics.md.
+
+    Example:
+        >>> format_markdown().splitlines()[0]
+        '| key | meaning | reduction |'
+    """
+    rows = (entry.format_row() for entry in (*ENTRIES, *SHADOW_ENTRIES))
     return "\n".join(("| key | meaning | reduction |", "|---|---|---|", *rows)) + "\n"

@@ -1,7 +1,7 @@
-"""Numbers that stay on the device until somebody has to know them: the one place where they leave it.
+"""Device values read later: the one module of this package that copies results to the host.
 
 A transfer makes the host wait for everything that the device still has to do, whatever its size. So whatever measures
-something returns a ``Reading``, readings are kept, and ``fetch`` brings any number of them over together.
+something returns a ``DeferredValue``, values are kept, and ``fetch`` brings any number of them over together.
 """
 
 from __future__ import annotations
@@ -19,40 +19,50 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reading(Generic[T]):
-    """Something measured.
+class DeferredValue(Generic[T]):
+    """A measurement on the device, with the function that decodes it on the host.
 
     Attributes:
         numbers: (n,) float64 or int64, detached, on the device.
-        says: what they mean, from the numbers on the host, in that order; it may raise where they say that something
+        decode: what they mean, from the numbers on the host, in that order; it may raise where they say that something
             is wrong.
     """
 
     numbers: Tensor
-    says: Callable[[list[Any]], T]
+    decode: Callable[[list[Any]], T]
 
 
-def fetch(readings: Sequence[Reading[Any]]) -> list[Any]:
-    """What each of them says, by one transfer to the host for all together.
+def fetch(values: Sequence[DeferredValue[Any]]) -> list[Any]:
+    """Copy all values to the host in one transfer and decode each.
 
     Args:
-        readings: of one device.
+        values: of one device.
+
+    Example:
+        >>> fetch([DeferredValue(torch.tensor([1, 2]), sum), DeferredValue(torch.tensor([0.5]).double(), max)])
+        [3, 0.5]
     """
-    if not readings:
+    if not values:
         return []
     # Bits of both dtypes travel as integers, which nothing rounds on the way.
-    host = torch.cat([reading.numbers.view(torch.int64) for reading in readings]).cpu()
-    parts = host.split([len(reading.numbers) for reading in readings])
-    return [
-        reading.says(part.view(reading.numbers.dtype).tolist()) for reading, part in zip(readings, parts, strict=True)
-    ]
+    host = torch.cat([value.numbers.view(torch.int64) for value in values]).cpu()
+    parts = host.split([len(value.numbers) for value in values])
+    return [value.decode(part.view(value.numbers.dtype).tolist()) for value, part in zip(values, parts, strict=True)]
 
 
-def of_statistics(statistics: Mapping[str, Statistic]) -> Reading[dict[str, Statistic]]:
-    """The same statistics in floats; a part that several of them share travels once, one that is a float does not.
+def defer_statistics(statistics: Mapping[str, Statistic]) -> DeferredValue[dict[str, Statistic]]:
+    """Defer statistics whose parts are tensors; a part that several of them share is copied once.
 
     Args:
         statistics: with parts of float64, detached, or floats.
+
+    Example:
+        >>> from .statistics import Reduction
+        >>> count = torch.tensor(4.0, dtype=torch.float64)
+        >>> mean = Statistic(Reduction.MEAN, (torch.tensor(2.0, dtype=torch.float64), count))
+        >>> (statistics,) = fetch([defer_statistics({"x": mean, "n": Statistic(Reduction.SUM, (count,))})])
+        >>> statistics["x"].value(), statistics["n"].value()
+        (0.5, 4.0)
     """
     places: dict[int, int] = {}
     parts: list[Tensor] = []
@@ -63,12 +73,12 @@ def of_statistics(statistics: Mapping[str, Statistic]) -> Reading[dict[str, Stat
                 parts.append(part)
     kept = dict(statistics)
 
-    def says(numbers: list[float]) -> dict[str, Statistic]:
+    def decode(numbers: list[float]) -> dict[str, Statistic]:
         def number(part: Tensor | float) -> float:
             return numbers[places[id(part)]] if isinstance(part, Tensor) else part
 
         return {name: Statistic(one.reduction, tuple(map(number, one.parts)), one.about) for name, one in kept.items()}
 
     if not parts:
-        return Reading(torch.zeros(0, dtype=torch.float64), says)
-    return Reading(torch.stack(parts), says)
+        return DeferredValue(torch.zeros(0, dtype=torch.float64), decode)
+    return DeferredValue(torch.stack(parts), decode)

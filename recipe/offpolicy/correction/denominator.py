@@ -1,18 +1,20 @@
-"""What the loss is divided by once something has been rejected."""
+"""Denominator of the loss after rejection: original or kept counts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .rows import rows_of
+from .rows import detect_layout
 
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 """verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
 
 
-def kept_scale(mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Tensor, mini_batch_rows: int) -> Tensor:
-    """``scale_of_counts`` of a whole batch.
+def compute_kept_scale(
+    mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Tensor, mini_batch_rows: int
+) -> Tensor:
+    """Compute ``compute_scale_of_counts`` from the tensors of a whole batch.
 
     Args:
         mode, mini_batch, mini_batch_rows: as there.
@@ -20,15 +22,27 @@ def kept_scale(mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Te
 
     Returns:
         (B,) float64.
+
+    Example:
+        >>> mask = torch.ones(2, 2, dtype=torch.bool)
+        >>> keep = torch.tensor([[True, True], [True, False]])
+        >>> batch = torch.zeros(2, dtype=torch.int64)
+        >>> scale = compute_kept_scale("token-mean", response_mask=mask, keep=keep, mini_batch=batch, mini_batch_rows=2)
+        >>> torch.allclose(scale, torch.tensor([4 / 3, 4 / 3]).double())  # 4 tokens, of which 3 are kept
+        True
     """
-    rows = rows_of(response_mask=response_mask, keep=keep)
+    rows = detect_layout(response_mask=response_mask, keep=keep)
     mask = rows.tokens(response_mask)
     tokens, kept = rows.sum(mask).flatten(), rows.sum(mask & rows.tokens(keep)).flatten()
-    return scale_of_counts(mode, tokens=tokens, kept=kept, mini_batch=mini_batch, mini_batch_rows=mini_batch_rows)
+    return compute_scale_of_counts(
+        mode, tokens=tokens, kept=kept, mini_batch=mini_batch, mini_batch_rows=mini_batch_rows
+    )
 
 
-def scale_of_counts(mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int) -> Tensor:
-    """Factor of each row's loss that turns the original count below it into the count of what is kept.
+def compute_scale_of_counts(
+    mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
+) -> Tensor:
+    """Compute the factor of each row's loss that replaces the original denominator by the kept one.
 
     With N tokens or rows counted originally, of which R are rejected, that is N / (N - R): a rejected token leaves
     the tokens of its mini-batch, a row without a kept token leaves its rows, and for ``seq-mean-token-mean`` a
@@ -42,6 +56,13 @@ def scale_of_counts(mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tens
 
     Returns:
         (B,) float64; 1 for a mini-batch of which nothing is kept, whose loss is 0 either way.
+
+    Example:
+        >>> tokens, kept = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])
+        >>> batch = torch.tensor([0, 0])
+        >>> counts = dict(tokens=tokens, kept=kept, mini_batch=batch, mini_batch_rows=2)
+        >>> compute_scale_of_counts("seq-mean-token-sum", **counts).tolist()  # 1 of 2 rows is kept
+        [2.0, 2.0]
     """
     if mode == "token-mean":
         return _without(_by_group(tokens, mini_batch), _by_group(tokens - kept, mini_batch))
@@ -52,11 +73,15 @@ def scale_of_counts(mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tens
     return scale
 
 
-def mini_batches(rows: int, *, ranks: int, rows_a_mini_batch: int) -> Tensor:
-    """The mini-batch of each row as verl deals them: contiguous shares by rank, cut in order within each rank.
+def assign_mini_batches(rows: int, *, ranks: int, rows_a_mini_batch: int) -> Tensor:
+    """Assign each row to its mini-batch as verl splits a batch: contiguous shares by rank, cut in order within each.
 
     Returns:
         (rows,) int64.
+
+    Example:
+        >>> assign_mini_batches(8, ranks=2, rows_a_mini_batch=4)
+        tensor([0, 0, 1, 1, 0, 0, 1, 1])
     """
     share, cut = rows // ranks, rows_a_mini_batch // ranks
     return (torch.arange(rows) % share) // cut

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .mask_spec import MaskSpec
 from .ratios import beyond, divergence
-from .rows import Rows, rows_of
+from .rows import RowLayout, detect_layout
 from .units import Units
 
 
@@ -97,7 +97,7 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: Rows | None = None) -> Tensor:
+def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
     """Where a mask looks: by the sign of the row's mean advantage over its valid tokens, or of each token's own.
 
     Args:
@@ -111,6 +111,6 @@ def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: Rows | None
         return torch.ones_like(valid[..., :1])
     value = torch.where(valid, advantages.detach(), 0.0)
     if spec.sign == "row":
-        rows = rows_of(valid=valid) if rows is None else rows
-        value = rows.beside(rows.sum(value))
+        rows = detect_layout(valid=valid) if rows is None else rows
+        value = rows.broadcast(rows.sum(value))
     return value < 0 if spec.when == "negative" else value > 0

@@ -1,4 +1,4 @@
-"""Bounds of masks and the cap of a weight that move from update to update, apart from the rest of a correction.
+"""Bounds that move from update to update: of masks, and the cap of the weight, apart from the rest of a correction.
 
 The rest is the structure. Its fingerprint is that of the spec with a marker in the place of each bound that moves, so
 that it stays the same for a whole run, while the bounds themselves travel with each update.
@@ -24,20 +24,33 @@ MOVES = "moves"
 """Stands in a structure for a bound that moves; an open side stays null."""
 
 
-def bounds_of(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
-    """The bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them."""
+def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:
+    """Read the bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them.
+
+    Example:
+        >>> from .weight_spec import WeightSpec
+        >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
+        >>> read_bounds(tis, [WEIGHT])[WEIGHT]
+        {'upper': 2.0}
+    """
     found = {name: _bounds(mask.to_mapping()) for name, mask in spec.masks if name in names}
     if spec.weight is not None and WEIGHT in names:
         found[WEIGHT] = {"upper": spec.weight.upper}
     return found
 
 
-def with_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
-    """The spec with other bounds for the masks that ``bounds`` names, and for its weight under ``WEIGHT``.
+def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> CorrectionSpec:
+    """Build the spec with other bounds for the masks that ``bounds`` names, and for its weight under ``WEIGHT``.
 
     Raises:
         KeyError: the spec has no such part.
         SpecError: bounds that a part cannot have.
+
+    Example:
+        >>> from .weight_spec import WeightSpec
+        >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
+        >>> replace_bounds(tis, {WEIGHT: {"upper": 3.0}}).weight.upper
+        3.0
     """
     there = {name for name, _ in spec.masks} | (set() if spec.weight is None else {WEIGHT})
     if unknown := set(bounds) - there:
@@ -49,8 +62,17 @@ def with_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> Correctio
     return spec if (weight, masks) == (spec.weight, spec.masks) else replace(spec, weight=weight, masks=masks)
 
 
-def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
-    """As ``CorrectionSpec.fingerprint``, of the structure; without names the spec's own."""
+def compute_fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
+    """Compute ``CorrectionSpec.fingerprint`` without the moving bounds; without names the spec's own.
+
+    Example:
+        >>> from .weight_spec import WeightSpec
+        >>> narrow, wide = (CorrectionSpec(weight=WeightSpec("token", "truncate", None, cap)) for cap in (2.0, 3.0))
+        >>> compute_fingerprint(narrow, [WEIGHT]) == compute_fingerprint(wide, [WEIGHT])
+        True
+        >>> compute_fingerprint(narrow, []) == compute_fingerprint(wide, [])
+        False
+    """
     if not names:
         return spec.fingerprint()
     mapping = spec.to_mapping()
@@ -64,8 +86,13 @@ def fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def path_of(name: str) -> str:
-    """Where a part stands below ``correction``."""
+def format_part_path(name: str) -> str:
+    """Format the path of a weight or mask below ``correction``.
+
+    Example:
+        >>> format_part_path("gsm"), format_part_path(WEIGHT)
+        ('masks.gsm', 'weight')
+    """
     return "weight" if name == WEIGHT else f"masks.{name}"
 
 

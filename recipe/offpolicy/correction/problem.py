@@ -1,4 +1,4 @@
-"""Problems of a configuration as data, worded in one place, and the errors that carry them.
+"""Configuration problems as data, worded in one place, and the exceptions that carry them.
 
 A mistyped threshold that is taken for a valid one degrades a run in silence, so each problem names the key, its value,
 the reason and an override that mends it.
@@ -28,7 +28,7 @@ _WORDS = frozenset({"null", "true", "false", "nan", "inf"})
 
 @dataclass(frozen=True)
 class Problem:
-    """A key, the value it has, what is wrong with it, and the override that mends it.
+    """A configuration problem: key, value, reason, and the overrides that fix it.
 
     Attributes:
         key, value: as Hydra has them; an empty key where the reason says all.
@@ -51,13 +51,13 @@ class Problem:
 
     @property
     def cause(self) -> str:
-        """The reason, with what stands beside the key."""
-        others = " and ".join(f"{key}={shown(value)}" for key, value in self.beside.items())
+        """The reason, with the keys that it depends on."""
+        others = " and ".join(f"{key}={format_value(value)}" for key, value in self.beside.items())
         return f"with {others}: {self.reason}" if others else self.reason
 
     @property
     def advice(self) -> str:
-        """The sentence of the fix."""
+        """The fix as a sentence."""
         if self.fix or not self.overrides:
             return self.fix
         removed = {override[1:] for override in self.overrides if override.startswith("~")}
@@ -69,13 +69,17 @@ class Problem:
 
     @property
     def pasted(self) -> str:
-        """The overrides as words of a shell."""
+        """The overrides as shell words."""
         return shlex.join(self.overrides)
 
     @property
     def statement(self) -> str:
         """The key, its value and the reason, without the fix."""
-        return f"{self.key}={shown(self.value)}{' ' if self.beside else ': '}{self.cause}" if self.key else self.cause
+        return (
+            f"{self.key}={format_value(self.value)}{' ' if self.beside else ': '}{self.cause}"
+            if self.key
+            else self.cause
+        )
 
     def __str__(self) -> str:
         return f"{self.statement} {self.advice}".strip()
@@ -86,7 +90,7 @@ def _proposed(override: str) -> str:
 
 
 class SpecError(ValueError):
-    """A value that cannot be what was meant.
+    """Invalid value of a correction.
 
     Args:
         reason, fix: sentences; without a fix the one that ``mend`` makes.
@@ -117,7 +121,7 @@ class SpecError(ValueError):
 
 
 class CheckError(RuntimeError):
-    """A configuration that would train something else than it says, with all of its problems."""
+    """Configuration that would train otherwise than it says; carries all of its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(problems)
@@ -125,24 +129,41 @@ class CheckError(RuntimeError):
 
 
 def set_to(key: str, value: object, *, add: bool = False) -> str:
-    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have."""
-    return f"{'++' if add else ''}{key}={quoted(value)}"
+    """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have.
+
+    Example:
+        >>> set_to("correction.weight.upper", 2.0)
+        'correction.weight.upper=2.0'
+    """
+    return f"{'++' if add else ''}{key}={quote_value(value)}"
 
 
 def remove(key: str, value: object) -> tuple[str, ...]:
-    """Build the overrides after which nothing is left of a key that has this value."""
+    """Build the overrides that delete a key which has this value.
+
+    Example:
+        >>> remove("correction.masks.gsm", {"lower": 0.99})
+        ('~correction.masks.gsm',)
+        >>> remove("correction.alpha", None)
+        ('correction.alpha=0', '~correction.alpha')
+    """
     # Hydra takes a null for a key that is not there, and cannot delete it.
     return ((set_to(key, 0),) if value in (None, "???") else ()) + (f"~{key}",)
 
 
-def quoted(value: object) -> str:
-    """A value in Hydra's grammar: strings that would be taken for something else in quotes, also within mappings."""
+def quote_value(value: object) -> str:
+    """Format a value in Hydra's grammar; strings that Hydra would read as another type are quoted, also in mappings.
+
+    Example:
+        >>> quote_value({"level": "token", "name": "null"})
+        '{level: token, name: "null"}'
+    """
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {quoted(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {quote_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(quoted, value))}]"
+        return f"[{', '.join(map(quote_value, value))}]"
     if not isinstance(value, str):
-        return shown(value)
+        return format_value(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -150,7 +171,7 @@ def quoted(value: object) -> str:
 
 
 def _reads_otherwise(text: str) -> bool:
-    """Whether Hydra would take a bare text for something else than a string."""
+    """Return True if Hydra would read a bare text as another type than a string."""
     try:
         float(text.replace("_", ""))
     except ValueError:
@@ -158,14 +179,19 @@ def _reads_otherwise(text: str) -> bool:
     return True
 
 
-def shown(value: object) -> str:
-    """A value as messages show it: as Hydra spells it, strings that look like something else in quotes."""
+def format_value(value: object) -> str:
+    """Format a value for messages: as Hydra writes it, strings that look like another type in quotes.
+
+    Example:
+        >>> format_value(None), format_value(True), format_value("2.0"), format_value([1, "a"])
+        ('null', 'true', "'2.0'", '[1,a]')
+    """
     if isinstance(value, str):
         return value if _BARE.fullmatch(value) and not _reads_otherwise(value) else repr(value)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {shown(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {format_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Where pi_old, the proximal policy, comes from."""
+"""Source of pi_old, the proximal policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_THE_TRAINER = ("recompute", "reuse")
 def proximal_log_prob(
     proximal: Proximal, alpha: float | None, *, old_log_prob: Tensor, rollout_log_prob: Tensor, log_prob: Tensor
 ) -> Tensor:
-    """log pi_old as the corrections and the base loss are to see it.
+    """Compute log pi_old as corrections and the base loss read it.
 
     * ``recompute``: as it was computed by the trainer at the start of the step. Three policies, decoupled PPO.
     * ``bypass``: mu itself, so that PPO's ratio is pi / mu. Two policies.
@@ -33,6 +33,14 @@ def proximal_log_prob(
 
     Returns:
         (B, T), in the dtype of what it is made of; of ``loglinear`` in float32 or wider.
+
+    Example:
+        >>> old, mu, pi = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[-4.0]])
+        >>> policies = dict(old_log_prob=old, rollout_log_prob=mu, log_prob=pi)
+        >>> [proximal_log_prob(source, None, **policies).item() for source in ("recompute", "bypass", "reuse")]
+        [-1.0, -2.0, -4.0]
+        >>> proximal_log_prob("loglinear", 0.5, **policies).item()  # halfway between mu and pi
+        -3.0
     """
     match proximal:
         case "recompute":

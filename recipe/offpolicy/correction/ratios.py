@@ -1,4 +1,4 @@
-"""Log-ratios of policies and what is measured of them by token. Nothing here reads a padded position."""
+"""Log-ratios of two policies and per-token functions of them; padded positions are never read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ EXP_CLAMP = 20.0
 """Log-ratios are clamped to +-20 nats where they are exponentiated, and only there."""
 
 
-def valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
-    """Tokens that count: in the response mask, and finite in each of the log-probs.
+def find_valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
+    """Find the tokens that count: in the response mask, and finite in each of the log-probs.
 
     Args:
         response_mask: (B, T) bool, integer or float; true on tokens that the policy chose.
@@ -20,6 +20,10 @@ def valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
 
     Returns:
         (B, T) bool.
+
+    Example:
+        >>> find_valid_tokens(torch.tensor([[1, 1, 0]]), torch.tensor([[-1.0, float("-inf"), -1.0]])).tolist()
+        [[True, False, False]]
     """
     valid = response_mask.bool()
     for log_prob in log_probs:
@@ -27,8 +31,8 @@ def valid_tokens(response_mask: Tensor, *log_probs: Tensor) -> Tensor:
     return valid
 
 
-def log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
-    """log(numerator policy / denominator policy) a token, in nats.
+def compute_log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
+    """Compute log(numerator policy / denominator policy) per token, in nats.
 
     Args:
         numerator, denominator: (B, T) log-probs of any float dtype, detached here.
@@ -37,12 +41,17 @@ def log_ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
     Returns:
         (B, T) float64, 0 where not valid, whatever stands there. The difference of two float32 is not a float32 once
         they are a factor of 2 apart, and a sum over thousands of tokens would show it.
+
+    Example:
+        >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, 7.0]])
+        >>> compute_log_ratio(pi_old, mu, torch.tensor([[True, False]])).tolist()
+        [[0.5, 0.0]]
     """
     return torch.where(valid, numerator.detach().double() - denominator.detach(), 0.0)
 
 
-def finite_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """``valid_tokens`` and ``log_ratio`` at once, by one look at each log-prob.
+def compute_finite_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``find_valid_tokens`` and ``compute_log_ratio`` in one pass over the log-probs.
 
     Args:
         numerator, denominator: log-probs of any float dtype and one shape, detached here.
@@ -50,6 +59,12 @@ def finite_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tens
 
     Returns:
         The tokens whose two log-probs are finite, and their log-ratio, float64, 0 elsewhere.
+
+    Example:
+        >>> pi_old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, float("nan")]])
+        >>> valid, log_rho = compute_finite_log_ratio(pi_old, mu, torch.tensor([[True, True]]))
+        >>> valid.tolist(), log_rho.tolist()
+        ([[True, False]], [[0.5, 0.0]])
     """
     difference = numerator.detach().double() - denominator.detach()
     # A difference is finite where both of its terms are, and a number less itself is 0 where it is finite.
@@ -57,26 +72,46 @@ def finite_log_ratio(numerator: Tensor, denominator: Tensor, response_mask: Tens
     return valid, torch.where(valid, difference, 0.0)
 
 
-def weight_dtype(*log_probs: Tensor) -> torch.dtype:
-    """The dtype of weights made from log-probs: theirs, and float32 at least."""
+def promote_weight_dtype(*log_probs: Tensor) -> torch.dtype:
+    """Return the dtype of weights computed from log-probs: theirs, and float32 at least.
+
+    Example:
+        >>> promote_weight_dtype(torch.zeros(1, dtype=torch.bfloat16))
+        torch.float32
+    """
     dtype = torch.float32
     for log_prob in log_probs:
         dtype = torch.promote_types(dtype, log_prob.dtype)
     return dtype
 
 
-def exp_clamped(log_value: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-20 nats, so that it is finite in float32."""
+def clamp_and_exp(log_value: Tensor) -> Tensor:
+    """Clamp a log-ratio to +-20 nats and exponentiate it, so that the ratio is finite in float32.
+
+    Example:
+        >>> clamp_and_exp(torch.tensor([0.0, float("inf")])).log().tolist()
+        [0.0, 20.0]
+    """
     return log_value.clamp(-EXP_CLAMP, EXP_CLAMP).exp_()
 
 
-def excess(log_value: Tensor) -> Tensor:
-    """r - 1 in float64, exact where r is near 1; the log-ratio is clamped to +-20 nats."""
+def compute_excess(log_value: Tensor) -> Tensor:
+    """Compute r - 1 from log r, clamped to +-20 nats: float64, exact where r is near 1.
+
+    Example:
+        >>> compute_excess(torch.tensor([0.0, 1e-12], dtype=torch.float64)).tolist() == [0.0, 1e-12 + 5e-25]
+        True
+    """
     return log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP).expm1_()
 
 
 def beyond(value: Tensor, lower: float, upper: float) -> Tensor:
-    """Whether a value lies outside [lower, upper], inclusive, as every bound is compared: in float32."""
+    """Flag values outside [lower, upper], inclusive; compared in float32, as every bound is.
+
+    Example:
+        >>> beyond(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()
+        [True, False, False, True]
+    """
     value = value.to(torch.float32)
     if lower == -math.inf:
         return value > upper
@@ -84,7 +119,7 @@ def beyond(value: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def divergence(name: str, log_value: Tensor) -> Tensor:
-    """Per-token samples of a divergence between the two policies of a ratio r, under the denominator's samples.
+    """Compute per-token samples of a divergence between the two policies of a ratio r, under the denominator's samples.
 
     ``k1`` = -log r, ``k2`` = (log r)^2 / 2, ``k3`` = r - 1 - log r (Schulman 2020, Approximating KL divergence), in
     nats; ``tv`` = |r - 1| / 2, whose mean under the denominator is the total variation.
@@ -94,6 +129,10 @@ def divergence(name: str, log_value: Tensor) -> Tensor:
 
     Returns:
         float64 of the same shape.
+
+    Example:
+        >>> [round(divergence(name, torch.tensor(2.0).log()).item(), 4) for name in ("k1", "k2", "k3", "tv")]
+        [-0.6931, 0.2402, 0.3069, 0.5]
     """
     value = log_value.double()
     match name:
@@ -102,8 +141,8 @@ def divergence(name: str, log_value: Tensor) -> Tensor:
         case "k2":
             return value.square() / 2
         case "k3":
-            return excess(value) - value
+            return compute_excess(value) - value
         case "tv":
-            return excess(value).abs() / 2
+            return compute_excess(value).abs() / 2
         case _:
             raise ValueError(f"no divergence {name!r}: one of k1, k2, k3, tv.")

@@ -1,4 +1,4 @@
-"""What the two stages hand on."""
+"""Results of the two stages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .rows import Rows
-from .sample import Sample
+from .rows import RowLayout
+from .sample import TokenSample
 from .spec import CorrectionSpec
 from .statistics import Statistic
 from .telemetry import Mismatch
@@ -17,7 +17,7 @@ from .units import Level, Units
 
 @dataclass(frozen=True)
 class BatchConstants:
-    """What is fixed for a whole batch, so that no split of it into micro-batches or over ranks can matter.
+    """Batch-level constants, so that the loss does not depend on how the batch is split over micro-batches and ranks.
 
     Attributes:
         weight_mean: with ``normalize``, what weights are divided by; None otherwise.
@@ -30,7 +30,7 @@ class BatchConstants:
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """What mu and pi_old decide, in the layout in which the tensors were given: (B, T), or nested by row.
+    """Decisions from mu and pi_old, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
         spec: the correction that decided; the step stage must be of the same.
@@ -56,16 +56,16 @@ class RolloutStage:
     response_mask: Tensor
     old_log_prob: Tensor
     rollout_log_prob: Tensor
-    rows: Rows
+    rows: RowLayout
     units: dict[Level, Units]
     statistics: dict[str, Statistic]
-    sample: Sample | None = None
+    sample: TokenSample | None = None
     mismatch: Mismatch | None = None
 
 
 @dataclass(frozen=True)
 class StepStage:
-    """What one gradient step uses, in the layout in which the tensors were given: (B, T), or nested by row.
+    """Weight and keep of one gradient step, in the layout of the given tensors: (B, T), or nested by row.
 
     Attributes:
         weight: (B, T) float32 or wider, detached; never multiplied by ``keep``; 0 off the response mask.

@@ -1,4 +1,4 @@
-"""Which parts of a correction cannot go together, and why."""
+"""Rules on which parts of a correction can be combined."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ _OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
 
 
 def check_together(spec: CorrectionSpec) -> None:
-    """Parts that would count something twice, never act, or depend on themselves.
+    """Check that no parts count something twice, never act, or depend on themselves.
 
     Raises:
         SpecError: names the keys, their values and the fix.
+
+    Example:
+        >>> from .spec import CorrectionSpec
+        >>> check_together(CorrectionSpec(denominator="kept"))
+        Traceback (most recent call last):
+            ...
+        recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
     for rule in (_proximal_fits, _denominator_fits, _baseline_fits, _skyrl_fits):
         rule(spec)
@@ -94,7 +101,7 @@ def _inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
 
 
 def _batch_wide(spec: CorrectionSpec) -> dict[str, Any]:
-    """Keys that are fixed for the whole batch, with their values."""
+    """Collect the keys that are fixed for the whole batch, with their values."""
     keys: dict[str, Any] = {}
     if spec.weight is not None and spec.weight.normalize:
         keys["correction.weight.normalize"] = True

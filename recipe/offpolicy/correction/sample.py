@@ -1,4 +1,4 @@
-"""The tokens and rows that statistics are taken over, and how sums over them are formed."""
+"""Tokens and rows that statistics are taken over, and sums over them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .catalogue import BUCKETS, STALENESS, TURNS
-from .rows import Rows
+from .rows import RowLayout
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Groups of rows.
 
     Attributes:
@@ -25,21 +25,21 @@ class Groups:
     names: tuple[str, ...]
     members: Tensor
 
-    def sums(self, columns: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Group -> name of a column -> its sum over the rows of the group, 0-dim float64."""
+    def sum_columns(self, columns: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Sum columns by group: group -> name of a column -> its sum over the rows of the group, 0-dim float64."""
         values = _matrix(list(columns.values()), self.members.shape[1])
         sums = iter((self.members @ values.T).flatten().unbind())
         return {group: {name: next(sums) for name in columns} for group in self.names}
 
-    def with_signs(self, sums: Tensor, names: tuple[str, str]) -> Groups:
-        """And the rows whose value in a column is above, and below, 0."""
+    def add_signs(self, sums: Tensor, names: tuple[str, str]) -> RowGroups:
+        """Add the groups of rows whose value in a column is above, and below, 0."""
         signs = _matrix([sums > 0, sums < 0], self.members.shape[1])
-        return Groups((*self.names, *names), torch.cat((self.members, signs.double())))
+        return RowGroups((*self.names, *names), torch.cat((self.members, signs.double())))
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The tokens and rows that statistics are taken over; for tensors of tokens and columns see ``rows.Rows``.
+class TokenSample:
+    """Tokens and rows that statistics are taken over; for tensors of tokens and columns see ``rows.RowLayout``.
 
     Attributes:
         rows: how tokens lie in rows.
@@ -55,7 +55,7 @@ class Sample:
         staleness: column, float64, or None.
     """
 
-    rows: Rows
+    rows: RowLayout
     mask: Tensor
     valid: Tensor
     valid_number: Tensor
@@ -65,11 +65,11 @@ class Sample:
     length: Tensor
     rows_with_length: Tensor
     count: Tensor
-    groups: Groups
+    groups: RowGroups
     turns: Tensor | None
     staleness: Tensor | None
 
-    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def min_and_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
 
         Args:
@@ -80,8 +80,8 @@ class Sample:
         # What fills the places that do not count is one of the values that do.
         return torch.addcmul(values, self.invalid_number, values.take(self.first)).aminmax()
 
-    def by_turn(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Group of turns -> the sum of each column over its tokens, 0-dim float64; empty without segment ids.
+    def sum_by_turn(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Sum columns by group of turns, 0-dim float64; empty without segment ids.
 
         Args:
             columns: float64 by token.
@@ -93,18 +93,28 @@ class Sample:
 
 
 @torch.no_grad()
-def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | None, staleness: Tensor | None) -> Sample:
-    """Sort tokens and rows into the groups that statistics are given by; see ``stages.rollout_stage``."""
-    valid_number = number(valid)
+def build_sample(
+    rows: RowLayout, mask: Tensor, valid: Tensor, segment_ids: Tensor | None, staleness: Tensor | None
+) -> TokenSample:
+    """Group tokens and rows for statistics; see ``stages.rollout_stage``.
+
+    Example:
+        >>> from .rows import detect_layout
+        >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> sample.count.item(), sample.length.flatten().tolist()
+        (4.0, [3.0, 1.0])
+    """
+    valid_number = to_float64(valid)
     tokens, length = rows.sum(mask), rows.sum(valid_number)
-    age = None if staleness is None else rows.column(staleness.detach().double())
+    age = None if staleness is None else rows.to_column(staleness.detach().double())
     turns = None
     if segment_ids is not None:
         unseen = torch.iinfo(segment_ids.dtype).max
         ids = torch.where(mask, segment_ids, unseen)
-        first = mask & (ids == rows.beside(rows.least(ids)))
-        turns = number(torch.stack((first.flatten(), (mask & ~first).flatten())))
-    return Sample(
+        first = mask & (ids == rows.broadcast(rows.min(ids)))
+        turns = to_float64(torch.stack((first.flatten(), (mask & ~first).flatten())))
+    return TokenSample(
         rows=rows,
         mask=mask,
         valid=valid,
@@ -121,32 +131,47 @@ def sample_of(rows: Rows, mask: Tensor, valid: Tensor, segment_ids: Tensor | Non
     )
 
 
-def dot(one: Tensor, other: Tensor) -> Tensor:
-    """Sum of products, over all places."""
+def sum_products(one: Tensor, other: Tensor) -> Tensor:
+    """Sum the products of two tensors of one shape over all elements.
+
+    Example:
+        >>> sum_products(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
+        11.0
+    """
     return torch.dot(one.flatten(), other.flatten())
 
 
-def number(mask: Tensor) -> Tensor:
-    """0 and 1 in float64: faster by way of bytes than straight from bool on CPU."""
+def to_float64(mask: Tensor) -> Tensor:
+    """Convert bool to 0 and 1 in float64; on CPU faster by way of bytes than straight from bool.
+
+    Example:
+        >>> to_float64(torch.tensor([True, False])).tolist()
+        [1.0, 0.0]
+    """
     return mask.view(torch.uint8).double()
 
 
-def square_sum(values: Tensor) -> Tensor:
-    """Sum of squares, over all places."""
+def sum_squares(values: Tensor) -> Tensor:
+    """Sum the squares of all elements.
+
+    Example:
+        >>> sum_squares(torch.tensor([[1.0, 2.0]])).item()
+        5.0
+    """
     flat = values.flatten()
     return torch.dot(flat, flat)
 
 
-def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> Groups:
+def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> RowGroups:
     columns = [tokens, length] if age is None else [tokens, length, age]
     bounds = _bounds(age is not None, tokens.device)
     above = _matrix(columns, rows).index_select(0, bounds.column) > bounds.bound
-    return Groups(bounds.names, bounds.less_the_next @ above.double())
+    return RowGroups(bounds.names, bounds.less_the_next @ above.double())
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What sorts rows into groups: one belongs to that of a bound which its number is above, if not above the next.
+    """Thresholds that sort rows into groups: the last bound of a column that a row's number exceeds names its group.
 
     Attributes:
         names: of the groups.

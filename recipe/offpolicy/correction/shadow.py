@@ -1,4 +1,4 @@
-"""Shadow mode: what corrections that are off would have done to the batches of this run.
+"""Shadow mode: report what corrections that are switched off would have done, without touching the gradient.
 
 They decide through the same two stages as the correction that is on, and nothing of it reaches a gradient.
 """
@@ -22,7 +22,7 @@ _WEIGHT = ("weight/mean", "weight/ess", "weight/truncated_share")
 
 
 @torch.no_grad()
-def shadow_statistics(
+def compute_shadow_statistics(
     shadows: Mapping[str, CorrectionSpec],
     *,
     old_log_prob: Tensor,
@@ -36,7 +36,7 @@ def shadow_statistics(
     constants: Mapping[str, BatchConstants] | None = None,
     beside: RolloutStage | None = None,
 ) -> dict[str, Statistic]:
-    """What each correction would have kept and weighed, under ``shadow/<name>/``; see ``correction.catalogue``.
+    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``; see ``correction.catalogue``.
 
     Args:
         shadows: name -> correction.
@@ -49,6 +49,16 @@ def shadow_statistics(
     Raises:
         ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
             that needs them.
+
+    Example:
+        >>> from .mask_spec import MaskSpec
+        >>> token_mask = CorrectionSpec(masks=(("tm", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
+        >>> pi, ones = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> mu = torch.tensor([[0.0, -1.0]])  # r = 1 and 2.7
+        >>> policies = dict(old_log_prob=pi, rollout_log_prob=mu, log_prob=pi)
+        >>> statistics = compute_shadow_statistics({"tm": token_mask}, **policies, response_mask=ones, advantages=ones)
+        >>> statistics["shadow/tm/keep_token_share"].value()
+        0.5
     """
     statistics: dict[str, Statistic] = {}
     for name, spec in shadows.items():
@@ -75,7 +85,7 @@ def shadow_statistics(
 
 
 def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iterable[tuple[str, Statistic]]:
-    """What a shadow reports, by its key below the shadow's name."""
+    """Yield the statistics that a shadow reports, by key below the shadow's name."""
     for key, statistic in statistics.items():
         if found := _KEEP.fullmatch(key):
             share = found["share"]

@@ -1,4 +1,4 @@
-"""What a correction is: one weight, any number of named masks, and what surrounds them; validated once."""
+"""Specification of a correction: one weight, any number of named masks, and their options; validated once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .dialects.skyrl import plain_from_skyrl
-from .dialects.trl import plain_from_trl
-from .dialects.verl import plain_from_verl
+from .dialects.skyrl import convert_skyrl
+from .dialects.trl import convert_trl
+from .dialects.verl import convert_verl
 from .mask_spec import MaskSpec
 from .problem import SpecError
 from .proximal import Proximal
@@ -46,7 +46,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A weight, masks that must all keep, and what surrounds them.
+    """A weight, masks that must all keep, and the options around them.
 
     Attributes:
         weight: importance weight, or None for 1.
@@ -103,21 +103,21 @@ class CorrectionSpec:
 
     @classmethod
     def from_skyrl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
-        """From SkyRL's ``trainer.algorithm.off_policy_correction``; keys left out have SkyRL's defaults."""
-        return cls.from_mapping(plain_from_skyrl(mapping))
+        """Build from SkyRL's ``trainer.algorithm.off_policy_correction``; keys left out have SkyRL's defaults."""
+        return cls.from_mapping(convert_skyrl(mapping))
 
     @classmethod
     def from_trl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
-        """From the fields of TRL's ``GRPOConfig`` about the sampling engine; those left out have TRL's defaults."""
-        return cls.from_mapping(plain_from_trl(mapping))
+        """Build from TRL's ``GRPOConfig`` fields about the sampling engine; those left out have TRL's defaults."""
+        return cls.from_mapping(convert_trl(mapping))
 
     @classmethod
     def from_verl(cls, mapping: Any) -> CorrectionSpec:
-        """From verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
-        return cls.from_mapping(plain_from_verl(mapping))
+        """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
+        return cls.from_mapping(convert_verl(mapping))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values from which ``from_mapping`` makes an equal spec."""
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
         return {
             "weight": None if self.weight is None else self.weight.to_mapping(),
             "masks": {name: mask.to_mapping() for name, mask in self.masks},
@@ -131,13 +131,13 @@ class CorrectionSpec:
         }
 
     def fingerprint(self) -> int:
-        """An integer in [0, 2^31), equal for equal specs, in every process and release."""
+        """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing is corrected."""
+        """True if nothing is corrected."""
         return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
 
     @property
@@ -148,24 +148,24 @@ class CorrectionSpec:
 
     @property
     def needs_constants(self) -> bool:
-        """Whether something is fixed for the whole batch, see ``batch_constants``."""
+        """True if a part needs batch-level constants, see ``batch_constants``."""
         normalized = self.weight is not None and self.weight.normalize
         return normalized or any(mask.budget is not None for _, mask in self.masks)
 
     @property
     def needs_batch(self) -> bool:
-        """Whether anything has to be known of the whole batch before the first gradient step."""
+        """True if a part reads the whole batch before the first gradient step."""
         return self.needs_constants or self.denominator == "kept" or self.baseline == "exclude"
 
     @property
     def step_parts(self) -> tuple[str, ...]:
-        """Keys, below ``correction``, of what waits for the current policy or the advantages."""
+        """Keys, below ``correction``, of the parts that need the current policy or the advantages."""
         parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
         return tuple((["weight"] if self.weight is not None and self.weight.needs_step else []) + parts)
 
     @property
     def rollout_rejects(self) -> tuple[str, ...]:
-        """Keys, below ``correction``, of what can drop tokens by mu and pi_old alone."""
+        """Keys, below ``correction``, of the parts that can drop tokens by mu and pi_old alone."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
         rejects = self.weight is not None and self.weight.kind == "reject" and not self.weight.needs_step
         return tuple((["weight"] if rejects else []) + parts)

@@ -18,15 +18,15 @@ from torch import Tensor
 from . import telemetry
 from .mask_spec import MaskSpec, Ratio
 from .masks import applies, outside, second_moment_cutoff
-from .ratios import exp_clamped, finite_log_ratio, log_ratio, weight_dtype
+from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
 from .results import BatchConstants, RolloutStage, StepStage
-from .rows import Rows, rows_of
-from .sample import sample_of
+from .rows import RowLayout, detect_layout
+from .sample import build_sample
 from .spec import CorrectionSpec
 from .statistics import Statistic
-from .units import Units, units_of
+from .units import Units, partition_units
 from .weight_spec import WeightSpec
-from .weights import bounded, log_weight, mean_weight, rejected
+from .weights import apply_bounds, compute_log_weight, find_rejected_units, sum_weights
 
 
 def batch_constants(
@@ -38,15 +38,23 @@ def batch_constants(
     segment_ids: Tensor | None = None,
     versions: Tensor | None = None,
 ) -> BatchConstants:
-    """What ``spec`` fixes for the whole batch, from tensors that hold all of its rows; see ``rollout_stage``."""
+    """Compute the batch-level constants of ``spec`` from tensors of all rows of the batch; see ``rollout_stage``.
+
+    Example:
+        >>> weight = WeightSpec("token", "truncate", None, 2.0, normalize=True)
+        >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # weights 1 and min(e^5, 2)
+        >>> policies = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.ones(1, 2))
+        >>> batch_constants(CorrectionSpec(weight=weight), **policies).weight_mean
+        1.5
+    """
     given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    rows = rows_of(**given)
+    rows = detect_layout(**given)
     old, mu, mask = (rows.tokens(tensor) for tensor in given.values())
-    valid, log_rho = finite_log_ratio(old, mu, mask.bool())
+    valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
     weight_mean = None
     if spec.weight is not None and spec.weight.normalize:
         ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
-        total, count = mean_weight(spec.weight, log_rho, units_of(spec.weight.level, valid, ids, rows))
+        total, count = sum_weights(spec.weight, log_rho, partition_units(spec.weight.level, valid, ids, rows))
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
         weight_mean,
@@ -71,7 +79,7 @@ def rollout_stage(
     measure: telemetry.Measure = "all",
     beside: RolloutStage | None = None,
 ) -> RolloutStage:
-    """Weights, masks and statistics that depend on pi_old / mu alone.
+    """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
     A token whose mu or pi_old is not finite leaves weights, masks, T and statistics, and is counted.
 
@@ -90,13 +98,20 @@ def rollout_stage(
 
     Raises:
         ValueError: shapes that differ, a level whose ids are missing, or a stage of other tensors.
+
+    Example:
+        >>> spec = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
+        >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # ratios 1 and e^5
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> rollout_stage(spec, old_log_prob=pi_old, rollout_log_prob=mu, response_mask=mask).weight.tolist()
+        [[1.0, 2.0]]
     """
     given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    rows = rows_of(**given)
+    rows = detect_layout(**given)
     ids = {level: _ids(level, rows, response_mask, segment_ids, versions) for level in spec.levels}
     for name, numbers in {"segment_ids": segment_ids, "versions": versions}.items():
         if numbers is not None:
-            rows_of(response_mask=response_mask, **{name: numbers})
+            detect_layout(response_mask=response_mask, **{name: numbers})
             if numbers.dtype == torch.bool or numbers.is_floating_point():
                 raise ValueError(f"{name} of dtype {numbers.dtype}: expected integers, one number a unit.")
     if staleness is not None and staleness.shape != (rows.count,):
@@ -104,7 +119,7 @@ def rollout_stage(
     old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
     mask = rows.tokens(response_mask).bool()
     if beside is None:
-        valid, log_rho = finite_log_ratio(old, mu, mask)
+        valid, log_rho = compute_finite_log_ratio(old, mu, mask)
     elif beside.old_log_prob is not old_log_prob or beside.rollout_log_prob is not rollout_log_prob:
         raise ValueError("beside is the stage of other tensors: pass the stage of these, or leave it out.")
     else:
@@ -121,8 +136,8 @@ def rollout_stage(
             versions=versions,
         )
 
-    units = {level: units_of(level, valid, ids[level], rows) for level in spec.levels}
-    dtype = weight_dtype(old, mu)
+    units = {level: partition_units(level, valid, ids[level], rows) for level in spec.levels}
+    dtype = promote_weight_dtype(old, mu)
     weight, weighed = None, None
     keep = valid
     drops: dict[str, Tensor] = {}
@@ -130,7 +145,7 @@ def rollout_stage(
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
             seen = torch.where(keep, log_rho, 0.0)
-            basis = units_of(part.level, keep, ids[part.level], rows)
+            basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
         if isinstance(part, WeightSpec):
             weighed = _weigh(part, seen, basis, valid, _mean(part, constants), dtype)
@@ -148,19 +163,19 @@ def rollout_stage(
         sample = None if beside is None else beside.sample
         if sample is None:
             segments = None if segment_ids is None else rows.tokens(segment_ids)
-            sample = sample_of(rows, mask, valid, segments, staleness)
+            sample = build_sample(rows, mask, valid, segments, staleness)
         if measure == "all":
-            statistics, mismatch = telemetry.of_rollout(sample, log_rho, old, mu)
+            statistics, mismatch = telemetry.measure_rollout(sample, log_rho, old, mu)
         if spec.weight is None or not spec.weight.needs_step:
-            statistics |= telemetry.of_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
+            statistics |= telemetry.measure_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
-        weight=rows.as_given(valid.to(dtype) if weight is None else weight),
-        keep=rows.as_given(keep),
-        rejected={key: rows.as_given(drop) for key, drop in drops.items()},
-        log_ratio=rows.as_given(log_rho),
-        valid=rows.as_given(valid),
-        response_mask=rows.as_given(mask),
+        weight=rows.to_given_layout(valid.to(dtype) if weight is None else weight),
+        keep=rows.to_given_layout(keep),
+        rejected={key: rows.to_given_layout(drop) for key, drop in drops.items()},
+        log_ratio=rows.to_given_layout(log_rho),
+        valid=rows.to_given_layout(valid),
+        response_mask=rows.to_given_layout(mask),
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
         rows=rows,
@@ -174,7 +189,7 @@ def rollout_stage(
 def step_stage(
     spec: CorrectionSpec, stage: RolloutStage, *, log_prob: Tensor, advantages: Tensor | None = None
 ) -> StepStage:
-    """Weight and keep of one gradient step.
+    """Compute weight and keep of one gradient step.
 
     Args:
         stage: from ``rollout_stage`` of the same rows.
@@ -185,6 +200,14 @@ def step_stage(
 
     Raises:
         ValueError: shapes that differ, a stage of another correction, or a mask whose advantages are missing.
+
+    Example:
+        >>> spec = CorrectionSpec(masks=(("far", MaskSpec("ppo", "token", "product", 0.5, 2.0, "any")),))
+        >>> pi_old, pi = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])  # pi / pi_old = 1 and e
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> stage = rollout_stage(spec, old_log_prob=pi_old, rollout_log_prob=pi_old, response_mask=mask)
+        >>> step_stage(spec, stage, log_prob=pi).keep.tolist()
+        [[True, False]]
     """
     if spec != stage.spec:
         raise ValueError(
@@ -194,15 +217,15 @@ def step_stage(
     rows = stage.rows
     if advantages is None:
         _no_advantages(spec)
-        rows_of(response_mask=stage.response_mask, log_prob=log_prob)
+        detect_layout(response_mask=stage.response_mask, log_prob=log_prob)
         signs = torch.zeros_like(rows.tokens(stage.log_ratio))
     else:
-        rows_of(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
+        detect_layout(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
         signs = rows.tokens(advantages)
     valid, log_rho = rows.tokens(stage.valid), rows.tokens(stage.log_ratio)
     pi, old, mu = (rows.tokens(tensor) for tensor in (log_prob, stage.old_log_prob, stage.rollout_log_prob))
     all_of_it = stage.mismatch is not None
-    log_r = log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
+    log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
     operands: dict[Ratio, tuple[Tensor, Tensor, Tensor]] = {"rollout": (log_rho, old, mu)}
     if log_r is not None:
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
@@ -226,24 +249,24 @@ def step_stage(
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
         if stage.mismatch is not None:
-            of_step, full = telemetry.of_step(
+            of_step, full = telemetry.measure_step(
                 stage.sample, stage.mismatch, operands["ppo"][0], operands["full"][0], pi, signs
             )
             statistics |= of_step
         if weighed is not None:
-            statistics |= telemetry.of_weight(stage.sample, spec.weight, weighed, full)
+            statistics |= telemetry.measure_weight(stage.sample, spec.weight, weighed, full)
         before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
-        statistics |= telemetry.of_keep(stage.sample, keep, before | drops, signs)
+        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs)
     return StepStage(
-        weight=rows.as_given(weight),
-        keep=rows.as_given(keep),
-        rejected=stage.rejected | {key: rows.as_given(drop) for key, drop in drops.items()},
+        weight=rows.to_given_layout(weight),
+        keep=rows.to_given_layout(keep),
+        rejected=stage.rejected | {key: rows.to_given_layout(drop) for key, drop in drops.items()},
         statistics=statistics,
     )
 
 
 def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
-    """Parts that the rollout stage decides, with their keys. The order matters to SkyRL alone."""
+    """Order the parts that the rollout stage decides, with their keys; the order matters to ``skyrl_compat`` alone."""
     parts: list[tuple[str, WeightSpec | MaskSpec]] = [
         (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
     ]
@@ -263,15 +286,15 @@ def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
 
 def _weigh(
     spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
-) -> telemetry.Weighed:
-    """Raw weight, bounded weight, and what it rejects."""
-    by_unit = log_weight(spec, log_value, units)
-    raw = torch.where(valid, units.spread(exp_clamped(by_unit)).to(dtype), 0.0)
-    weight = bounded(spec, raw)
+) -> telemetry.AppliedWeight:
+    """Compute the raw weight, the bounded weight, and the tokens that it rejects."""
+    by_unit = compute_log_weight(spec, log_value, units)
+    raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
+    weight = apply_bounds(spec, raw)
     if spec.lower is not None and spec.kind != "reject":
         weight = torch.where(valid, weight, 0.0)
-    drop = units.spread(rejected(spec, by_unit)) if spec.kind == "reject" else None
-    return telemetry.Weighed(
+    drop = units.spread(find_rejected_units(spec, by_unit)) if spec.kind == "reject" else None
+    return telemetry.AppliedWeight(
         units=units, by_unit=by_unit, raw=raw, weight=weight if mean == 1.0 else weight / mean, drop=drop
     )
 
@@ -285,9 +308,9 @@ def _mean(spec: WeightSpec, constants: BatchConstants) -> float:
 
 
 def _ids(
-    level: str, rows: Rows, response_mask: Tensor, segment_ids: Tensor | None, versions: Tensor | None
+    level: str, rows: RowLayout, response_mask: Tensor, segment_ids: Tensor | None, versions: Tensor | None
 ) -> Tensor | None:
-    """What tells the units of this level apart, by token."""
+    """Return, by token, the ids that separate the units of this level; None where it needs none."""
     ids, name = {"turn": (segment_ids, "segment_ids"), "version": (versions, "versions")}.get(level, (None, ""))
     if name and ids is None:
         raise ValueError(
@@ -296,7 +319,7 @@ def _ids(
         )
     if ids is None:
         return None
-    rows_of(response_mask=response_mask, **{name: ids})
+    detect_layout(response_mask=response_mask, **{name: ids})
     return rows.tokens(ids)
 
 

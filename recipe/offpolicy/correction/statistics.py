@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Reduction(Enum):
-    """How two statistics of one name become one; the comment gives the parts."""
+    """Rule by which two statistics of one name are merged; the comments give the parts."""
 
     SUM = "sum"  # (total,)
     MEAN = "mean"  # (total, count)
@@ -28,7 +28,7 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number to be, in parts that add up.
+    """A metric as mergeable partial sums.
 
     Attributes:
         reduction: how parts become one.
@@ -41,7 +41,7 @@ class Statistic:
     about: float = 0.0
 
     def merge(self, other: Statistic) -> Statistic:
-        """The statistic of both samples together (host side)."""
+        """Merge with the statistic of another sample (host side)."""
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge {self.reduction.value} with {other.reduction.value}")
         if self.reduction in (Reduction.MIN, Reduction.MAX):
@@ -52,7 +52,7 @@ class Statistic:
         return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     def value(self) -> float:
-        """The number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
+        """Compute the number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
         parts = [float(part) for part in self.parts]
         match self.reduction:
             case Reduction.SUM:
@@ -80,7 +80,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Moments:
-    """What all statistics of a sample of weights w are made of: of w - 1, which keeps its digits where w is near 1.
+    """Partial sums of a sample of weights w, taken of w - 1, which keeps its digits where w is near 1.
 
     Each a 0-dim float64 tensor.
 
@@ -97,8 +97,8 @@ class Moments:
     least: Tensor
     greatest: Tensor
 
-    def statistics(self, name: str) -> dict[str, Statistic]:
-        """Mean, std, min, max, ess and chi2 under ``name``."""
+    def build_statistics(self, name: str) -> dict[str, Statistic]:
+        """Build mean, std, min, max, ess and chi2 under ``name``."""
         sums = (self.excess, self.square, self.count)
         return {
             f"{name}/mean": Statistic(Reduction.MEAN, (self.excess, self.count), about=1.0),
@@ -110,18 +110,36 @@ class Moments:
         }
 
 
-def total(value: Tensor) -> Statistic:
-    """A sum."""
+def build_sum(value: Tensor) -> Statistic:
+    """Build a statistic that is a sum.
+
+    Example:
+        >>> import torch
+        >>> build_sum(torch.tensor(3.0)).value()
+        3.0
+    """
     return Statistic(Reduction.SUM, (value,))
 
 
-def mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
-    """A sum over a count: means, and shares of a whole."""
+def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
+    """Build a mean, or a share of a whole, from a sum and a count.
+
+    Example:
+        >>> import torch
+        >>> build_mean(torch.tensor(3.0), torch.tensor(4.0)).value()
+        0.75
+    """
     return Statistic(Reduction.MEAN, (value, count), about)
 
 
 def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic]:
-    """Merge by name over micro-batches, mini-batches and ranks (host side)."""
+    """Merge statistics by name over micro-batches, mini-batches and ranks (host side).
+
+    Example:
+        >>> parts = [{"x": Statistic(Reduction.MEAN, (2.0, 1.0))}, {"x": Statistic(Reduction.MEAN, (1.0, 2.0))}]
+        >>> merge_all(parts)["x"].value()  # (2 + 1) / (1 + 2)
+        1.0
+    """
     merged: dict[str, Statistic] = {}
     for sample in samples:
         for name, statistic in sample.items():

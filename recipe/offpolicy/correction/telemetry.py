@@ -1,4 +1,4 @@
-"""What is measured of a correction, as statistics that add up over micro-batches and ranks.
+"""Statistics of a correction, which add up over micro-batches and ranks.
 
 ``catalogue`` says what each one means. Everything is summed in float64, over the original response mask.
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from . import statistics as st
 from .catalogue import SIGNS
-from .ratios import beyond, excess
-from .sample import Sample, dot, number, square_sum
+from .ratios import beyond, compute_excess
+from .sample import TokenSample, sum_products, sum_squares, to_float64
 from .statistics import Moments, Reduction, Statistic
 from .units import Units
 from .weight_spec import WeightSpec
@@ -36,7 +36,7 @@ _PRODUCT: Final = (math.log(0.5), math.log(2.0))
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What the rollout stage hands on to statistics of the step stage.
+    """Sums of the rollout stage that statistics of the step stage reuse.
 
     Attributes:
         ratio: of pi_old / mu by token.
@@ -48,8 +48,8 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """A weight on its way from a log-ratio to what is applied.
+class AppliedWeight:
+    """A weight before and after its bounds, with the tokens that it rejects.
 
     Attributes:
         by_unit: float64, log of the raw weight of each of ``units``.
@@ -65,31 +65,41 @@ class Weighed:
 
 
 @torch.no_grad()
-def of_rollout(
-    sample: Sample, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
+def measure_rollout(
+    sample: TokenSample, log_rho: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
 ) -> tuple[dict[str, Statistic], Mismatch]:
-    """The mismatch pi_old / mu, each tensor by token."""
+    """Measure the mismatch pi_old / mu, each tensor by token.
+
+    Example:
+        >>> from .rows import detect_layout
+        >>> from .sample import build_sample
+        >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> statistics, _ = measure_rollout(sample, torch.zeros(1, 2).double(), mu, mu)
+        >>> statistics["kl/k3"].value(), statistics["perplexity/old"].value() == math.exp(1.5)
+        (0.0, True)
+    """
     rows, count = sample.rows, sample.count
-    above = excess(log_rho)
+    above = compute_excess(log_rho)
     by_row = rows.sum(log_rho)
     k3_by_row = rows.sum(above) - by_row
     log_total = by_row.sum()
     ratio = _of_tokens(sample, above)
-    old_total = dot(old_log_prob.double().nan_to_num(0.0, 0.0, 0.0), sample.valid_number)
+    old_total = sum_products(old_log_prob.double().nan_to_num(0.0, 0.0, 0.0), sample.valid_number)
     sequences = _of_counted(by_row, sample.rows_with_length)
     not_finite = _not_finite(sample, rollout_log_prob, old_log_prob)
-    statistics = ratio.statistics("rollout_ratio") | sequences.statistics("rollout_ratio_sequence")
+    statistics = ratio.build_statistics("rollout_ratio") | sequences.build_statistics("rollout_ratio_sequence")
     statistics |= {
-        "log_prob_difference/mean": st.mean(log_total, count),
-        "log_prob_difference/std": Statistic(Reduction.STD, (log_total, square_sum(log_rho), count)),
-        "log_prob_difference/abs_mean": st.mean(torch.linalg.vector_norm(log_rho, 1), count),
+        "log_prob_difference/mean": st.build_mean(log_total, count),
+        "log_prob_difference/std": Statistic(Reduction.STD, (log_total, sum_squares(log_rho), count)),
+        "log_prob_difference/abs_mean": st.build_mean(torch.linalg.vector_norm(log_rho, 1), count),
         # KL(mu || pi_old) from mu's own samples (Schulman 2020).
-        "kl/k1": st.mean(-log_total, count),
-        "kl/k3": st.mean(k3_by_row.sum(), count),
+        "kl/k1": st.build_mean(-log_total, count),
+        "kl/k3": st.build_mean(k3_by_row.sum(), count),
         "perplexity/rollout": Statistic(Reduction.PERPLEXITY, (old_total - log_total, count)),
         "perplexity/old": Statistic(Reduction.PERPLEXITY, (old_total, count)),
-        "nonfinite/rollout_log_prob": st.total(not_finite[0]),
-        "nonfinite/old_log_prob": st.total(not_finite[1]),
+        "nonfinite/rollout_log_prob": st.build_sum(not_finite[0]),
+        "nonfinite/old_log_prob": st.build_sum(not_finite[1]),
     }
     columns = {
         "rows": sample.tokens > 0,
@@ -98,75 +108,109 @@ def of_rollout(
         "geometric": ~beyond(by_row / sample.length.clamp(min=1), *_GEOMETRIC),
         "product": ~beyond(by_row, *_PRODUCT),
     }
-    for name, sums in sample.groups.sums(columns).items():
+    for name, sums in sample.groups.sum_columns(columns).items():
         if name.startswith("length/"):
-            statistics[f"{name}/sequences"] = st.total(sums["rows"])
-            statistics[f"{name}/geometric_keep_share"] = st.mean(sums["geometric"], sums["rows"])
-            statistics[f"{name}/product_keep_share"] = st.mean(sums["product"], sums["rows"])
+            statistics[f"{name}/sequences"] = st.build_sum(sums["rows"])
+            statistics[f"{name}/geometric_keep_share"] = st.build_mean(sums["geometric"], sums["rows"])
+            statistics[f"{name}/product_keep_share"] = st.build_mean(sums["product"], sums["rows"])
         elif name.startswith("staleness/"):
-            statistics[f"{name}/token_count"] = st.total(sums["tokens"])
-            statistics[f"{name}/kl_k3"] = st.mean(sums["k3"], sums["tokens"])
+            statistics[f"{name}/token_count"] = st.build_sum(sums["tokens"])
+            statistics[f"{name}/kl_k3"] = st.build_mean(sums["k3"], sums["tokens"])
     if sample.turns is not None:
-        by_turn = sample.by_turn(sample.valid_number, above - log_rho, above, above.square())
+        by_turn = sample.sum_by_turn(sample.valid_number, above - log_rho, above, above.square())
         for name, (counted, k3, turn_excess, square) in by_turn.items():
-            statistics[f"turn/{name}/token_count"] = st.total(counted)
-            statistics[f"turn/{name}/kl_k3"] = st.mean(k3, counted)
-            statistics[f"turn/{name}/rollout_ratio/mean"] = st.mean(turn_excess, counted, about=1.0)
+            statistics[f"turn/{name}/token_count"] = st.build_sum(counted)
+            statistics[f"turn/{name}/kl_k3"] = st.build_mean(k3, counted)
+            statistics[f"turn/{name}/rollout_ratio/mean"] = st.build_mean(turn_excess, counted, about=1.0)
             statistics[f"turn/{name}/rollout_ratio/std"] = Statistic(Reduction.STD, (turn_excess, square, counted))
     if sample.staleness is not None:
         some = (sample.tokens > 0).double()
         # Ages are 0 or more, so that a row of no token is never the oldest.
         ages = some * sample.staleness
         counted = some.sum()
-        statistics["staleness/mean"] = st.mean(ages.sum(), counted)
+        statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
         statistics["staleness/max"] = Statistic(Reduction.MAX, (_greatest(ages), counted))
     return statistics, Mismatch(ratio, old_total)
 
 
 @torch.no_grad()
-def of_step(
-    sample: Sample, mismatch: Mismatch, log_r: Tensor, log_full: Tensor, log_prob: Tensor, advantages: Tensor
+def measure_step(
+    sample: TokenSample, mismatch: Mismatch, log_r: Tensor, log_full: Tensor, log_prob: Tensor, advantages: Tensor
 ) -> tuple[dict[str, Statistic], Moments]:
-    """The drift pi / pi_old and the whole pi / mu at one gradient step, with the latter's moments; by token."""
+    """Measure the drift pi / pi_old and the full ratio pi / mu at one gradient step; also return the latter's moments.
+
+    Example:
+        >>> from .rows import detect_layout
+        >>> from .sample import build_sample
+        >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> zero = torch.zeros(1, 2).double()
+        >>> _, mismatch = measure_rollout(sample, zero, mu, mu)
+        >>> log_r = torch.tensor([[2.0, 0.5]]).double().log()
+        >>> statistics, _ = measure_step(sample, mismatch, log_r, log_r, mu + log_r, zero)
+        >>> round(statistics["ppo_ratio/mean"].value(), 9)
+        1.25
+    """
     current_total = mismatch.old_total + log_r.sum()
-    ppo, full = (_of_tokens(sample, excess(value)) for value in (log_r, log_full))
+    ppo, full = (_of_tokens(sample, compute_excess(value)) for value in (log_r, log_full))
     not_finite = _not_finite(sample, log_prob, advantages)
     statistics = {
-        "nonfinite/log_prob": st.total(not_finite[0]),
-        "nonfinite/advantages": st.total(not_finite[1]),
+        "nonfinite/log_prob": st.build_sum(not_finite[0]),
+        "nonfinite/advantages": st.build_sum(not_finite[1]),
         "perplexity/current": Statistic(Reduction.PERPLEXITY, (current_total, sample.count)),
     }
-    return statistics | ppo.statistics("ppo_ratio") | full.statistics("full_ratio"), full
+    return statistics | ppo.build_statistics("ppo_ratio") | full.build_statistics("full_ratio"), full
 
 
 @torch.no_grad()
-def of_weight(
-    sample: Sample, spec: WeightSpec | None, weighed: Weighed | None, ratio: Moments | None
+def measure_weight(
+    sample: TokenSample, spec: WeightSpec | None, weighed: AppliedWeight | None, ratio: Moments | None
 ) -> dict[str, Statistic]:
-    """The weight as applied, with 0 where it rejects, beside the raw one.
+    """Measure the weight as applied, with 0 where it rejects, beside the raw one.
 
     Args:
         spec, weighed: None where no weight is configured, and all are 1.
         ratio: of the ratio that is weighed, by token; None leaves the raw weight out.
+
+    Example:
+        >>> from .rows import detect_layout
+        >>> from .sample import build_sample
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> measure_weight(sample, None, None, None)["weight/mean"].value()  # no weight is a weight of 1
+        1.0
     """
     count = sample.count
     if spec is None or weighed is None:
         nothing = torch.zeros_like(count)
-        return Moments(nothing, nothing, count, nothing, nothing).statistics("weight")
+        return Moments(nothing, nothing, count, nothing, nothing).build_statistics("weight")
     applied = weighed.weight.double()
     if weighed.drop is not None:
         applied = applied * ~weighed.drop
-    statistics = _of_tokens(sample, applied - sample.valid_number).statistics("weight")
+    statistics = _of_tokens(sample, applied - sample.valid_number).build_statistics("weight")
     if ratio is not None:
         raw = ratio if spec.level == "token" else _of_units(weighed, sample.valid)
-        statistics |= raw.statistics("raw_weight")
-    statistics["weight/truncated_share"] = st.mean(_out_of_bounds(spec, weighed.raw, sample.valid), count)
+        statistics |= raw.build_statistics("raw_weight")
+    statistics["weight/truncated_share"] = st.build_mean(_out_of_bounds(spec, weighed.raw, sample.valid), count)
     return statistics
 
 
 @torch.no_grad()
-def of_keep(sample: Sample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Statistic]:
-    """What is left, and what each part rejects by itself, each tensor by token."""
+def measure_keep(
+    sample: TokenSample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor
+) -> dict[str, Statistic]:
+    """Measure what is kept, and what each part rejects by itself, each tensor by token.
+
+    Example:
+        >>> from .rows import detect_layout
+        >>> from .sample import build_sample
+        >>> mask = torch.ones(1, 4, dtype=torch.bool)
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> drop = torch.tensor([[True, False, False, False]])
+        >>> statistics = measure_keep(sample, ~drop, {"masks.tm": drop}, torch.ones(1, 4))
+        >>> statistics["keep/token_share"].value(), statistics["mask/tm/masked_token_share"].value()
+        (0.75, 0.25)
+    """
     rows = sample.rows
     kept = rows.sum(keep)
     columns = {
@@ -182,11 +226,14 @@ def of_keep(sample: Sample, keep: Tensor, rejected: Mapping[str, Tensor], advant
         columns[f"{key} rows"] = (dropped == sample.length) * sample.rows_with_length
     # The sign of a row is that of its sum, as masks see it. A value that is not finite stops the run.
     advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * sample.valid_number)
-    by_group = sample.groups.with_signs(advantage, SIGNS).sums(columns)
+    by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
-    statistics = {"keep/token_mask_ratio": st.mean(sums["tokens"] - sums["kept"], sums["tokens"])}
+    statistics = {"keep/token_mask_ratio": st.build_mean(sums["tokens"] - sums["kept"], sums["tokens"])}
     for group, sums in by_group.items():
-        token_share, row_share = st.mean(sums["kept"], sums["tokens"]), st.mean(sums["kept_rows"], sums["rows"])
+        token_share, row_share = (
+            st.build_mean(sums["kept"], sums["tokens"]),
+            st.build_mean(sums["kept_rows"], sums["rows"]),
+        )
         if group.startswith("length/"):
             statistics |= {f"{group}/keep_token_share": token_share, f"{group}/keep_sequence_share": row_share}
         elif group.startswith("staleness/"):
@@ -196,35 +243,35 @@ def of_keep(sample: Sample, keep: Tensor, rejected: Mapping[str, Tensor], advant
             statistics |= {f"keep/{by_sign}token_share": token_share, f"keep/{by_sign}sequence_share": row_share}
             for key in rejected:
                 name = f"{key.replace('masks.', 'mask/')}/{by_sign}"
-                statistics[f"{name}masked_token_share"] = st.mean(sums[f"{key} tokens"], sums["tokens"])
-                statistics[f"{name}masked_sequence_share"] = st.mean(sums[f"{key} rows"], sums["valid_rows"])
+                statistics[f"{name}masked_token_share"] = st.build_mean(sums[f"{key} tokens"], sums["tokens"])
+                statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["valid_rows"])
     if sample.turns is not None:
-        for name, (kept, tokens) in sample.by_turn(number(keep), number(sample.mask)).items():
-            statistics[f"turn/{name}/keep_token_share"] = st.mean(kept, tokens)
+        for name, (kept, tokens) in sample.sum_by_turn(to_float64(keep), to_float64(sample.mask)).items():
+            statistics[f"turn/{name}/keep_token_share"] = st.build_mean(kept, tokens)
     return statistics
 
 
-def _of_tokens(sample: Sample, above: Tensor) -> Moments:
-    """Of one weight a valid token, from ``above``, the weight less 1: float64 by token, 0 elsewhere."""
-    return Moments(above.sum(), square_sum(above), sample.count, *sample.extremes(above))
+def _of_tokens(sample: TokenSample, above: Tensor) -> Moments:
+    """Compute the moments of one weight per valid token from ``above``, the weight less 1: float64, 0 elsewhere."""
+    return Moments(above.sum(), sum_squares(above), sample.count, *sample.min_and_max(above))
 
 
-def _of_units(weighed: Weighed, valid: Tensor) -> Moments:
-    """Of the raw weight of each valid token, from the weights of the units that they share."""
+def _of_units(weighed: AppliedWeight, valid: Tensor) -> Moments:
+    """Compute the moments of the raw weight of each valid token, from the weights of the units that they share."""
     units = weighed.units
     seen = units if units.valid is valid else replace(units, valid=valid)
     return _of_counted(weighed.by_unit, seen.tokens)
 
 
 def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
-    """Of weights that occur ``count`` times each, from their logs; both float64 of one shape."""
-    above = excess(log_weight)
+    """Compute the moments of weights that occur ``count`` times each, from their logs; both float64 of one shape."""
+    above = compute_excess(log_weight)
     counted = count * above
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
-    return Moments(counted.sum(), dot(counted, above), count.sum(), least, greatest)
+    return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 
 
 def _greatest(column: Tensor) -> Tensor:
@@ -232,15 +279,15 @@ def _greatest(column: Tensor) -> Tensor:
 
 
 def _out_of_bounds(spec: WeightSpec, raw: Tensor, valid: Tensor) -> Tensor:
-    """How many valid tokens' raw weight, 0 elsewhere, lies outside the bounds."""
+    """Count the valid tokens whose raw weight, 0 elsewhere, lies outside the bounds."""
     outside = torch.zeros_like(valid) if spec.upper is None else raw > spec.upper
     if spec.lower is not None:
         outside = outside | (valid & (raw < spec.lower))
     return torch.count_nonzero(outside).double()
 
 
-def _not_finite(sample: Sample, *values: Tensor) -> tuple[Tensor, ...]:
-    """How many of each are not finite where the mask is true: x - x is 0 or NaN."""
+def _not_finite(sample: TokenSample, *values: Tensor) -> tuple[Tensor, ...]:
+    """Count the values of each tensor that are not finite where the mask is true: x - x is 0 or NaN."""
     table = torch.stack([one.detach().flatten() for one in values])
     lost = (table - table).nan_to_num_(1.0) * sample.mask.flatten().view(torch.uint8)
     return lost.sum(1, dtype=torch.float64).unbind()

@@ -1,4 +1,4 @@
-"""Units: the tokens of a row that share one weight or one decision."""
+"""Units: tokens of a row that share one weight or one decision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .rows import Rows, rows_of
+from .rows import RowLayout, detect_layout
 
 Level = Literal["token", "sequence", "turn", "version"]
 
@@ -18,9 +18,9 @@ Level = Literal["token", "sequence", "turn", "version"]
 class Units:
     """A partition of each row's tokens.
 
-    One value a unit is a column by sequence (see ``Rows``) and a tensor of tokens otherwise: a row of T tokens has no
-    more than T units, and to ask for the exact number would be to wait for the device. Those without a valid token sum
-    to 0.
+    One value a unit is a column by sequence (see ``RowLayout``) and a tensor of tokens otherwise: a row of T tokens
+    has no more than T units, and to ask for the exact number would be to wait for the device. Units without a valid
+    token sum to 0.
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
@@ -33,7 +33,7 @@ class Units:
     valid: Tensor
     index: Tensor | None
     level: Level
-    rows: Rows
+    rows: RowLayout
     _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def total(self, values: Tensor) -> Tensor:
@@ -57,57 +57,65 @@ class Units:
         if self.level == "token":
             return chosen
         if self.index is None:
-            return self.rows.greatest(chosen)
+            return self.rows.max(chosen)
         least = torch.full_like(self.valid, -math.inf, dtype=torch.float64)
         return least.scatter_reduce_(-1, self.index, chosen, "amax")
 
     def spread(self, values: Tensor) -> Tensor:
-        """The value of each token's unit, by token. What it says off ``valid`` has no meaning."""
+        """Return the value of each token's unit, by token; without meaning off ``valid``."""
         if self.level == "token":
             return values
         if self.index is None:
-            return self.rows.beside(values).expand(self.valid.shape)
+            return self.rows.broadcast(values).expand(self.valid.shape)
         return values.gather(-1, self.index)
 
     @property
     def tokens(self) -> Tensor:
-        """Valid tokens of each unit, float64."""
+        """Number of valid tokens of each unit, float64."""
         # Not a cached property: its lock cannot be compiled.
         if "tokens" not in self._known:
             self._known["tokens"] = self.total(self.valid)
         return self._known["tokens"]
 
 
-def units_of(level: Level, valid: Tensor, ids: Tensor | None, rows: Rows | None = None) -> Units:
-    """The units of one level.
+def partition_units(level: Level, valid: Tensor, ids: Tensor | None, rows: RowLayout | None = None) -> Units:
+    """Partition the tokens of each row into the units of one level.
 
     Args:
         valid: (B, T) bool, or (N,) packed.
         ids: integers of that shape for ``turn`` and ``version``: tokens of a row with one id form a unit.
         rows: how they lie; None: padded.
+
+    Example:
+        >>> partition_units("sequence", torch.tensor([[True, True, False]]), None).tokens.tolist()
+        [[2.0]]
     """
-    rows = rows_of(valid=valid) if rows is None else rows
+    rows = detect_layout(valid=valid) if rows is None else rows
     return Units(
         valid, _places(ids, valid, rows) if level in ("turn", "version") and ids is not None else None, level, rows
     )
 
 
 def turns(response_mask: Tensor) -> Tensor:
-    """Turn of each token by the runs of the response mask, which tool outputs interrupt: (B, T) int64 from 0.
+    """Number the turns of each row by the runs of the response mask, which tool outputs interrupt: (B, T) int64 from 0.
 
     Args:
         response_mask: (B, T) bool or 0/1, or nested by row; the turns are then nested likewise.
+
+    Example:
+        >>> turns(torch.tensor([[1, 1, 0, 1, 0]])).tolist()  # a tool token has the turn before it
+        [[0, 0, 0, 1, 1]]
     """
-    rows = rows_of(response_mask=response_mask)
+    rows = detect_layout(response_mask=response_mask)
     mask = rows.tokens(response_mask).bool()
-    starts = mask & ~rows.repeats(mask)
-    return rows.as_given((rows.running(starts) - 1).clamp(min=0))
+    starts = mask & ~rows.equals_previous(mask)
+    return rows.to_given_layout((rows.cumulative_count(starts) - 1).clamp(min=0))
 
 
-def _places(ids: Tensor, valid: Tensor, rows: Rows) -> Tensor:
-    """Where the unit of each token lies: those of a row in the order of their ids, from its first place."""
+def _places(ids: Tensor, valid: Tensor, rows: RowLayout) -> Tensor:
+    """Find the position of each token's unit: units of a row in the order of their ids, from its first position."""
     # A token opens a unit where its id differs from the one before it in the row sorted by id. Tokens that do not count
     # join the unit of id 0, to which they add nothing, so that no number that stands there can matter.
-    ordered, order = rows.sorted(ids * valid)
-    number = rows.running(~rows.repeats(ordered)) - 1
-    return rows.place(torch.empty_like(number).scatter_(-1, order, number))
+    ordered, order = rows.sort(ids * valid)
+    number = rows.cumulative_count(~rows.equals_previous(ordered)) - 1
+    return rows.to_position(torch.empty_like(number).scatter_(-1, order, number))

@@ -1,4 +1,4 @@
-"""What an importance weight is."""
+"""Specification of an importance weight."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ class WeightSpec:
         return weight
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values from which ``from_mapping`` makes an equal spec."""
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
         return asdict(self)
 
     @property
     def needs_step(self) -> bool:
-        """Whether it waits for the current policy."""
+        """True if the weight needs the current policy."""
         return self.ratio != "rollout"

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from .ratios import beyond, exp_clamped
+from .ratios import beyond, clamp_and_exp
 from .units import Units
 from .weight_spec import WeightSpec
 
 
-def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
-    """Log of the importance weight of each unit before its bounds.
+def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
+    """Compute the log of each unit's importance weight before its bounds.
 
     ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t.
 
@@ -23,30 +23,46 @@ def log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
 
     Returns:
         One float64 a unit, in nats; 0 for a unit without a token.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[1.0, 3.0]]).double(), torch.tensor([[True, True]])
+        >>> product = WeightSpec("sequence", "truncate", None, 2.0)
+        >>> compute_log_weight(product, log_r, partition_units("sequence", valid, None)).tolist()
+        [[4.0]]
     """
     return units.mean(log_ratio) if spec.aggregate == "geometric" else units.total(log_ratio)
 
 
-def bounded(spec: WeightSpec, raw: Tensor) -> Tensor:
-    """The weight within its bounds: clip(raw, lower, upper); ``reject`` leaves it, see ``rejected``.
+def apply_bounds(spec: WeightSpec, raw: Tensor) -> Tensor:
+    """Bound the weight: clip(raw, lower, upper); ``reject`` leaves it unchanged, see ``find_rejected_units``.
 
     Yao et al. 2025 truncate by token, Liu et al. 2025 by sequence; SkyRL ships the caps 2.0 and 5.0.
+
+    Example:
+        >>> apply_bounds(WeightSpec("token", "clip", 0.5, 2.0), torch.tensor([0.1, 1.0, 3.0])).tolist()
+        [0.5, 1.0, 2.0]
     """
     if spec.kind == "reject" or (spec.lower is None and spec.upper is None):
         return raw
     return raw.clamp(min=spec.lower, max=spec.upper)
 
 
-def rejected(spec: WeightSpec, log_value: Tensor) -> Tensor:
-    """Units that ``reject`` drops: outside [lower, upper], inclusive, compared in float32 in log space.
+def find_rejected_units(spec: WeightSpec, log_value: Tensor) -> Tensor:
+    """Find the units that ``reject`` drops: outside [lower, upper], inclusive, compared in float32 in log space.
 
     Masked importance sampling of Liu et al. 2025: rho 1[lower <= rho <= upper].
 
     Args:
-        log_value: from ``log_weight``.
+        log_value: from ``compute_log_weight``.
 
     Returns:
         One bool a unit.
+
+    Example:
+        >>> log_weight = torch.tensor([0.1, 1.0, 3.0]).log()
+        >>> find_rejected_units(WeightSpec("token", "reject", 0.5, 2.0), log_weight).tolist()
+        [True, False, True]
     """
     if spec.kind != "reject":
         return torch.zeros_like(log_value, dtype=torch.bool)
@@ -54,16 +70,24 @@ def rejected(spec: WeightSpec, log_value: Tensor) -> Tensor:
     return beyond(log_value, lower, math.inf if spec.upper is None else math.log(spec.upper))
 
 
-def mean_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
-    """Sum of the weights of all units that have a token, what is rejected as 0, and the number of these units.
+def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
+    """Sum the weights of all units that have a token, with 0 for rejected ones, and count these units.
 
     Their quotient is what ``normalize`` divides by.
 
     Returns:
         Two 0-dim float64 tensors.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[0.0, 5.0, 9.0]]).double(), torch.tensor([[True, True, False]])
+        >>> spec = WeightSpec("token", "truncate", None, 2.0)
+        >>> total, count = sum_weights(spec, log_r, partition_units("token", valid, None))
+        >>> total.item(), count.item()
+        (3.0, 2.0)
     """
-    log_value = log_weight(spec, log_ratio, units)
-    weight = bounded(spec, exp_clamped(log_value))
+    log_value = compute_log_weight(spec, log_ratio, units)
+    weight = apply_bounds(spec, clamp_and_exp(log_value))
     exists = units.tokens > 0
-    counted = torch.where(exists & ~rejected(spec, log_value), weight, 0.0)
+    counted = torch.where(exists & ~find_rejected_units(spec, log_value), weight, 0.0)
     return counted.sum(), exists.sum(dtype=torch.float64)

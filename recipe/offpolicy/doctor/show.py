@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..correction.problem import Problem, shown
+from ..correction.problem import Problem, format_value
 from ..recording.redaction import redacted, redacted_text
 from .diagnosis import Diagnosis, Row
 from .launch import OURS
@@ -69,7 +69,7 @@ def _plain(problem: Problem) -> dict[str, Any]:
     value = problem.value
     return {
         "key": problem.key,
-        "value": value if isinstance(value, bool | int | float | str | None) else shown(value),
+        "value": value if isinstance(value, bool | int | float | str | None) else format_value(value),
         "verdict": problem.verdict,
         "reason": problem.cause,
         "fix": problem.advice,

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, Statistic
-from ..correction.moving_bounds import Side, path_of
+from ..correction.moving_bounds import Side, format_part_path
 from ..fault_tolerance.checkpoints import changes
 from .alarms import settings as alarm_settings
 from .alarms.panel import CONFIGURED, Panel
@@ -101,7 +101,7 @@ class Steering:
         if self._calibration is not None and state["calibration"] is not None:
             self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
             for part, bounds in self._calibration.bounds.items():
-                logger.info("resuming with correction.%s at %s, as calibrated.", path_of(part), bounds)
+                logger.info("resuming with correction.%s at %s, as calibrated.", format_part_path(part), bounds)
         if goes_on:
             logger.warning("resuming with the fallback of alarm %s in force: %s", name, state["fallback"])
         elif name != CONFIGURED:

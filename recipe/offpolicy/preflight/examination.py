@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.problem import CheckError, shown
+from ..correction.problem import CheckError, format_value
 from ..extensions.registry import load_extensions
 from . import fallbacks
 from .bound_pairs import find_pairs
@@ -119,7 +119,7 @@ def headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictCo
     if spec is None:
         return "correction: not readable, so that nothing would be trained"
     asked = [f"{part.name} ({part.meaning})" for part in parts_of(config, spec) if part.ours]
-    chosen = f"correction={options[0] if len(options) == 1 else shown(list(options))}"
+    chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
     beside = "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
     if asked:
         return f"{chosen}: {', '.join(asked)}{beside}"

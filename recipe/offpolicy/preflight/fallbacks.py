@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem, SpecError
-from ..correction.problem import CheckError, shown
+from ..correction.problem import CheckError, format_value
 from ..monitor.alarms.settings import DEFAULTS, SECTION
 from .hydra_groups import AUTO, EMPTY, check_stack, option_values
 
@@ -62,7 +62,7 @@ def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictCo
 
 def _of_fallback(problem: Problem, key: str, options: list[str]) -> Problem:
     """A problem of a fallback as one of the run, without overrides of ``correction``, which is the configured one."""
-    reason = f"{key}={shown(options)} would stop the run, were it configured: {problem.reason}"
+    reason = f"{key}={format_value(options)} would stop the run, were it configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import CorrectionSpec, SpecError
-from ..correction.problem import shown
+from ..correction.problem import format_value
 from ..correction.proximal import Proximal
 from ..extensions.registry import load_extensions
 from .dropout import noise_of
@@ -179,7 +179,7 @@ def _refused(values: Mapping[str, Any]) -> str:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:
         problem = error.problem
-        return f"{problem.key}={shown(problem.value)}" if problem.key else problem.reason
+        return f"{problem.key}={format_value(problem.value)}" if problem.key else problem.reason
     return ""
 
 

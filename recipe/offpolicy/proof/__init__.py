@@ -1,1 +1,1 @@
-"""The liveness proof: gradient and trials in the worker, their verdict in the trainer, arrival and alignment of mu."""
+"""Liveness proof: gradient and trials in the worker, the verdict in the trainer, and checks of mu."""

@@ -1,9 +1,9 @@
-"""The worker's half of the proof of life: what one micro-batch can show.
+"""Worker side of the liveness proof: evidence from one micro-batch.
 
 ``prove`` compares the gradient that arrives at the log-probs in the engine's own backward with weight x keep x verl's
 own gradient. Because a dead correction looks alive where mu and pi_old agree, it then calls the installed loss again
 with log-probs shifted just beyond and just inside each bound, where the gradient to expect follows from the bound
-alone. ``liveness.verify`` judges the result.
+alone. ``proof.verify`` judges the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..batch import micro_batch as mb
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
-from .trials import BEYOND, Trial, mask_trials, weight_trials
+from .trials import BEYOND, Trial, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Takes (model_output, data)."""
@@ -31,8 +31,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 """Greatest relative error of a gradient in the dtype of the log-probs."""
 
 
-class Adapter(Protocol):
-    """The loss under proof, see ``worker_loss.OffPolicyLoss``."""
+class CorrectedLoss(Protocol):
+    """Interface of the loss under proof, see ``worker.loss.OffPolicyLoss``."""
 
     spec: CorrectionSpec
     prove: bool
@@ -48,8 +48,8 @@ class Adapter(Protocol):
 
 
 @dataclass
-class Shift:
-    """One correction made to act by shifted log-probs.
+class ShiftResult:
+    """Gradient error of one correction on log-probs shifted so that it must act.
 
     Attributes:
         error: greatest difference between the gradient seen and the one demanded, relative to the greater of the
@@ -63,7 +63,7 @@ class Shift:
 
 @dataclass
 class Proof:
-    """What one micro-batch proved; plain Python.
+    """Evidence from one micro-batch; plain Python.
 
     Attributes:
         tokens: response tokens.
@@ -84,13 +84,13 @@ class Proof:
     tolerance: float
     log_prob_bits: int
     distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    shifts: dict[str, Shift] = field(default_factory=dict)
+    shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
     gradient_error: float | None = None
 
 
 def prove(
-    adapter: Adapter, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
+    adapter: CorrectedLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
 ) -> Proof:
     """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
 
@@ -120,7 +120,7 @@ def prove(
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + _base_gradient(terms, seen, model_output, data, factor)
     _watch(proof, model_output["log_probs"], loss, predicted, _scale(predicted, policy))
-    for name, spec in each_alone(adapter.spec):
+    for name, spec in isolate_parts(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
     return proof
 
@@ -130,7 +130,7 @@ def _identical(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, float]:
-    """|log trainer's policy - log mu| summed over inner tokens of rows, against mu one token before, here and after."""
+    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the last, same and next token."""
     old, mu = trainer.float(), batch.rollout_log_prob.float()
     usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
     inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
@@ -141,8 +141,8 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
     return before, same, after
 
 
-def each_alone(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
-    """Each configured correction by itself, as (Hydra path below ``correction``, spec)."""
+def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
+    """List each configured part as a correction of its own, as (Hydra path below ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
     if spec.weight is not None:
         parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
@@ -161,7 +161,7 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
 def _base_gradient(
     base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> Tensor:
-    """Gradient of a loss of verl's at the log-probs, with ``factor`` (B, T) as its weights: (total tokens,)."""
+    """Compute verl's gradient at the log-probs with ``factor`` (B, T) as its weights: (total tokens,)."""
     output, leaf = mb.as_leaf(model_output)
     changed = mb.with_tensors(
         data,
@@ -176,7 +176,7 @@ def _base_gradient(
 def _demanded(
     base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
+    """Compute the gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
 
     The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
     verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
@@ -198,7 +198,7 @@ def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
 
 
 def _spread(factor: Tensor, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-    """(B, T) factors at the positions of the flat log-probs that they belong to: (total tokens,)."""
+    """Scatter (B, T) factors to the positions of the flat log-probs that they belong to: (total tokens,)."""
     output, leaf = mb.as_leaf(model_output)
     padded = mb.padded(output, data)
     # The gather from flat to padded is linear, so its transpose puts each factor back where its log-prob came from.
@@ -222,7 +222,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """What an error is relative to: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    """Scale of a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
@@ -231,8 +231,12 @@ def _relative(error: Tensor, scale: Tensor) -> float:
 
 
 def _tried(
-    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
-) -> Shift:
+    adapter: CorrectedLoss,
+    spec: CorrectionSpec,
+    batch: mb.MicroBatch,
+    model_output: Mapping[str, Any],
+    data: TensorDict,
+) -> ShiftResult:
     """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
     detached = replace(batch, log_prob=batch.log_prob.detach())
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
@@ -255,17 +259,19 @@ def _tried(
             visible = bool((acts & (policy != 0)).any())
         if trial.label:
             seen[trial.label] = seen.get(trial.label, False) or visible
-    return Shift(error=max(errors), vacuous=not all(seen.values()))
+    return ShiftResult(error=max(errors), vacuous=not all(seen.values()))
 
 
 def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
     if spec.proximal != "recompute":
         return [_proximal_trial(batch)]
-    return weight_trials(spec.weight, batch) if spec.weight is not None else mask_trials(*spec.masks[0], batch)
+    return (
+        build_weight_trials(spec.weight, batch) if spec.weight is not None else build_mask_trials(*spec.masks[0], batch)
+    )
 
 
 def _proximal_trial(batch: mb.MicroBatch) -> Trial:
-    """mu a little above pi, where no clip is, and in pi_old's place what must not be read."""
+    """Build a trial with mu a little above pi, where nothing is clipped, and in pi_old's place a decoy."""
     log_prob = batch.log_prob.double()
     moved = replace(
         batch,
@@ -289,7 +295,7 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 
 
 def _adapter_gradient(
-    adapter: Adapter, spec: CorrectionSpec, trial: Trial, model_output: Mapping[str, Any], data: TensorDict
+    adapter: CorrectedLoss, spec: CorrectionSpec, trial: Trial, model_output: Mapping[str, Any], data: TensorDict
 ) -> Tensor:
     output, leaf = mb.as_leaf(model_output)
     moved = trial.batch
@@ -304,17 +310,21 @@ def _adapter_gradient(
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def _alone(adapter: Adapter, spec: CorrectionSpec) -> Adapter:
-    """The very adapter that the engine calls, with one correction, no extension and no proof of its own."""
+def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
+    """Copy the installed loss with one correction and no proof of its own."""
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone
 
 
 def _tried_kl(
-    adapter: Adapter, spec: CorrectionSpec, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict
-) -> Shift:
-    """The KL term's gradient under ratios beyond and inside its clip, against verl's own at ratio 1."""
+    adapter: CorrectedLoss,
+    spec: CorrectionSpec,
+    batch: mb.MicroBatch,
+    model_output: Mapping[str, Any],
+    data: TensorDict,
+) -> ShiftResult:
+    """Compare the KL term's gradient under ratios beyond and inside its clip with verl's own at ratio 1."""
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
@@ -338,4 +348,4 @@ def _tried_kl(
         gradient = _adapter_gradient(adapter, spec, Trial("", moved, ones, BatchConstants()), model_output, data)
         errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
         scales.append(float(kl.abs().max()))
-    return Shift(error=max(errors), vacuous=not all(scales))
+    return ShiftResult(error=max(errors), vacuous=not all(scales))

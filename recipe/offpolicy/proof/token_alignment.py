@@ -1,4 +1,4 @@
-"""Whether mu belongs to the tokens that it came with: held against the trainer's own log-probs, over whole batches.
+"""Token alignment of mu: does it belong to its tokens, judged against the trainer's own log-probs over whole batches.
 
 Of two rows that differ at a position, the one that the rollout engine finds likelier is as a rule the one that the
 trainer finds likelier, whatever the mismatch and however stale the weights: the share of such agreements is near 1.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..correction.deferred import Reading, fetch
+from ..correction.deferred import DeferredValue, fetch
 
 MARGIN = 0.1
 """Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
@@ -37,8 +37,8 @@ KINDS = ("rows", "siblings", "tokens")
 
 
 @dataclass(frozen=True)
-class Count:
-    """Pairs that say something, and those of them in which both policies agree, with mu taken at each of ``LAGS``.
+class PairCounts:
+    """Counts of informative pairs and of those in which both policies agree, with mu taken at each of ``LAGS``.
 
     Attributes:
         rows: that have such a pair at lag 0, as far as they tell independently.
@@ -48,20 +48,20 @@ class Count:
     agreeing: tuple[int, ...] = (0, 0, 0)
     rows: int = 0
 
-    def __add__(self, other: Count) -> Count:
+    def __add__(self, other: PairCounts) -> PairCounts:
         pairs = tuple(map(sum, zip(self.pairs, other.pairs, strict=True)))
         agreeing = tuple(map(sum, zip(self.agreeing, other.agreeing, strict=True)))
-        return Count(pairs, agreeing, self.rows + other.rows)
+        return PairCounts(pairs, agreeing, self.rows + other.rows)
 
     def concordance(self, lag: int = 0) -> float:
-        """Agreements less disagreements over pairs: 1 always, 0 by chance; 0.0 without pairs."""
+        """Compute (agreeing - disagreeing) / pairs: 1 always, 0 by chance; 0.0 without pairs."""
         place = LAGS.index(lag)
         return 2.0 * self.agreeing[place] / self.pairs[place] - 1.0 if self.pairs[place] else 0.0
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Agreement between mu and the trainer's policy; plain Python, adds up over micro-batches and updates.
+class AlignmentTally:
+    """Agreement counts between mu and the trainer's policy; plain Python, adds up over micro-batches and updates.
 
     Attributes:
         rows: of two rows at the same position.
@@ -69,28 +69,28 @@ class Tally:
         tokens: of two neighbouring tokens of a row.
     """
 
-    rows: Count = Count()
-    siblings: Count = Count()
-    tokens: Count = Count()
+    rows: PairCounts = PairCounts()
+    siblings: PairCounts = PairCounts()
+    tokens: PairCounts = PairCounts()
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.rows + other.rows, self.siblings + other.siblings, self.tokens + other.tokens)
+    def __add__(self, other: AlignmentTally) -> AlignmentTally:
+        return AlignmentTally(self.rows + other.rows, self.siblings + other.siblings, self.tokens + other.tokens)
 
 
-def tally(
+def tally_agreements(
     trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
-) -> Tally:
-    """``agreements`` on the host."""
-    (found,) = fetch([agreements(trainer_log_prob, rollout_log_prob, response_mask, groups)])
-    assert isinstance(found, Tally)
+) -> AlignmentTally:
+    """Compute ``count_agreements`` and copy it to the host."""
+    (found,) = fetch([count_agreements(trainer_log_prob, rollout_log_prob, response_mask, groups)])
+    assert isinstance(found, AlignmentTally)
     return found
 
 
 @torch.no_grad()
-def agreements(
+def count_agreements(
     trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
-) -> Reading[Tally]:
-    """Count agreements on one batch, or on rows of it.
+) -> DeferredValue[AlignmentTally]:
+    """Count agreements on one batch, or on some of its rows.
 
     Args:
         trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached.
@@ -120,30 +120,32 @@ def agreements(
         strangers.append(((trainer, mu, usable & ~same), there))
     later, earlier = (tuple(t[:, cut] for t in (trainer, mu, usable)) for cut in (slice(1, None), slice(None, -1)))
     counts = [_count(strangers, mu, alike, kinds), _count(siblings, mu), _count([(later, earlier)], mu)]
-    return Reading(torch.cat(counts), _tally)
+    return DeferredValue(torch.cat(counts), _tally)
 
 
-def _tally(numbers: list[int]) -> Tally:
-    return Tally(*(Count(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:])))
+def _tally(numbers: list[int]) -> AlignmentTally:
+    return AlignmentTally(
+        *(PairCounts(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:]))
+    )
 
 
 class AlignmentError(RuntimeError):
-    """The rollout's log-probs are not those of the tokens that they came with."""
+    """The rollout's log-probs belong to other tokens than those they came with."""
 
 
 @dataclass
-class AlignmentWatch:
-    """Judges tallies, one or more updates together until there are pairs enough.
+class AlignmentChecker:
+    """Checker of tallies, which pools updates until there are pairs enough.
 
     Args:
         allow_unrelated: never raise, only measure.
     """
 
     allow_unrelated: bool = False
-    _pending: Tally = Tally()
+    _pending: AlignmentTally = AlignmentTally()
 
-    def judge(self, tally: Tally) -> dict[str, float]:
-        """Take in the tally of one update.
+    def judge(self, tally: AlignmentTally) -> dict[str, float]:
+        """Add the tally of one update and check the counts that are large enough.
 
         Returns:
             Metrics: the concordance of each kind of pair that there are enough of.
@@ -156,15 +158,15 @@ class AlignmentWatch:
             kind: count for kind in KINDS if (count := getattr(together, kind)).rows >= LEAST_ROWS or _long(count)
         }
         kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < ENOUGH_ROWS}
-        self._pending = Tally(**kept)
+        self._pending = AlignmentTally(**kept)
         for kind, count in enough.items():
             if not self.allow_unrelated:
                 _judge(kind, count)
         return {f"concordance_{kind}": count.concordance() for kind, count in enough.items()}
 
 
-def by_chance(rows: int) -> float:
-    """Concordance below which the log-probs of this many rows are taken for those of others.
+def compute_chance_limit(rows: int) -> float:
+    """Compute the concordance below which the log-probs of this many rows are taken for those of other rows.
 
     By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
     rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.
@@ -172,7 +174,7 @@ def by_chance(rows: int) -> float:
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
 
-def _judge(kind: str, count: Count) -> None:
+def _judge(kind: str, count: PairCounts) -> None:
     beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _known(count, lag) else -2.0)
     here, there = count.concordance(), count.concordance(beside)
     numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
@@ -183,7 +185,7 @@ def _judge(kind: str, count: Count) -> None:
             f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces rollout_log_probs "
             f"drops or repeats a token."
         )
-    if kind != "tokens" and _known(count, 0) and here < by_chance(count.rows):
+    if kind != "tokens" and _known(count, 0) and here < compute_chance_limit(count.rows):
         raise AlignmentError(
             f"rollout_log_probs are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
             f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
@@ -192,12 +194,12 @@ def _judge(kind: str, count: Count) -> None:
         )
 
 
-def _known(count: Count, lag: int) -> bool:
+def _known(count: PairCounts, lag: int) -> bool:
     return count.pairs[LAGS.index(lag)] >= LEAST_PAIRS
 
 
-def _long(count: Count) -> bool:
-    """Few rows with so many tokens that they tell by themselves, as far as tokens do."""
+def _long(count: PairCounts) -> bool:
+    """Return True for few rows with so many tokens that these suffice."""
     return max(count.pairs) >= 8 * LEAST_PAIRS
 
 
@@ -206,14 +208,14 @@ Side = tuple[Tensor, ...]
 
 
 def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0) -> Tensor:
-    """Pairs of equal (row, position) in both sides, with mu of both taken at each lag.
+    """Count pairs of equal (row, position) in both sides, with mu of both taken at each lag.
 
     Args:
         like: on the device of all.
         groups: (B,) numbers below ``kinds``, of each row its prompt; None: each row tells by itself.
 
     Returns:
-        (7,) int64 of a ``Count``: pairs and agreeing by lag, and rows.
+        (7,) int64 of a ``PairCounts``: pairs and agreeing by lag, and rows.
     """
     nothing = torch.zeros((), dtype=torch.int64, device=like.device)
     pairs, agreeing, rows = [nothing] * len(LAGS), [nothing] * len(LAGS), None
@@ -238,7 +240,7 @@ def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | No
 
 
 def _moved(values: Tensor, lag: int) -> Tensor:
-    """``values`` at t + lag, zero where that is outside."""
+    """Shift ``values`` to t + lag, with zeros from outside."""
     moved = torch.zeros_like(values)
     if lag == 0:
         return values
@@ -254,7 +256,7 @@ def _sorted(groups: Sequence[str]) -> list[int]:
 
 
 def _chosen(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
-    """Indices of the rows to look at, those of one prompt side by side; None: all, in their own order."""
+    """Select the rows to compare, those of one prompt side by side; None: all, in their own order."""
     spread = _spread(rows, width)
     if groups is None:
         return spread
@@ -263,7 +265,7 @@ def _chosen(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | Non
 
 
 def _spread(rows: int, width: int) -> Tensor | None:
-    """Places of the rows to look at: None for all, or runs of 4 neighbours, evenly, where the batch is large."""
+    """Select positions of rows: None for all, or evenly spaced runs of 4 neighbours where the batch is large."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if rows <= most:
         return None
@@ -272,8 +274,5 @@ def _spread(rows: int, width: int) -> Tensor | None:
 
 
 def _offsets(rows: int) -> Iterator[int]:
-    """By how many rows partners are apart: near ones, which are siblings where groups are known, and far ones."""
+    """Yield the distances between partner rows: near ones, which are siblings where groups are known, and far ones."""
     yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})
-
-
-__all__ = ["AlignmentError", "AlignmentWatch", "Count", "Tally", "agreements", "tally"]

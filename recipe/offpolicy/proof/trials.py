@@ -1,4 +1,4 @@
-"""Micro-batches on which one correction must act in a known way, whatever the policies at hand.
+"""Trial micro-batches on which one correction must act in a known way, whatever the policies at hand.
 
 Each trial moves mu, pi_old and, for differences of probabilities, pi, so that some units lie just beyond or just
 inside a bound and the others nowhere near, and says by which factor the correction then multiplies each token's
@@ -26,7 +26,7 @@ _HIGH = 0.95  # the higher of two probabilities that differ
 
 @dataclass(frozen=True)
 class Trial:
-    """A moved micro-batch and what is demanded of it.
+    """A moved micro-batch and the gradient factors demanded of it.
 
     Attributes:
         label: the bound that it looks at; at least one trial of each bound must be able to show it. Empty for none.
@@ -41,8 +41,8 @@ class Trial:
     constants: BatchConstants
 
 
-def weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Raw weights beyond and inside each bound, on every other unit; the rest has weight 1."""
+def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest."""
     demanded = {0.5: 0.5} if spec.lower is None else {2.0: 2.0} if spec.upper is None else {}
     for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
         if bound is not None:
@@ -68,8 +68,8 @@ def weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
         yield Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
 
 
-def mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Every other unit beyond each bound, and inside it, for advantages of either sign."""
+def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign."""
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
     for side, bound in _bounds(spec):
@@ -83,7 +83,7 @@ def mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]
 
 
 def _bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
-    """(-1 for a lower and +1 for an upper side, bound in nats of log ratio or as it is)."""
+    """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or as it is)."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
     elif spec.budget is not None:
@@ -115,7 +115,7 @@ def _mask_trial(
 def _mixed_signs(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
-    """Rows whose mean advantage has the sign that the mask looks at and whose later tokens do not."""
+    """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the other."""
     mask = batch.response_mask
     first = mask & (mask.cumsum(-1) == 1)
     count = mask.sum(-1, keepdim=True).double()
@@ -128,7 +128,7 @@ def _mixed_signs(
 def _placed(
     spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor
 ) -> tuple[MicroBatch, Tensor]:
-    """Policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the units that are hit.
+    """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the units hit.
 
     The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient.
     """
@@ -158,7 +158,7 @@ def _placed(
 
 
 def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
-    """The log-ratio of one token at which the aggregate's sum is ``value``; its sign is ``free`` where it may be."""
+    """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where it may be."""
     match aggregate.split("_")[0]:
         case "k1":
             return -value
@@ -175,7 +175,7 @@ def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tens
 
 
 def _k3_inverse(value: Tensor, sign: float) -> Tensor:
-    """l of the given sign with exp(l) - 1 - l = value, by bisection."""
+    """Solve exp(l) - 1 - l = value for l of the given sign, by bisection."""
     low, high = torch.zeros_like(value), value + 2.0
     for _ in range(80):
         middle = (low + high) / 2
@@ -185,7 +185,7 @@ def _k3_inverse(value: Tensor, sign: float) -> Tensor:
 
 
 def _probabilities(spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float, advantages: Tensor) -> MicroBatch:
-    """The first token of each unit that is hit has p_numerator - p_denominator = gap; all three are equal elsewhere."""
+    """Set p_numerator - p_denominator = gap on the first token of each hit unit; all three policies agree elsewhere."""
     high, low = math.log(_HIGH), math.log(_HIGH - abs(gap))
     numerator, denominator = (high, low) if gap > 0 else (low, high)
     level = torch.full_like(batch.log_prob, high, dtype=torch.float64)
@@ -210,7 +210,7 @@ def _moved(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) ->
 
 
 def _unit_ids(level: str, batch: MicroBatch) -> Tensor:
-    """(B, T) int64, the unit of each response token counted from 0 in its row."""
+    """Number the unit of each response token from 0 in its row: (B, T) int64."""
     mask = batch.response_mask
     if level == "token":
         return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -219,14 +219,14 @@ def _unit_ids(level: str, batch: MicroBatch) -> Tensor:
 
 
 def _opens(units: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) bool: the first token of each unit."""
+    """Find the first token of each unit: (B, T) bool."""
     before = torch.full_like(units, -1)
     before[:, 1:] = torch.where(mask, units, -1).cummax(-1).values[:, :-1]
     return mask & (units > before)
 
 
 def _sizes(units: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) float64: how many tokens the unit of each token has, at least 1."""
+    """Count the tokens of each token's unit, at least 1: (B, T) float64."""
     counts = torch.zeros(units.shape, dtype=torch.float64, device=units.device)
     counts.scatter_add_(1, units, mask.double())
     return counts.gather(1, units).clamp(min=1)

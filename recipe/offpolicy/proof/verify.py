@@ -1,4 +1,4 @@
-"""The trainer's half of the proof of life: judges what the workers' first update showed, and stops the run.
+"""Trainer side of the liveness proof: checks the workers' evidence and stops the run.
 
 Nothing may be missing: every micro-batch reports, holds the trainer's spec, used the mu that was sampled, and showed
 each configured correction acting in the gradient.
@@ -12,15 +12,15 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ..correction import CorrectionSpec
-from ..correction.moving_bounds import bounds_of, fingerprint
-from .gradient import Proof, each_alone
+from ..correction.moving_bounds import compute_fingerprint, read_bounds
+from .gradient import Proof, isolate_parts
 
 if TYPE_CHECKING:
     from ..worker.metrics import Packet
 
 
 class LivenessError(RuntimeError):
-    """A correction is configured and was not seen to act; the message says which and what was seen instead."""
+    """A configured correction was not seen to act; the message says which, and what was seen instead."""
 
 
 def verify(
@@ -32,7 +32,7 @@ def verify(
     allow_identical: bool = False,
     moving: Collection[str] = (),
 ) -> dict[str, float]:
-    """Judge the first update.
+    """Check the first update.
 
     Args:
         packets: one per micro-batch, from every rank.
@@ -50,7 +50,7 @@ def verify(
         LivenessError: anything is missing or wrong.
     """
     verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving)
-    structure = float(fingerprint(spec, moving))
+    structure = float(compute_fingerprint(spec, moving))
     if spec.is_none:
         return {"fingerprint": structure}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
@@ -67,7 +67,7 @@ def verify(
     gradient_error = _verify_gradient(proofs)
     # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
     unread = (spec.weight is not None or bool(spec.masks)) and not _seen(proofs, "proximal")
-    names = [name for name, _ in each_alone(spec) if not (unread and name == "proximal")]
+    names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     shift_error = max(_verify_shift(proofs, name) for name in names)
     moved = sum(proof.gradient_tokens for proof in proofs)
     tokens = sum(proof.tokens for proof in proofs)
@@ -92,8 +92,10 @@ def verify_update(
     epochs: int = 1,
     moving: Collection[str] = (),
 ) -> None:
-    """What is judged at every update: each micro-batch came from the adapter, holding the trainer's spec under the
-    trainer's bounds, and the mu that was used is the mu that was sampled.
+    """Check the evidence of every update: adapter, spec, bounds and mu.
+
+    Each micro-batch came from the adapter, which held the trainer's spec under the trainer's bounds, and the mu that it
+    used is the mu that was sampled.
 
     Raises:
         LivenessError: anything is missing or wrong.
@@ -105,13 +107,11 @@ def verify_update(
 
 def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec, moving: Collection[str]) -> None:
     if not packets:
-        raise LivenessError(
-            "the update came back without a word from the correction: the loss that the worker ran is not ours."
-        )
-    expected = fingerprint(spec, moving)
+        raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
+    expected = compute_fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
         raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
-    bounds = bounds_of(spec, moving)
+    bounds = read_bounds(spec, moving)
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
@@ -161,7 +161,7 @@ def _verify_mu_in_place_of_old(proofs: Sequence[Proof], spec: CorrectionSpec) ->
 
 
 def _verify_gradient(proofs: Sequence[Proof]) -> float:
-    """The greatest relative error of the gradient in the engine's own backward."""
+    """Check the gradient of the engine's own backward; return its greatest relative error."""
     errors = []
     for proof in proofs:
         if proof.gradient_error is None:
@@ -183,7 +183,7 @@ def _seen(proofs: Sequence[Proof], name: str) -> bool:
 
 
 def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
-    """The greatest relative error of one correction on shifted log-probs."""
+    """Check one correction on shifted log-probs; return its greatest relative error."""
     errors = []
     seen = False
     for proof in proofs:

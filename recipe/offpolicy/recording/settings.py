@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem
-from ..correction.problem import remove, set_to, shown
+from ..correction.problem import format_value, remove, set_to
 from .files import MOST_REASONS, RecordingError
 from .run_info import foreign
 
@@ -83,7 +83,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         elif name in _WANTED and not _WANTED[name][0](value):
             yield _problem(key, value, f"expected {_WANTED[name][1]}.", "", set_to(key, known[name]))
         elif name in _WANTED and values.get("dir") is None and value != known[name]:
-            fix = f"Set {SECTION}.dir=PATH, or {key}={shown(known[name])}."
+            fix = f"Set {SECTION}.dir=PATH, or {key}={format_value(known[name])}."
             yield _problem(key, value, f"nothing is recorded without {SECTION}.dir.", fix, set_to(key, known[name]))
     directory = values.get("dir")
     if directory is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +14,7 @@ from ..batch import micro_batch as mb
 from ..batch.padding import dense
 from ..batch.plan import REWARD, UID
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.ratios import valid_tokens
+from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
 from .ranks import Place, place
@@ -58,10 +57,7 @@ def recorded(
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
             try:
-                seen = replace(
-                    _seen(settings, spec, batch, step, data),
-                    extensions={name: _of_extension(name, batch, data) for name in extensions},
-                )
+                seen = _seen(settings, spec, batch, step, data, extensions)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on
@@ -85,7 +81,12 @@ def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
 
 
 def _seen(
-    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage, data: TensorDict
+    settings: RecordSettings,
+    spec: CorrectionSpec,
+    batch: mb.MicroBatch,
+    step: StepStage,
+    data: TensorDict,
+    extensions: Collection[str],
 ) -> Seen:
     old_log_prob = mb.proximal(spec, batch)
     versions = batch.versions
@@ -97,12 +98,13 @@ def _seen(
         log_prob=batch.log_prob.detach(),
         advantages=batch.advantages,
         weight=step.weight,
-        valid=valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
+        valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
         uids=_uids(data),
         reward=_reward(data),
         versions=None if versions is None else (versions.oldest, versions.newest),
         prompts=_prompts(data, batch.responses.shape[1]) if settings.prompts else None,
+        extensions={name: _of_extension(name, batch, data) for name in extensions},
     )
 
 

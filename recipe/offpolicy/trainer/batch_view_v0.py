@@ -28,7 +28,9 @@ class DataProtoBatch:
         sent: gets the columns that go to the workers.
     """
 
-    def __init__(self, batch: DataProto, step: int, sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None):
+    def __init__(
+        self, batch: DataProto, step: int, sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None
+    ):
         self.batch = batch
         self.step = step
         self.silent: Tensor | None = None

@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 
 from ..correction import CorrectionSpec
-from ..correction.moving_bounds import path_of
+from ..correction.moving_bounds import format_part_path
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import Steering
 from ..monitor.mismatch.recent import RecentFloor
-from ..proof.gradient import each_alone
-from ..proof.rollout_checks import SampleWatch
+from ..proof.gradient import isolate_parts
+from ..proof.rollout_checks import RolloutChecker
 from ..proof.verify import LivenessError, verify, verify_update
 from ..worker.metrics import take_packets
 
@@ -52,7 +52,7 @@ class Supervision:
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
-        self._samples = SampleWatch(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
+        self._samples = RolloutChecker(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
         self._statistics: dict[str, float] = {}
@@ -73,17 +73,17 @@ class Supervision:
         """Look at the rollout ``rows``, which hold ``SAMPLED``, and remember it, before anything can touch it.
 
         Raises:
-            ArrivalError: its log-probs are missing or are none.
+            RolloutLogProbError: its log-probs are missing or are none.
         """
-        self._sampled_rows = self._samples.sampled(rows)
+        self._sampled_rows = self._samples.check_sampled(rows)
 
     def aligned(self, rows: TensorDict, uids: Sequence[str]) -> None:
-        """Hold the rollout's log-probs against the trainer's own, see ``sample_watch.SampleWatch.aligned``.
+        """Hold the rollout's log-probs against the trainer's own, see ``rollout_checks.RolloutChecker.check_aligned``.
 
         Raises:
             AlignmentError: they are off by one token or those of other rows.
         """
-        self._samples.aligned(rows, uids)
+        self._samples.check_aligned(rows, uids)
 
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
@@ -116,14 +116,14 @@ class Supervision:
             verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
         self._extensions.judge([packet.reports for packet in packets])
         if self.spec.proximal != "recompute":
-            self._samples.judge(packet.alignment for packet in packets)
+            self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
         self._step = merge_all([self._step, merged])
         measured = {name: statistic.value() for name, statistic in merged.items()}
         switched = self.steering.after_update(measured, merge_all(packet.histograms for packet in packets))
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
-        self._floor.take(merged)
+        self._floor.add(merged)
         return proved or switched
 
     def begin_step(self) -> None:
@@ -137,7 +137,7 @@ class Supervision:
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
         live = {f"live/{name}": value for name, value in self._live.items()}
-        return values | self._floor.shares(merged) | live | self._samples.metrics() | self.steering.metrics()
+        return values | self._floor.compute_shares(merged) | live | self._samples.metrics() | self.steering.metrics()
 
     def begin(self) -> None:
         """Forget the last update, so that one which goes past the correction is noticed."""
@@ -158,7 +158,7 @@ class Supervision:
             logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
             return
         logger.info(_sentence(self.spec, self._live))
-        if moving := ", ".join(map(path_of, self.steering.moving)):
+        if moving := ", ".join(map(format_part_path, self.steering.moving)):
             logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)
@@ -167,7 +167,7 @@ class Supervision:
 def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
     if spec.is_none:
         return "no correction is configured; statistics only."
-    parts = [name for name, _ in each_alone(spec)]
+    parts = [name for name, _ in isolate_parts(spec)]
     names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
     return (
         f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "

@@ -19,7 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from verl_patches import separate_async_logger
-from verl_patches.execution_path import V1_MODES
+from verl_patches.releases import V1_MODES
 from verl_patches.trainer_v1 import before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
@@ -29,7 +29,7 @@ from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import shadows_of, spec_of
 from ..preflight.old_log_prob import one_mini_batch
-from ..proof.rollout_checks import ALIGNED, SAMPLED, naming_missing
+from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
 from ..worker.loss import loss_of
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
@@ -89,7 +89,7 @@ class OffPolicyTrainer(SupervisedRun):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
         if self.supervision.wants_sampled:
-            with naming_missing():
+            with name_missing_column():
                 rows = _columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
         if self.extensions:
@@ -169,9 +169,7 @@ class OffPolicyTrainer(SupervisedRun):
     def _hand_over_loss(self) -> None:
         proving, moving = self.supervision.proving, self.supervision.steering.moving
         extensions = self.extensions.worker_halves()
-        loss = loss_of(
-            self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
-        )
+        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions)
         self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:

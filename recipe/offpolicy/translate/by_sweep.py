@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..correction.ratios import EXP_CLAMP, weight_dtype
-from ..correction.rows import Packed, Rows
+from ..correction.ratios import EXP_CLAMP, promote_weight_dtype
+from ..correction.rows import PackedRows, RowLayout
 from . import loops
 from .columns import COLUMNS, MEASURES, Columns, Kind, Measures, Numbers, Quantity, Truths
 
@@ -39,9 +39,9 @@ class SweptBatch:
 
     device = torch.device("cpu")
 
-    def __init__(self, rows: Rows, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+    def __init__(self, rows: RowLayout, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
         self._rows = rows
-        self._dtype = weight_dtype(old_log_prob, rollout_log_prob)
+        self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
@@ -86,7 +86,7 @@ class SweptBatch:
         return self._as_given(keep), gone
 
     def _as_given(self, tokens: Tensor) -> Tensor:
-        return self._rows.as_given(tokens.view(self._tensors[0].shape))
+        return self._rows.to_given_layout(tokens.view(self._tensors[0].shape))
 
     def _zeros(self, dtype: torch.dtype) -> NDArray[Any]:
         """(N,); memory that is never written to is never there, and most of it is padding."""
@@ -113,9 +113,9 @@ class SweptBatch:
         return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]
 
 
-def _offsets(rows: Rows, tokens: Tensor) -> NDArray[np.int64]:
+def _offsets(rows: RowLayout, tokens: Tensor) -> NDArray[np.int64]:
     """(B + 1,), where each row begins among flat tokens, and how many there are."""
-    if isinstance(rows, Packed):
+    if isinstance(rows, PackedRows):
         return rows.offsets.numpy().astype(np.int64, copy=False)
     return np.arange(rows.count + 1, dtype=np.int64) * tokens.shape[1]
 

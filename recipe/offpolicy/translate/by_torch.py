@@ -8,8 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..correction.ratios import divergence, excess, exp_clamped, log_ratio, valid_tokens, weight_dtype
-from ..correction.rows import Rows
+from ..correction.ratios import (
+    clamp_and_exp,
+    compute_excess,
+    compute_log_ratio,
+    divergence,
+    find_valid_tokens,
+    promote_weight_dtype,
+)
+from ..correction.rows import RowLayout
 from .columns import COLUMNS, MEASURES, Columns, Measures, Numbers, Quantity, Truths
 
 
@@ -22,19 +29,19 @@ class TorchBatch:
         response_mask: bool, integer or float 0/1.
     """
 
-    def __init__(self, rows: Rows, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+    def __init__(self, rows: RowLayout, old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
         old, rollout, mask = (rows.tokens(tensor) for tensor in (old_log_prob, rollout_log_prob, response_mask))
         self.device = old.device
         self._rows = rows
         self._log_probs = old, rollout
         self._mask = mask
-        self._valid = valid_tokens(mask, old, rollout)
-        self._log_rho = log_ratio(old, rollout, self._valid)
-        self._dtype = weight_dtype(old, rollout)
+        self._valid = find_valid_tokens(mask, old, rollout)
+        self._log_rho = compute_log_ratio(old, rollout, self._valid)
+        self._dtype = promote_weight_dtype(old, rollout)
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[Columns, Measures]:
         rows, valid = self._rows, self._valid
-        above, k2, k3 = excess(self._log_rho), divergence("k2", self._log_rho), divergence("k3", self._log_rho)
+        above, k2, k3 = compute_excess(self._log_rho), divergence("k2", self._log_rho), divergence("k3", self._log_rho)
         sums = [
             self._mask.bool().double(),
             valid.double(),
@@ -44,7 +51,7 @@ class TorchBatch:
             k3,
             above * (above + 2),
         ]
-        columns = [rows.sum(each) for each in sums] + [rows.greatest(each).clamp(min=0) for each in (k2, k3)]
+        columns = [rows.sum(each) for each in sums] + [rows.max(each).clamp(min=0) for each in (k2, k3)]
         measures = [column for quantity in quantities for column in self._measure(quantity)]
         # One transfer from the device for everything.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
@@ -52,10 +59,12 @@ class TorchBatch:
         return Columns.of(table[: len(COLUMNS)]), Measures.by_token(quantities, of_quantities)
 
     def token_weights(self, quantity: Quantity, factor: float) -> Tensor:
-        return self._rows.as_given(torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype))
+        return self._rows.to_given_layout(
+            torch.where(self._valid, self._values(quantity) / factor, 0.0).to(self._dtype)
+        )
 
     def row_weights(self, rows: Numbers) -> Tensor:
-        return self._rows.as_given(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
+        return self._rows.to_given_layout(torch.where(self._valid, self._by_token(rows), 0.0).to(self._dtype))
 
     def kept(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         keep = self._valid & ~self._by_token(rows)
@@ -63,11 +72,11 @@ class TorchBatch:
             above, below = self._outside(quantity)
             keep &= ~(above | below)
         mask = torch.where(keep, self._mask, torch.zeros_like(self._mask))
-        return self._rows.as_given(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
+        return self._rows.to_given_layout(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
         """What each row has, given to its tokens."""
-        return self._rows.beside(self._rows.column(torch.from_numpy(rows).to(self.device)))
+        return self._rows.broadcast(self._rows.to_column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
         rows, values, valid = self._rows, self._values(quantity), self._valid
@@ -76,15 +85,15 @@ class TorchBatch:
         above, below = self._outside(quantity)
         return [
             *(rows.sum(each) for each in (counted, counted.square(), deviation, deviation.square())),
-            -rows.greatest(torch.where(valid, -values, -math.inf)),
-            rows.greatest(torch.where(valid, values, -math.inf)),
+            -rows.max(torch.where(valid, -values, -math.inf)),
+            rows.max(torch.where(valid, values, -math.inf)),
             *(rows.sum((valid & outside).double()) for outside in (above, below)),
         ]
 
     def _values(self, quantity: Quantity) -> Tensor:
         if not quantity.is_weight:
             return divergence(quantity.kind, self._log_rho)
-        raw = exp_clamped(self._log_rho)
+        raw = clamp_and_exp(self._log_rho)
         if quantity.kind == "capped":
             return raw.clamp(max=quantity.bounds[1])
         if quantity.kind == "banded":

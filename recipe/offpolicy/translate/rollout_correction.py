@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..correction import SpecError
-from ..correction.dialects.verl import verl_rejections, verl_weight_bounds
+from ..correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ..correction.ratios import EXP_CLAMP
-from ..correction.rows import Rows, rows_of
+from ..correction.rows import RowLayout, detect_layout
 from .by_torch import TorchBatch
 from .columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
 from .metrics import Metrics, mismatch_metrics, rejection_metrics, total_rejection_metrics, weight_metrics
@@ -64,11 +64,11 @@ def verl_rollout_correction(
         ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
     """
     tensors = (old_log_prob, rollout_log_prob, response_mask)
-    rows = rows_of(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    rows = detect_layout(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     if rollout_is not in (None, "token", "sequence"):
         raise SpecError("no such choice.", "Set one of null, token, sequence.", key="rollout_is", value=rollout_is)
     weight = _weight(rollout_is_threshold) if rollout_is else None
-    options = verl_rejections(rollout_rs, rollout_rs_threshold, "")
+    options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
@@ -120,7 +120,7 @@ def verl_rollout_correction(
     return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _batch(rows: Rows, *tensors: Tensor) -> Batch:
+def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
     """Compiled loops where they can run; both give the same numbers."""
     if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
         from .by_sweep import SweptBatch
@@ -136,7 +136,7 @@ def _can_compile() -> bool:
 
 def _weight(threshold: str | float | None) -> Quantity:
     """The weight as it is applied. A cap has no lower bound; verl's metrics hold raw weights against its inverse."""
-    lower, upper = verl_weight_bounds(threshold, "rollout_is_threshold")
+    lower, upper = read_verl_weight_bounds(threshold, "rollout_is_threshold")
     floor = 1 / upper if lower is None else lower
     return Quantity("capped" if lower is None else "banded", math.log(floor), math.log(upper), (floor, upper))
 

@@ -73,9 +73,7 @@ def _loss_with_clipped_kl(
     log_prob = padded(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
-    aggregate = partial(
-        mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data
-    )
+    aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
     surrogate = clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {

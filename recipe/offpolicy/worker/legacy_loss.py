@@ -27,7 +27,7 @@ from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 from ..batch import micro_batch as mb
 from ..batch.plan import PLAN
 from ..correction import StepStage
-from ..correction.moving_bounds import with_bounds
+from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, clipped_kl
 from .loss import OffPolicyLoss
@@ -87,7 +87,7 @@ class LegacyLoss(OffPolicyLoss):
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
-            with_bounds(handover.spec, handover.plan.bounds),
+            replace_bounds(handover.spec, handover.plan.bounds),
             config,
             prove=handover.prove,
             shadows=handover.shadows,

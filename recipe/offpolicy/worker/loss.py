@@ -23,12 +23,12 @@ from verl.workers.utils.losses import ppo_loss
 
 from ..batch import micro_batch as mb
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.deferred import Reading, fetch
-from ..correction.moving_bounds import Side, bounds_of, fingerprint, with_bounds
+from ..correction.deferred import DeferredValue, fetch
+from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
 from ..extensions.extension import WorkerExtension
 from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove
-from ..proof.rollout_log_probs import zeros
+from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.settings import RecordSettings
 from ..recording.worker_hook import recorded
 from .kl_loss import BaseLoss, BoundLoss, with_clipped_kl
@@ -84,7 +84,7 @@ class OffPolicyLoss:
         self.shadows = dict(shadows or {})
         self.record = record
         self.moving = dict(moving or {})
-        self.fingerprint = fingerprint(spec, self.moving)
+        self.fingerprint = compute_fingerprint(spec, self.moving)
         self.ledger: Ledger | None = Ledger()
         self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
@@ -117,7 +117,7 @@ class OffPolicyLoss:
         else:
             batch = mb.read(model_output, data)
             if self.moving:
-                self.spec = with_bounds(self.spec, mb.bounds(batch, self.moving))
+                self.spec = replace_bounds(self.spec, mb.bounds(batch, self.moving))
             packet = self.packet_of(batch)
             loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
             if self.prove and torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class OffPolicyLoss:
 
     def packet_of(self, batch: mb.MicroBatch) -> Packet:
         """A packet that says what this micro-batch came with, and is going to say what it shows."""
-        packet = Packet(self.fingerprint, bounds=bounds_of(self.spec, self.moving))
+        packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             rows = replace(batch, log_prob=batch.log_prob.detach(), layout=None)
@@ -200,18 +200,18 @@ class OffPolicyLoss:
     def _decided(self, batch: mb.MicroBatch) -> StepStage:
         return mb.decide(self.spec, batch, measure="nothing")
 
-    def _guards(self, batch: mb.MicroBatch) -> list[Reading[None]]:
+    def _guards(self, batch: mb.MicroBatch) -> list[DeferredValue[None]]:
         guards = [_finite(batch)]
         if batch.counted is not None:
             guards.append(batch.counted)
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
-            guards.append(zeros(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
+            guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards
 
 
-def _finite(batch: mb.MicroBatch) -> Reading[None]:
+def _finite(batch: mb.MicroBatch) -> DeferredValue[None]:
     lost = [~torch.isfinite(t.detach()) & batch.response_mask for t in (batch.log_prob, batch.advantages)]
-    return Reading(torch.stack(lost).sum((1, 2)), _judge_finite)
+    return DeferredValue(torch.stack(lost).sum((1, 2)), _judge_finite)
 
 
 def _judge_finite(counts: list[int]) -> None:

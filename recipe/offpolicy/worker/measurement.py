@@ -18,12 +18,12 @@ from ..batch import micro_batch as mb
 from ..batch.checksums import row_hashes
 from ..batch.weight_versions import RowVersions, token_versions
 from ..correction import CorrectionSpec
-from ..correction.deferred import Reading, of_statistics
+from ..correction.deferred import DeferredValue, defer_statistics
 from ..correction.moving_bounds import Side
 from ..correction.proximal import OF_THE_TRAINER
 from ..monitor.bounds.histogram import measured
-from ..monitor.mismatch.statistics import attributed
-from ..proof.token_alignment import agreements
+from ..monitor.mismatch.share_statistics import defer_share_statistics
+from ..proof.token_alignment import count_agreements
 
 Name = Literal["statistics", "attribution", "histograms", "alignment", "rows"]
 
@@ -80,7 +80,7 @@ def together(observations: Sequence[Observation]) -> Observation:
 
 
 @torch.no_grad()
-def measure(observation: Observation) -> dict[Name, Reading[Any]]:
+def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     """All that is to be known of the rows, by the attribute of a packet that it belongs to."""
     batch, spec = observation.batch, observation.spec
     old_log_prob = mb.proximal(spec, batch)
@@ -92,15 +92,19 @@ def measure(observation: Observation) -> dict[Name, Reading[Any]]:
     }
     staleness = mb.staleness(batch)
     statistics, of_shadows = mb.decide_beside(spec, observation.shadows, batch)
-    readings: dict[Name, Reading[Any]] = {
-        "statistics": of_statistics(statistics | of_shadows),
-        "attribution": attributed(**policies, staleness=staleness if spec.proximal in OF_THE_TRAINER else None),
+    readings: dict[Name, DeferredValue[Any]] = {
+        "statistics": defer_statistics(statistics | of_shadows),
+        "attribution": defer_share_statistics(
+            **policies, staleness=staleness if spec.proximal in OF_THE_TRAINER else None
+        ),
     }
     if not observation.trained:
         return readings
-    readings["rows"] = Reading(row_hashes(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.checksums)
+    readings["rows"] = DeferredValue(
+        row_hashes(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.checksums
+    )
     if spec.proximal != "recompute":
-        readings["alignment"] = agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
+        readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
     if observation.moving:
         readings["histograms"] = measured(
             spec,

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..correction import Statistic
-from ..correction.deferred import Reading, fetch
+from ..correction.deferred import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
-from ..proof.token_alignment import Tally
+from ..proof.token_alignment import AlignmentTally
 from .measurement import Name, Observation, measure, together
 
 METRIC_KEY = "offpolicy"
@@ -53,14 +53,14 @@ class Packet:
     rows: list[int] = field(default_factory=list)
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     histograms: dict[str, Statistic] = field(default_factory=dict)
-    alignment: Tally | None = None
+    alignment: AlignmentTally | None = None
     proof: Proof | None = None
     reports: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ledger: Ledger | None = None
         self._observed: Observation | None = None
-        self._readings: list[dict[Name, Reading[Any]]] = []
+        self._readings: list[dict[Name, DeferredValue[Any]]] = []
 
     def settle(self) -> None:
         """Have everything on the host, of all packets that wait with this one."""

@@ -11,8 +11,9 @@ import pytest
 from recipe.offpolicy.doctor.bash.reader import Called
 from recipe.offpolicy.doctor.bash.script import read_script
 from recipe.offpolicy.doctor.bash.values import ScriptError, Unknown
+from tests.support.paths import ROOT
 
-RUN = Path(__file__).parents[3] / "recipe" / "offpolicy"
+RUN = ROOT / "recipe" / "offpolicy"
 ENVIRONMENT = {"HOME": "/home/me", "PATH": os.environ["PATH"], "GIVEN": "from outside", "EMPTY": ""}
 ARGUMENTS = ["one.a=1", "two words", "three"]
 

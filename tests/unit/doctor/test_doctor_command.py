@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytest.importorskip("verl")
 
-from applications import CONFIGS, NEEDED
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
 
 from recipe.offpolicy.doctor.bash.values import ScriptError
 from recipe.offpolicy.doctor.command import main
 from recipe.offpolicy.doctor.scripts import launch_of
+from tests.support.applications import CONFIGS, NEEDED
+from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +33,7 @@ VERL = "algorithm.rollout_correction"
 GSM_UPPER = "correction.masks.gsm.upper"
 PLAIN = ("--module", "verl.trainer.main_ppo")
 GIVEN = (f"{ROLLOUT}.name=vllm", *NEEDED)
-RUN = Path(__file__).parents[3] / "recipe" / "offpolicy"
+RUN = ROOT / "recipe" / "offpolicy"
 
 
 class Answer(NamedTuple):

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from applications import NEEDED, application, changed
-from corrections import GSM, opsm
-from doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
-from mended import with_overrides
 from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, judged
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from recipe.offpolicy.main_offpolicy import prepare
+from tests.support.applications import NEEDED, application, changed
+from tests.support.corrections import GSM, opsm
+from tests.support.doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
+from tests.support.mended import with_overrides
 
 pytestmark = pytest.mark.verl(">=0.9")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[3] / "recipe" / "offpolicy"
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "recipe" / "offpolicy"
 UNMENDED = {
     "analysis/calibration/": (10, "arguments of a tool, no launch"),
     "analysis/whatif/": (14, "arguments of a tool, no launch"),

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from applications import NEEDED, application, changed
-from corrections import opsm
-from doctor_cases import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
-from mended import with_overrides
 from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.doctor.diagnosis import judged
 from recipe.offpolicy.doctor.launch import OURS, Launch
+from tests.support.applications import NEEDED, application, changed
+from tests.support.corrections import opsm
+from tests.support.doctor_cases import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
+from tests.support.mended import with_overrides
 
-pytestmark = pytest.mark.verl(">=0.9")
+pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.slow]
 
 Changes = dict[str, Any]
 OPSM: Changes = {"correction.masks": {"opsm": opsm(0.1)}}

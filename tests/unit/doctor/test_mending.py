@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, opsm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from tests.support.corrections import GSM, TIS, opsm
+from tests.support.examples import at_most
+from tests.support.mended import with_overrides
 
 MOST_PASTES = 12
 VALUES = st.sampled_from([None, "???", "x", True, -1.0, 0, 0.3, 0.99, 1, 1.01, 2.0, 50.0, 1e30, float("inf"), "0.5"])
@@ -199,14 +200,14 @@ def test_a_level_is_not_guessed(mapping: dict[str, Any]) -> None:
     assert problem.fix.endswith(".level=token, sequence, turn or version.")
 
 
-@settings(max_examples=400)
+@settings(max_examples=at_most(400))
 @given(one=MASKS)
 def test_any_mask_is_mended(one: dict[str, Any]) -> None:
     spec, _ = mended({"masks": {"it": one}})
     assert isinstance(dict(spec.masks)["it"], MaskSpec)
 
 
-@settings(max_examples=300)
+@settings(max_examples=at_most(300))
 @given(weight=OF_WEIGHT)
 def test_any_weight_is_mended(weight: dict[str, Any]) -> None:
     spec, _ = mended({"weight": weight})

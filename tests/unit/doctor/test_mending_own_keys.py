@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from applications import NEEDED, application, changed
-from corrections import GSM
-from mended import with_overrides
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight.checks import spec_of
 from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
 from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from tests.support.applications import NEEDED, application, changed
+from tests.support.corrections import GSM
+from tests.support.mended import with_overrides
 
 pytestmark = pytest.mark.verl(">=0.9")
 

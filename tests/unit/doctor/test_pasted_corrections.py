@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, opsm
-from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
-from recipe.offpolicy.correction.dialects.verl import verl_rejections
+from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
 from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
 from recipe.offpolicy.recording.settings import problems
+from tests.support.corrections import GSM, TIS, opsm
+from tests.support.mended import with_overrides
 
 WEIGHT = "correction.weight"
 MASK = "correction.masks.gsm"
@@ -96,7 +96,7 @@ def test_bounds_that_cross_keep_what_is_beside_the_value() -> None:
 
 def test_a_value_in_quotes_keeps_both() -> None:
     with pytest.raises(SpecError) as caught:
-        verl_rejections("seq_mean_k1", None, "")
+        read_verl_rejections("seq_mean_k1", None, "")
     problem = caught.value.problem
     assert (problem.key, problem.value, problem.beside) == ("rollout_rs_threshold", None, {"rollout_rs": "seq_mean_k1"})
     assert problem.cause == "with rollout_rs=seq_mean_k1: nothing is rejected."

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mended import with_overrides
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.verl_keys.former_names import former_names
 from recipe.offpolicy.preflight.verl_keys.router_replay import router_replay
+from tests.support.mended import with_overrides
 from verl_patches.execution_path import LivePath
 
 ACTOR = "actor_rollout_ref.actor"

@@ -18,6 +18,7 @@ SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *trainer_v1.SEAMS]
 HERE = [seam for seam in SEAMS if seam.covers(installed_release("verl") or "0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seam", HERE, ids=lambda seam: seam.name)
 def test_every_seam_of_this_release_is_seen_in_the_source(seam: Contract) -> None:
     assert holds_in_source(seam)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nudge import Nudge
 from torch import Tensor
 from verl import DataProto
 
@@ -17,6 +16,7 @@ from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from tests.support.nudge import Nudge
 
 LENGTHS = (3, 1, 2)
 SCORES = (1.0, 0.0, 3.0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from applications import NEEDED, application
-from nudge import Nudge
 
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
 from recipe.offpolicy.doctor.launch import OURS, Launch
@@ -12,8 +10,10 @@ from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.registry import KEY, load_extensions, registered
 from recipe.offpolicy.preflight import old_log_prob
 from recipe.offpolicy.preflight.examination import Preflight, examine
+from tests.support.applications import NEEDED, application
+from tests.support.nudge import Nudge
 
-ON = (f"{KEY}.one=nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=nudge:Nudge", "+two.tilt=1")
+ON = (f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=tests.support.nudge:Nudge", "+two.tilt=1")
 ONE_STEP = ("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
 
 
@@ -34,7 +34,7 @@ def keys(found: Preflight) -> list[str]:
 
 def test_sections_that_hold_keys_are_on_in_the_order_of_the_table() -> None:
     with application(*(f"++{each}" if each.startswith(KEY) else each for each in ON), "+off=null") as config:
-        assert registered(config) == {"one": "nudge:Nudge", "two": "nudge:Nudge"}
+        assert registered(config) == {"one": "tests.support.nudge:Nudge", "two": "tests.support.nudge:Nudge"}
         one, two = load_extensions(config)
     assert isinstance(one, Nudge)
     assert (one.section, one.settings["bonus"], two.section, two.settings["tilt"]) == ("one", 0.5, "two", 1)
@@ -50,7 +50,7 @@ def test_the_headline_names_what_is_on(correction: str) -> None:
 
 
 def test_what_configure_sets_is_set_and_said() -> None:
-    with application(f"++{KEY}.one=nudge:Nudge", "+one.experiment_name=nudged", *NEEDED) as config:
+    with application(f"++{KEY}.one=tests.support.nudge:Nudge", "+one.experiment_name=nudged", *NEEDED) as config:
         found = examine(config, [])
         assert config.trainer.experiment_name == "nudged"
     assert "one: trainer.experiment_name is nudged." in found.said
@@ -60,12 +60,12 @@ def test_what_configure_sets_is_set_and_said() -> None:
     ("overrides", "key", "said"),
     [
         ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
-        ([f"{KEY}.one=nudge:Nudge"], f"{KEY}.one", "off"),
-        ([f"{KEY}.one=nudge:Nudge", "+one=3"], "one", "holds no keys"),
-        ([f"{KEY}.one=nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
-        ([f"{KEY}.one=nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
+        ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+        ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
         ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
@@ -84,7 +84,7 @@ def test_a_reader_of_pi_old_makes_auto_a_recompute() -> None:
     with application("correction=opsm_slime", *ONE_STEP, *NEEDED) as config:
         assert old_log_prob.choose(config).proximal in ("reuse", "recompute")
     for reads, expected in ((False, "reuse"), (True, "recompute")):
-        given = [f"++{KEY}.one=nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token", *ONE_STEP]
+        given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token", *ONE_STEP]
         with application(*given, *NEEDED) as config:
             reasons = [*old_log_prob._read_before_the_loss(config)]
         assert (reasons == ["the extension one reads it"]) == (expected == "recompute")
@@ -95,7 +95,7 @@ def diagnosed(*arguments: str) -> Diagnosis:
 
 
 def test_the_doctor_has_a_row_for_each() -> None:
-    found = diagnosed("correction=tis_token", f"{KEY}.one=nudge:Nudge", "+one={bonus: 0, tilt: 0}")
+    found = diagnosed("correction=tis_token", f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}")
     verdicts = {row.name: row.verdict for row in found.rows}
     assert verdicts == {"weight": "LIVE", "one": "INERT"}
     assert found.status == 1

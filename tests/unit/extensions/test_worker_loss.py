@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import training_worker as tw
-from corrections import TIS
-from nudge import NudgeWorker
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -23,6 +20,9 @@ from recipe.offpolicy.proof.verify import LivenessError, verify
 from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, handover
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
+from tests.support import training_worker as tw
+from tests.support.corrections import TIS
+from tests.support.nudge import NudgeWorker
 
 CORRECTIONS = {"none": CorrectionSpec(), "tis": CorrectionSpec.from_mapping({"weight": TIS})}
 COLUMN = "offpolicy_nudge"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from recipe.offpolicy.fault_tolerance.checkpoints import before_loading
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.histogram import measured
+from tests.support.paths import ROOT
 
-FOLDERS = Path(__file__).parents[2] / "data" / "checkpoints"
+FOLDERS = ROOT / "tests" / "data" / "checkpoints"
 TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 GSM = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.99, "upper": 1.01, "when": "any"}
 CONFIGURED = CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.pack import Seen, pack, turns, unpack
+from tests.support.examples import at_most
 
 MASK = torch.tensor(
     [
@@ -154,7 +155,7 @@ def test_nothing_of_the_graph_is_kept() -> None:
     assert not pack(seen(log_prob=log_prob * 2)).buffer.requires_grad
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(st.data())
 def test_packing_is_cutting_out_by_hand(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))

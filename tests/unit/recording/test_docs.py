@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from recordings import drawn_rows, record
 
 from recipe.offpolicy.recording.files import LARGEST
 from recipe.offpolicy.recording.recorder import Counters
 from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, markdown
 from recipe.offpolicy.recording.time_budget import FIRST, MOST_TIME
+from tests.support.paths import ROOT
+from tests.support.recordings import drawn_rows, record
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "recording.md").read_text()
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recordings import drawn_rows, same
 
 from recipe.offpolicy.recording import RecordingError, Rows, concatenated
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import OverLimit, read, to_table, write
 from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY
+from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
 REASONS = ("masks.gsm", "weight")

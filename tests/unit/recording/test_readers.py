@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
-from recordings import drawn_rows, record
 
 from recipe.offpolicy.recording import Rows, concatenated
 from recipe.offpolicy.recording.schema import ROW_COLUMNS, SCHEMA, TOKEN_COLUMNS
+from tests.support.recordings import drawn_rows, record
 
 PARTS = (
     drawn_rows([3, 6, 1], step=1, rejected_by=np.array([0, 1, 3] + [0] * 6 + [2**31], dtype=np.uint32)),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorder_clock import Clock
 
 from recipe.offpolicy.batch.plan import UpdateRows
 from recipe.offpolicy.recording import Recording, files
@@ -21,6 +20,7 @@ from recipe.offpolicy.recording import writer as writer_module
 from recipe.offpolicy.recording.pack import Packed, Seen, pack
 from recipe.offpolicy.recording.recorder import Recorder
 from recipe.offpolicy.recording.settings import RecordSettings
+from tests.support.recorder_clock import Clock
 
 UPDATE = UpdateRows(ranks=1, rows=4, mini_batch_rows=2)
 SPEC: dict[str, Any] = {"masks": {}}

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recordings import NONE, drawn_rows, record, same
 
 from recipe.offpolicy.recording import Recording, RecordingError, concatenated
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name, step_of, update_of
+from tests.support.recordings import NONE, drawn_rows, record, same
 
 FIRST, SECOND, LATER = drawn_rows([2, 3]), drawn_rows([4], rank=1, seed=1), drawn_rows([1], step=12, seed=2)
 

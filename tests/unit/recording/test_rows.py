@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recordings import drawn_rows, same
 
 from recipe.offpolicy.recording import Rows, concatenated
+from tests.support.recordings import drawn_rows, same
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
-from recordings import drawn_rows, record
 
 from recipe.offpolicy.batch.plan import Dealing, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
@@ -23,6 +22,7 @@ from recipe.offpolicy.recording.run import POLL, RunRecord
 from recipe.offpolicy.recording.run_info import card_of
 from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.writer import Item, StepWriter
+from tests.support.recordings import drawn_rows, record
 
 SPEC = CorrectionSpec.from_mapping({"masks": {"opsm": {
     "ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}}})  # fmt: skip

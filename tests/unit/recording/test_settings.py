@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corrections import GSM, TIS, spec
 from omegaconf import DictConfig, OmegaConf
-from recordings import drawn_rows, record
 
 from recipe.offpolicy.recording.files import MOST_REASONS
 from recipe.offpolicy.recording.settings import FOREIGN, RecordSettings, problems, resolve_dir, too_many_parts
+from tests.support.corrections import GSM, TIS, spec
+from tests.support.paths import ROOT
+from tests.support.recordings import drawn_rows, record
 
-DEFAULTS = OmegaConf.load(Path(__file__).parents[3] / "configs" / "offpolicy_base.yaml").offpolicy.record
+DEFAULTS = OmegaConf.load(ROOT / "configs" / "offpolicy_base.yaml").offpolicy.record
 
 
 def config(tmp_path: Path, *, mu: bool = True, resume: str = "auto", **values: Any) -> DictConfig:

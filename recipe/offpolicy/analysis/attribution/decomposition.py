@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.shares import RECENT, Floor, Shares, choose_floor, floor_of, shares
-from ...monitor.mismatch.sums import COLUMNS, sums_by_row
+from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
+from ...monitor.mismatch.sums import COLUMNS, compute_sums_by_row
 from ...recording import Rows
 
 REPLICATES: Final = 400
@@ -65,14 +65,16 @@ class OfVersion:
 
 
 def row_sums(rows: Rows) -> Array:
-    """``sums.sums_by_row`` of recorded rows: (N, *SHAPE)."""
+    """``sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
     parts = []
     for start in range(0, max(len(rows), 1), at_once):
         some = rows.take(np.arange(start, min(start + at_once, len(rows))))
         columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob")
-        parts.append(sums_by_row(**columns, staleness=torch.from_numpy(some.staleness.astype(np.int64))).numpy())
+        parts.append(
+            compute_sums_by_row(**columns, staleness=torch.from_numpy(some.staleness.astype(np.int64))).numpy()
+        )
     return np.concatenate(parts)
 
 
@@ -85,7 +87,7 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
     """
     together = sums.sum(0)
     floor, source = choose_floor(together, earlier)
-    of_variance, of_kl = shares(together, floor)
+    of_variance, of_kl = compute_shares(together, floor)
     return Decomposition(
         tokens=int(together[..., _N].sum()),
         variance=of_variance,
@@ -142,11 +144,11 @@ def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
         sums: (N, *SHAPE).
         staleness: (N,).
     """
-    floor = floor_of(sums.sum(0))
+    floor = estimate_floor(sums.sum(0))
     return [_of_version(int(age), sums[staleness == age], floor) for age in np.unique(staleness)]
 
 
-def _of_version(age: int, sums: Array, floor: Floor | None) -> OfVersion:
+def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
     whole = sums.sum((0, 1, 2))
     count = max(float(whole[_N]), 1.0)
     mean = whole[_G] / count
@@ -168,7 +170,7 @@ def _of_version(age: int, sums: Array, floor: Floor | None) -> OfVersion:
     )
 
 
-def _intervals(sums: Array, floor: Floor | None, seed: int) -> dict[str, Interval]:
+def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
     """Percentiles of the shares over resampled rows; the floor is resampled with them where it is their own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
@@ -176,7 +178,7 @@ def _intervals(sums: Array, floor: Floor | None, seed: int) -> dict[str, Interva
     drawn: dict[str, list[float]] = {}
     for _ in range(REPLICATES):
         counts = np.bincount(rng.integers(rows, size=rows), minlength=rows).astype(np.float64)
-        for name, part in zip(("variance", "kl"), shares(counts @ flat, floor), strict=True):
+        for name, part in zip(("variance", "kl"), compute_shares(counts @ flat, floor), strict=True):
             for key in ("rollout", "backend", "staleness", "drift"):
                 value = getattr(part, key)
                 if value is not None and np.isfinite(value):

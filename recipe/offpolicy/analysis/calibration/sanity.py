@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...correction import MaskSpec, reach
+from ...correction import MaskSpec, bound_limits
 from ...correction.ratios import EXP_CLAMP
 from .parts import Part
 
@@ -17,7 +17,9 @@ def furthest(part: Part) -> float:
     spec = part.spec
     if not isinstance(spec, MaskSpec):
         return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
-    return 1.0 if spec.aggregate == "binary_tv" else reach.furthest(spec)  # a difference of probabilities
+    return (
+        1.0 if spec.aggregate == "binary_tv" else bound_limits.compute_proposal_limit(spec)
+    )  # a difference of probabilities
 
 
 def absurd(part: Part, radius: float) -> str:

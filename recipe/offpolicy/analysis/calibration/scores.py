@@ -14,9 +14,9 @@ from torch import Tensor
 from ...correction import CorrectionSpec, MaskSpec, SpecError
 from ...correction.aggregates import extremes
 from ...correction.masks import applies
-from ...correction.ratios import log_ratio, valid_tokens
-from ...correction.units import units_of
-from ...correction.weights import log_weight
+from ...correction.ratios import compute_log_ratio, find_valid_tokens
+from ...correction.units import partition_units
+from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
 from ...recording.pi_old import trainers_pi_old
 from ..whatif.blocks import Block, blocks
@@ -140,8 +140,8 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
     mu, pi = block.rollout_log_prob, block.log_prob
     # No bound can be read off a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
-    valid = valid_tokens(block.mask, *compared)
-    log_rho, log_r = log_ratio(old, mu, valid), log_ratio(pi, old, valid)
+    valid = find_valid_tokens(block.mask, *compared)
+    log_rho, log_r = compute_log_ratio(old, mu, valid), compute_log_ratio(pi, old, valid)
     # The sum in which step_stage forms it, so that both give the same float32.
     value, above, below = {
         "rollout": (log_rho, old, mu),
@@ -149,12 +149,12 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
         "ppo": (log_r, pi, old),
     }[part.spec.ratio]
     ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
-    units = units_of(part.spec.level, valid, ids)
+    units = partition_units(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
         low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
         looked = applies(part.spec, block.advantages, valid)
     else:
-        low = high = log_weight(part.spec, value, units)
+        low = high = compute_log_weight(part.spec, value, units)
         looked = torch.ones_like(valid[:, :1])
     if part.share_of == "tokens":
         low, high = units.spread(low), units.spread(high)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...correction.ratios import exp_clamped
+from ...correction.ratios import clamp_and_exp
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BaseLoss:
         """
         if self.name == "gpg":
             return torch.ones_like(log_ratio)
-        ratio = exp_clamped(log_ratio)
+        ratio = clamp_and_exp(log_ratio)
         clipped = torch.zeros_like(ratio, dtype=torch.bool)
         if self.high is not None:
             clipped |= (advantages > 0) & (ratio > 1 + self.high)

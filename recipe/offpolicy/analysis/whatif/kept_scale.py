@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...correction.denominator import HAS_DENOMINATOR, scale_of_counts
+from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
 from ...recording import Rows
 
 
@@ -54,7 +54,7 @@ class Counts:
         return ""
 
     def scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The factor of each row: (N,) float64; see ``correction.denominator.scale_of_counts``.
+        """The factor of each row: (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
 
         Args:
             rows: of which nothing is ``unknown``.
@@ -63,7 +63,7 @@ class Counts:
         assert self.mode is not None, "nothing is unknown"
         assert self.mini_batch_rows is not None, "nothing is unknown"
         _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
-        return scale_of_counts(
+        return compute_scale_of_counts(
             self.mode,
             tokens=torch.from_numpy(rows.length.astype(np.float64)),
             kept=torch.from_numpy(kept),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...correction import CorrectionSpec
 from ...correction.catalogue import BUCKETS, SIGNS, STALENESS
-from ...correction.ratios import EXP_CLAMP, exp_clamped, log_ratio, valid_tokens
+from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, find_valid_tokens
 from ...recording import Rows
 from .base_loss import BaseLoss
 from .blocks import Block
@@ -126,16 +126,16 @@ class Judged:
 def judged(block: Block, base_loss: BaseLoss) -> Judged:
     """What the corrections of a block are measured against."""
     log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
-    counted = valid_tokens(block.mask, *log_probs, block.advantages)
-    full = log_ratio(block.log_prob, block.rollout_log_prob, counted)
+    counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
+    full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
     advantages = torch.where(counted, block.advantages, 0.0).double()
     return Judged(
         block=block,
         counted=counted.double(),
         advantages=advantages,
         base_loss=base_loss,
-        base_factor=base_loss.factor(log_ratio(block.log_prob, block.old_log_prob, counted), advantages),
-        references={"token": exp_clamped(full), "sequence": exp_clamped(full.sum(-1, keepdim=True))},
+        base_factor=base_loss.factor(compute_log_ratio(block.log_prob, block.old_log_prob, counted), advantages),
+        references={"token": clamp_and_exp(full), "sequence": clamp_and_exp(full.sum(-1, keepdim=True))},
         mismatch=torch.expm1(full.clamp(-EXP_CLAMP, EXP_CLAMP)) - full,
     )
 
@@ -153,7 +153,7 @@ def gradient_weight(spec: CorrectionSpec, by: Decided, of: Judged, scale: NDArra
         return applied
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
-    log_r = log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
+    log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
     return applied * of.base_loss.factor(log_r, of.advantages)
 
 

@@ -1,4 +1,4 @@
-"""Reading another framework's keys: values or defaults, with messages in its own names."""
+"""Readers of another framework's keys, with its defaults and error messages in its own names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from ..ratios import EXP_CLAMP
 from ..validation import known_keys, number
 
 
-def read(
+def read_options(
     source: Mapping[str, Any] | Any, defaults: Mapping[str, Any], where: str, ignored: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Values of all keys of ``defaults``, from a mapping or from the attributes of an object."""
+    """Read the values of all keys of ``defaults`` from a mapping, or from the attributes of an object.
+
+    Example:
+        >>> read_options({"cap": 3.0}, {"cap": 2.0, "level": None}, "tis")
+        {'cap': 3.0, 'level': None}
+    """
     if isinstance(source, Mapping):
         known_keys(source, {*defaults, *ignored}, where)
         return {**defaults, **{key: source[key] for key in defaults if key in source}}
@@ -23,7 +28,13 @@ def read(
     return {key: getattr(source, key, default) for key, default in defaults.items()}
 
 
-def one_of(value: Any, options: Iterable[str], key: str, *, optional: bool = True) -> str | None:
+def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool = True) -> str | None:
+    """Read a choice among ``options``, or None where it is optional.
+
+    Example:
+        >>> read_choice("token", ("token", "sequence"), "tis.level")
+        'token'
+    """
     if value is None and optional:
         return None
     if value not in options:
@@ -32,8 +43,13 @@ def one_of(value: Any, options: Iterable[str], key: str, *, optional: bool = Tru
     return str(value)
 
 
-def ratio(value: Any, key: str) -> float | None:
-    """A bound on a ratio that a log-ratio clamped to +-20 nats can reach."""
+def read_ratio_bound(value: Any, key: str) -> float | None:
+    """Read a bound on a ratio, which must lie where a log-ratio clamped to +-20 nats can reach it.
+
+    Example:
+        >>> read_ratio_bound(2, "tis.cap")
+        2.0
+    """
     bound = number(value, key)
     if bound is None:
         return None
@@ -50,8 +66,14 @@ def ratio(value: Any, key: str) -> float | None:
     return bound
 
 
-def mask(
+def build_mask(
     level: str, aggregate: str, lower: float | None, upper: float | None, ratio: str = "rollout"
 ) -> dict[str, Any]:
+    """Build the plain values of a mask that acts for advantages of either sign.
+
+    Example:
+        >>> build_mask("token", "product", 0.5, 2.0)["when"]
+        'any'
+    """
     bounds = {"lower": lower, "upper": upper}
     return {"ratio": ratio, "level": level, "aggregate": aggregate, "when": "any", **bounds}

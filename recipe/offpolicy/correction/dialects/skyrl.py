@@ -1,4 +1,4 @@
-"""SkyRL's ``off_policy_correction``, said in our keys."""
+"""Converter of SkyRL's ``off_policy_correction``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
-from .mapping import mask, one_of, ratio, read
+from .mapping import build_mask, read_choice, read_options, read_ratio_bound
 
 _SKYRL_DEFAULTS: Final[dict[str, Any]] = {
     "tis_ratio_type": None,
@@ -24,8 +24,8 @@ _SKYRL_DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """The correction that SkyRL's ``trainer.algorithm.off_policy_correction`` describes.
+def convert_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """Convert SkyRL's ``trainer.algorithm.off_policy_correction`` to our plain values.
 
     SkyRL lets a token mask act before anything that looks at whole sequences; where both are there, ``skyrl_compat``
     reproduces that order. Its outlier mask takes whole rows, so that acting first changes nothing.
@@ -35,10 +35,18 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
 
     Raises:
         SpecError: unknown keys and malformed values; one token threshold without the other, which SkyRL ignores.
+
+    Example:
+        >>> convert_skyrl({"tis_ratio_type": "token"})["weight"]
+        {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
     """
     where = "off_policy_correction"
-    values = read(mapping, _SKYRL_DEFAULTS, where)
-    bounds = {key: ratio(values[key], f"{where}.{key}") for key in _SKYRL_DEFAULTS if "_high" in key or "_low" in key}
+    values = read_options(mapping, _SKYRL_DEFAULTS, where)
+    bounds = {
+        key: read_ratio_bound(values[key], f"{where}.{key}")
+        for key in _SKYRL_DEFAULTS
+        if "_high" in key or "_low" in key
+    }
 
     def band(stem: str, *, half_open: bool = False) -> tuple[float | None, float | None]:
         low, high = f"{stem}_low", f"{stem}_high"
@@ -63,7 +71,7 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
         return lower, upper
 
     weight: dict[str, Any] | None = None
-    level = one_of(values["tis_ratio_type"], ("token", "sequence"), f"{where}.tis_ratio_type")
+    level = read_choice(values["tis_ratio_type"], ("token", "sequence"), f"{where}.tis_ratio_type")
     if level is not None:
         cap = f"{level}_tis_ratio_clip_high"
         if bounds[cap] is None:
@@ -77,13 +85,13 @@ def plain_from_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
 
     masks: dict[str, Any] = {}
     if _any_set(bounds, "outlier_token_is_threshold"):
-        masks["outlier"] = mask("sequence", "any", *band("outlier_token_is_threshold", half_open=True))
+        masks["outlier"] = build_mask("sequence", "any", *band("outlier_token_is_threshold", half_open=True))
     if _any_set(bounds, "token_mask_is_threshold"):
-        masks["token"] = mask("token", "product", *band("token_mask_is_threshold"))
-    metric = one_of(values["sequence_mask_metric"], ("geometric", "product"), f"{where}.sequence_mask_metric")
+        masks["token"] = build_mask("token", "product", *band("token_mask_is_threshold"))
+    metric = read_choice(values["sequence_mask_metric"], ("geometric", "product"), f"{where}.sequence_mask_metric")
     if metric is not None:
         stem = "geo_mask" if metric == "geometric" else "product_mask"
-        masks[metric] = mask("sequence", metric, *band(stem))
+        masks[metric] = build_mask("sequence", metric, *band(stem))
     by_sequence = metric is not None or level == "sequence"
     return {"weight": weight, "masks": masks, "skyrl_compat": "token" in masks and by_sequence}
 

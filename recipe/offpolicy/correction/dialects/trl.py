@@ -1,4 +1,4 @@
-"""What TRL's ``GRPOConfig`` says of the sampling engine, said in our keys."""
+"""Converter of the fields of TRL's ``GRPOConfig`` about the sampling engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
 from ..validation import number, truth
-from .mapping import one_of, ratio, read
+from .mapping import read_choice, read_options, read_ratio_bound
 
 _TRL_DEFAULTS: Final[dict[str, Any]] = {
     "vllm_importance_sampling_correction": True,
@@ -20,8 +20,8 @@ _TRL_DEFAULTS: Final[dict[str, Any]] = {
 _TRL_MODES: Final = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-def plain_from_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """The correction that the fields of TRL's ``GRPOConfig`` about the sampling engine describe.
+def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """Convert the fields of TRL's ``GRPOConfig`` about the sampling engine to our plain values.
 
     TRL's ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
     sequence masking on pi / mu with the sign of the row's advantage. TRL uses the first four keys with
@@ -32,12 +32,16 @@ def plain_from_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
 
     Raises:
         SpecError: unknown keys and malformed values, and bounds that no weight can reach.
+
+    Example:
+        >>> convert_trl({})["weight"]  # TRL's defaults
+        {'level': 'sequence', 'kind': 'reject', 'lower': None, 'upper': 3.0}
     """
     where, stem = "GRPOConfig", "vllm_importance_sampling"
-    values = read(mapping, _TRL_DEFAULTS, where)
+    values = read_options(mapping, _TRL_DEFAULTS, where)
     key = f"{where}.{stem}"
-    lower, upper = (ratio(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
-    mode = one_of(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)
+    lower, upper = (read_ratio_bound(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
+    mode = read_choice(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)
     if lower is not None and upper is not None and lower > upper:
         beside = {f"{key}_clip_max": upper}
         raise SpecError("nothing lies between.", "Swap them.", key=f"{key}_clip_min", value=lower, beside=beside)

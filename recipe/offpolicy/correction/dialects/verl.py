@@ -1,4 +1,4 @@
-"""verl's ``algorithm.rollout_correction``, said in our keys."""
+"""Converter of verl's ``algorithm.rollout_correction``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import number, truth
-from .mapping import mask, one_of, ratio, read
+from .mapping import build_mask, read_choice, read_options, read_ratio_bound
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,
@@ -39,8 +39,8 @@ _YAML_UNDERSCORE: Final = (
 )
 
 
-def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
-    """The correction that verl's ``algorithm.rollout_correction`` describes.
+def convert_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
+    """Convert verl's ``algorithm.rollout_correction`` to our plain values.
 
     * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
     * With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` takes its weights for
@@ -55,13 +55,18 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
 
     Raises:
         SpecError: unknown keys, malformed values, what verl would ignore, and normalisation of weights on pi / mu.
+
+    Example:
+        >>> plain = convert_verl({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"})
+        >>> plain["masks"]["seq_mean_k1"]["aggregate"], plain["masks"]["seq_mean_k1"]["upper"], plain["proximal"]
+        ('geometric', 2.0, 'recompute')
     """
     where = "rollout_correction"
-    values = read({} if mapping is None else mapping, VERL_DEFAULTS, where, ignored={"_target_"})
+    values = read_options({} if mapping is None else mapping, VERL_DEFAULTS, where, ignored={"_target_"})
     bypass = truth(values, "bypass_mode", where)
     normalize = truth(values, "rollout_is_batch_normalize", where)
-    loss_type = one_of(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
-    level = one_of(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
+    loss_type = read_choice(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
+    level = read_choice(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
     if loss_type == "reinforce" and not bypass:
         raise SpecError(
             "verl reads loss_type in bypass mode alone.",
@@ -82,7 +87,7 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
     weight: dict[str, Any] | None = None
     if level is not None:
         lower: float | None
-        lower, upper = verl_weight_bounds(values["rollout_is_threshold"], f"{where}.rollout_is_threshold")
+        lower, upper = read_verl_weight_bounds(values["rollout_is_threshold"], f"{where}.rollout_is_threshold")
         if not bypass or loss_type == "reinforce":
             if normalize and bypass:
                 raise SpecError(
@@ -102,23 +107,29 @@ def plain_from_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
                 "normalize": normalize,
             }
     masks: dict[str, Any] = {}
-    options = verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
+    options = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
     for option, (lower, upper) in options.items():
         unit, aggregate = _VERL_REJECTIONS[option]
         # The name becomes part of a metric, which must not hold "max".
-        masks[option.replace("max", "largest")] = mask(unit, aggregate, lower, upper, ratio)
+        masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
     proximal = "bypass" if bypass else "recompute"
     return {"weight": weight, "masks": masks, "proximal": proximal}
 
 
-def verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
-    """Bounds that verl's ``rollout_is_threshold`` puts on a weight: a cap, or "lo_hi" outside of which it is 0.
+def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
+    """Read verl's ``rollout_is_threshold`` as bounds on a weight: a cap, or "lo_hi" outside of which it is 0.
 
     Returns:
         (lower, upper); lower is None for a cap.
 
     Raises:
         SpecError: malformed, missing, or beyond the clamp of +-20 nats.
+
+    Example:
+        >>> read_verl_weight_bounds(2.0, "rollout_is_threshold")
+        (None, 2.0)
+        >>> read_verl_weight_bounds("0.5_2.0", "rollout_is_threshold")
+        (0.5, 2.0)
     """
     if threshold is None:
         raise SpecError("verl leaves out a weight without a threshold.", key=key, mend={key: 2.0})
@@ -131,11 +142,11 @@ def verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, float]:
             value=threshold,
             mend={key: 2.0},
         )
-    return ratio(lower, key), _finite(ratio(upper, key))
+    return read_ratio_bound(lower, key), _finite(read_ratio_bound(upper, key))
 
 
-def verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, tuple[float | None, float]]:
-    """verl's rejection options in the order given, each with its bounds.
+def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, tuple[float | None, float]]:
+    """Read verl's rejection options in the order given, each with its bounds.
 
     Args:
         rollout_rs: None, or options separated by commas; repeated ones count once.
@@ -148,6 +159,10 @@ def verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[str, t
 
     Raises:
         SpecError: unknown options, malformed or missing thresholds.
+
+    Example:
+        >>> read_verl_rejections("token_k1,seq_mean_k3", "0.5_4.0,0.01", "")  # token_k1: mu / pi_old in [0.5, 4]
+        {'token_k1': (0.25, 2.0), 'seq_mean_k3': (None, 0.01)}
     """
     rs, ts = f"{prefix}rollout_rs", f"{prefix}rollout_rs_threshold"
     if rollout_rs is None:
@@ -213,7 +228,7 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
 
 
 def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
-    """A number, or a string "upper" or "lower_upper", all positive."""
+    """Read a number, or a string "upper" or "lower_upper", all positive."""
     if not isinstance(threshold, str):
         return None, _positive(_finite(number(threshold, key)), threshold, key)
     try:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...correction import Statistic, WeightSpec
 from ...correction.moving_bounds import WEIGHT
-from ...correction.ratios import EXP_CLAMP, excess, exp_clamped
+from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_excess
 from ...correction.units import Units
-from ...correction.weights import log_weight
+from ...correction.weights import compute_log_weight
 
 _PER_DECADE: Final = 64
 _LEAST: Final = -5
@@ -50,17 +50,17 @@ def cap_sums(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Ten
         Float64, where ``log_ratio`` is: ``TOKENS``, ``TOTAL`` and ``SQUARE`` (len(CAPS) + 1,) each, ``UNITS`` (1,),
         and ``ESS`` (3,), the parts of a ``Reduction.ESS``.
     """
-    value = log_weight(spec, log_ratio, units)
+    value = compute_log_weight(spec, log_ratio, units)
     if spec.lower is not None:
         value = value.clamp(min=math.log(spec.lower))
     count = units.tokens
-    raw = exp_clamped(value)
+    raw = clamp_and_exp(value)
     counted = torch.stack([count, count * raw, count * raw.square()])
     where = torch.bucketize(value, _edges(value.device)).flatten()
     bins = torch.zeros(3, len(CAPS) + 1, dtype=torch.float64, device=value.device)
     bins.scatter_add_(1, where.expand(3, -1), counted.flatten(1))
     capped = value if spec.upper is None else value.clamp(max=math.log(spec.upper))
-    above = excess(capped)
+    above = compute_excess(capped)
     return {
         TOKENS: bins[0],
         TOTAL: bins[1],

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, Reduction, Statistic
-from ...correction.moving_bounds import WEIGHT, Bounds, bounds_of, path_of, with_bounds
+from ...correction.moving_bounds import WEIGHT, Bounds, format_part_path, read_bounds, replace_bounds
 from ...correction.statistics import merge_all
 from .cap_histogram import ESS, CapSums
 from .cap_schedule import CapSchedule, cap_obstacles, next_cap
@@ -51,7 +51,7 @@ class Calibration:
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
         """Part -> the bounds that the next update is to use."""
-        return bounds_of(self.spec, self.settings.moving)
+        return read_bounds(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
         """Take in what one update showed, over all micro-batches and ranks, and decide the bounds of the next."""
@@ -85,11 +85,11 @@ class Calibration:
         for name in sorted(other):
             logger.warning(
                 "correction.%s: the checkpoint has it at %s, other keys than its own: it starts at %s, as configured.",
-                path_of(name),
+                format_part_path(name),
                 _spelt(bounds[name]),
                 _spelt(here[name]),
             )
-        self.spec = with_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
+        self.spec = replace_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
         window = state["window"] if same_keys and not other else []
         self._window = [_dense(seen) for seen in window][-self.settings.window :]
         self._updates = int(state["updates"])
@@ -110,12 +110,15 @@ class Calibration:
             moved |= self._moved_masks(self.settings.schedule, seen)
         if self.settings.cap is not None:
             moved |= self._moved_cap(self.settings.cap, seen)
-        before, self.spec = self.bounds, with_bounds(self.spec, moved)
+        before, self.spec = self.bounds, replace_bounds(self.spec, moved)
         for name, bounds in self.bounds.items():
             if bounds != before[name]:
                 change = f"{_spelt(before[name])} -> {_spelt(bounds)}"
                 logger.info(
-                    "correction.%s: %s from the next update on. %s", path_of(name), change, self._why(name, seen)
+                    "correction.%s: %s from the next update on. %s",
+                    format_part_path(name),
+                    change,
+                    self._why(name, seen),
                 )
 
     def _moved_masks(self, schedule: Schedule, seen: Mapping[str, Statistic]) -> dict[str, Bounds]:
@@ -156,7 +159,7 @@ class Calibration:
     def _say(self, name: str, found: Mapping[str, str]) -> None:
         """Warn of what has come into the way of a part's bounds, once while it lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
-            logger.warning("correction.%s: %s", path_of(name), found[kind])
+            logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)
 
     def _metrics(self, merged: Mapping[str, Statistic]) -> dict[str, float]:

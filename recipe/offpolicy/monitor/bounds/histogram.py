@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic
 from ...correction.aggregates import extremes
-from ...correction.deferred import Reading, fetch
+from ...correction.deferred import DeferredValue, fetch
 from ...correction.masks import applies
 from ...correction.moving_bounds import WEIGHT, Side
-from ...correction.ratios import log_ratio, valid_tokens
-from ...correction.units import Units, units_of
+from ...correction.ratios import compute_log_ratio, find_valid_tokens
+from ...correction.units import Units, partition_units
 from .cap_histogram import ESS, cap_sums
 
 _PER_DECADE: Final = 64
@@ -47,7 +47,7 @@ def measured(
     segment_ids: Tensor | None = None,
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
-) -> Reading[dict[str, Statistic]]:
+) -> DeferredValue[dict[str, Statistic]]:
     """What rows of one update show of the parts that ``sides`` names, see the stages for the arguments.
 
     What is counted, units or tokens (``MaskSpec.picks_tokens``), is counted where the mask looks: of a mask for
@@ -60,9 +60,9 @@ def measured(
         Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; of a weight, where
         ``sides`` has ``WEIGHT``, what ``online_cap_histogram.cap_sums`` counts.
     """
-    valid = valid_tokens(response_mask, old_log_prob, rollout_log_prob)
-    log_rho = log_ratio(old_log_prob, rollout_log_prob, valid)
-    log_r = log_ratio(log_prob, old_log_prob, valid)
+    valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
+    log_rho = compute_log_ratio(old_log_prob, rollout_log_prob, valid)
+    log_r = compute_log_ratio(log_prob, old_log_prob, valid)
     operands = {
         "rollout": (log_rho, old_log_prob, rollout_log_prob),
         "full": (log_rho + log_r, log_prob, rollout_log_prob),
@@ -71,12 +71,12 @@ def measured(
     ids = {"turn": segment_ids, "version": versions}
     counted: dict[str, Tensor] = {}
     if spec.weight is not None and WEIGHT in sides:
-        units = units_of(spec.weight.level, valid, ids.get(spec.weight.level))
+        units = partition_units(spec.weight.level, valid, ids.get(spec.weight.level))
         counted |= cap_sums(spec.weight, operands[spec.weight.ratio][0], units)
     for name, mask in spec.masks:
         if name not in sides:
             continue
-        units = units_of(mask.level, valid, ids.get(mask.level))
+        units = partition_units(mask.level, valid, ids.get(mask.level))
         there = valid if mask.picks_tokens else units.tokens > 0
         at = valid & applies(mask, advantages, valid)
         looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
@@ -120,7 +120,7 @@ def histogram(distance: Tensor, counted: Tensor) -> Statistic:
         distance: any shape, >= 0.
         counted: bool of that shape.
     """
-    (counts,) = fetch([Reading(_counts(distance, counted), tuple)])
+    (counts,) = fetch([DeferredValue(_counts(distance, counted), tuple)])
     return Statistic(Reduction.SUM, counts)
 
 
@@ -138,17 +138,17 @@ def _edges(device: torch.device) -> Tensor:
     return torch.tensor(EDGES, dtype=torch.float64, device=device)
 
 
-def _read(counted: Mapping[str, Tensor]) -> Reading[dict[str, Statistic]]:
+def _read(counted: Mapping[str, Tensor]) -> DeferredValue[dict[str, Statistic]]:
     """Vectors of counts as statistics."""
     sizes = {name: len(counts) for name, counts in counted.items()}
 
-    def says(numbers: list[float]) -> dict[str, Statistic]:
+    def decode(numbers: list[float]) -> dict[str, Statistic]:
         found, start = {}, 0
         for name, size in sizes.items():
             found[name], start = Statistic(reduction_of(name), tuple(numbers[start : start + size])), start + size
         return found
 
-    return Reading(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), says)
+    return DeferredValue(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), decode)
 
 
 def reduction_of(name: str) -> Reduction:

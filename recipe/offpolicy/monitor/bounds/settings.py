@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
-from ...correction.problem import remove, set_to, shown
+from ...correction.problem import format_value, remove, set_to
 from . import cap_settings
 from .cap_schedule import CapSchedule
 from .histogram import moving_sides
@@ -127,7 +127,7 @@ def _unread(values: dict[str, Any]) -> Iterator[Problem]:
     for name in _OF_MASKS if _on(values) else (*_OF_MASKS, *_PACE):
         if values[name] != DEFAULTS[name]:
             reason = f"nothing reads it without {SECTION}.{needed}."
-            fix = f"Set {SECTION}.target_kept=0.98 for example, or {SECTION}.{name}={shown(DEFAULTS[name])}."
+            fix = f"Set {SECTION}.target_kept=0.98 for example, or {SECTION}.{name}={format_value(DEFAULTS[name])}."
             yield _problem(name, values[name], reason, fix)
 
 

@@ -1,1 +1,1 @@
-"""Sums and statistics of the mismatch that every training step reports."""
+"""Online decomposition of the mismatch log pi / mu, reported at every training step."""

@@ -1,4 +1,4 @@
-"""Shares of updates without fresh tokens: the backend as the updates shortly before have shown it."""
+"""Mismatch shares of updates without fresh tokens, with the backend's part estimated from recent updates."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction.statistics import Statistic
-from .shares import RECENT, choose_floor, shares
-from .statistics import PARTS, WHOLES, ShareStatistic
+from .share_statistics import PARTS, WHOLES, ShareStatistic
+from .shares import RECENT, choose_floor, compute_shares
 from .sums import SHAPE
 
 
 class RecentFloor:
-    """Remembers the sums of the last ``RECENT`` updates; what is kept is one small table each."""
+    """Sums of the last ``RECENT`` updates, one small table each."""
 
     def __init__(self) -> None:
         self._tables: deque[NDArray[np.float64]] = deque(maxlen=RECENT)
 
-    def take(self, statistics: Mapping[str, Statistic]) -> None:
-        """Remember one update."""
+    def add(self, statistics: Mapping[str, Statistic]) -> None:
+        """Add the sums of one update."""
         table = _table(statistics)
         if table is not None:
             self._tables.append(table)
 
-    def shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
-        """The values of ``statistics.share_statistics``, NaN where not even earlier updates identify one."""
+    def compute_shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
+        """Compute the values of ``build_share_statistics``; NaN for a share that not even earlier updates identify."""
         table = _table(statistics)
         if table is None:
             return {}
         floor, _ = choose_floor(table, np.sum(self._tables, axis=0) if self._tables else None)
         values = {}
-        for whole, split in zip(WHOLES, shares(table, floor), strict=True):
+        for whole, split in zip(WHOLES, compute_shares(table, floor), strict=True):
             for part in PARTS:
                 share = getattr(split, part)
                 values[f"attribution/{whole}_share/{part}"] = math.nan if share is None else float(share)

@@ -39,7 +39,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a whole that sum to 1 with each other: rollout + drift, backend + staleness + drift.
+    """Parts of a whole, each group of which sums to 1: rollout + drift, backend + staleness + drift.
 
     Attributes:
         whole: what they are shares of: a variance in nats^2, or a KL divergence in nats a token.
@@ -56,8 +56,8 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Floor:
-    """What the backend alone does, by bin of probability, as fresh tokens show it.
+class BackendFloor:
+    """The backend's mismatch by bin of probability, estimated from fresh tokens.
 
     Attributes:
         tokens: (bins,) how many.
@@ -73,12 +73,12 @@ class Floor:
     known: NDArray[np.bool_]
 
     def covered(self, tokens: Array) -> bool:
-        """Whether it is known for ``tokens``, a count by bin."""
+        """Return True if enough of ``tokens``, a count by bin, lies in known bins."""
         return bool(tokens[self.known].sum() >= LEAST_COVERED * tokens.sum())
 
 
-def floor_of(sums: Array) -> Floor | None:
-    """The backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None where no bin has enough."""
+def estimate_floor(sums: Array) -> BackendFloor | None:
+    """Estimate the backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None where no bin has enough."""
     fresh = sums[_FRESH]
     tokens = fresh[:, _N]
     known = tokens >= LEAST_TOKENS
@@ -87,11 +87,11 @@ def floor_of(sums: Array) -> Floor | None:
     places = np.flatnonzero(known)
     nearest = places[np.abs(np.arange(len(tokens))[:, None] - places[None, :]).argmin(-1)]
     mean, square, k3 = (fresh[nearest, column] / tokens[nearest] for column in (_G, _GG, _GK))
-    return Floor(tokens, mean, np.maximum(square - mean**2, 0.0), k3, known)
+    return BackendFloor(tokens, mean, np.maximum(square - mean**2, 0.0), k3, known)
 
 
-def choose_floor(sums: Array, earlier: Array | None) -> tuple[Floor | None, str]:
-    """The floor for the stale tokens of ``sums``: from its fresh ones, or from those of what came before.
+def choose_floor(sums: Array, earlier: Array | None) -> tuple[BackendFloor | None, str]:
+    """Choose the floor for the stale tokens of ``sums``: from its own fresh tokens, or from those of earlier steps.
 
     Args:
         sums, earlier: SHAPE.
@@ -99,25 +99,25 @@ def choose_floor(sums: Array, earlier: Array | None) -> tuple[Floor | None, str]
     Returns:
         The floor, and where it is from: "own rows", "earlier steps", or "" where there is none.
     """
-    own = floor_of(sums)
+    own = estimate_floor(sums)
     stale = sums[_STALE, :, _N]
     if not stale.any() or (own is not None and own.covered(stale)):
         return own, "own rows" if own is not None else ""
-    before = floor_of(earlier) if earlier is not None else None
+    before = estimate_floor(earlier) if earlier is not None else None
     if before is not None and before.covered(stale):
         return before, "earlier steps"
     return None, ""
 
 
-def shares(sums: Array | Sequence[float], floor: Floor | None = None) -> tuple[Shares, Shares]:
-    """Shares of variance and of KL.
+def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = None) -> tuple[Shares, Shares]:
+    """Compute the shares of variance and of KL.
 
     Args:
-        sums: of ``sums.sums_by_row``, summed over rows; SHAPE, or flat.
+        sums: of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
         floor: of the backend; by default that of the fresh tokens of ``sums``.
     """
     table = np.asarray(sums, dtype=np.float64).reshape(SHAPE)
-    floor = floor or floor_of(table)
+    floor = floor or estimate_floor(table)
     whole = table.sum((0, 1))
     count = whole[_N]
     if not count:
@@ -142,8 +142,8 @@ def shares(sums: Array | Sequence[float], floor: Floor | None = None) -> tuple[S
     )
 
 
-def _of_stale(stale: Array, floor: Floor) -> Array:
-    """Sums of b, b L, k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
+def _of_stale(stale: Array, floor: BackendFloor) -> Array:
+    """Sum b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
     tokens = stale[:, _N]
     first = tokens * floor.mean
     product = floor.mean * stale[:, _L] + tokens * floor.variance

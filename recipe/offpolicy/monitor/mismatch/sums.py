@@ -1,4 +1,4 @@
-"""The sums over tokens that a decomposition of log pi/mu is made of: they add up over rows, micro-batches and ranks.
+"""Partial sums from which log pi/mu is decomposed; they add up over rows, micro-batches and ranks.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
 weights that its step began with sampled it: then G is the backend's doing alone. In a *stale* token G is backend and
@@ -27,14 +27,14 @@ SHAPE: Final = (len(AGES), len(BINS), len(COLUMNS))
 
 
 @torch.no_grad()
-def sums_by_row(
+def compute_sums_by_row(
     rollout_log_prob: Tensor,
     old_log_prob: Tensor,
     log_prob: Tensor,
     response_mask: Tensor,
     staleness: Tensor | None,
 ) -> Tensor:
-    """The sums of each row.
+    """Compute the sums of each row.
 
     Args:
         rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.

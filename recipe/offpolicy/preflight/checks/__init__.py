@@ -79,6 +79,7 @@ REMARKS: tuple[Check, ...] = (
     warnings.unlike_micro_batches,
     warnings.kl_left_out,
     warnings.collapsed_rewards,
+    extensions.remarks,
 )
 
 

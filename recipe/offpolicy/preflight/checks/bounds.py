@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, MaskSpec
+from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
 from ...correction.mask_spec import ON_RATIO
-from ...correction.problem import Problem, set_to, shown
+from ...correction.problem import Problem, format_value, set_to
 from ...correction.ratios import EXP_CLAMP
-from ...correction.reach import clamped, furthest
 from ...correction.validation import band
 from .config_reader import ACTOR
 
@@ -54,26 +54,26 @@ def bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     """Bounds so far out that no run was seen to reach them."""
     for name, mask in spec.masks:
         for bound, value, distance in _distances(mask):
-            if furthest(mask) < distance <= clamped(mask):
+            if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
                 key = f"correction.masks.{name}.{bound}"
                 usual = _usual(mask, bound)
                 reason = (
                     f"so far out that no run with two policies that have to do with one another gets there: it would "
-                    f"never act. In use: {shown(usual)}."
+                    f"never act. In use: {format_value(usual)}."
                 )
                 yield Problem(key, value, reason, "", "INERT", (f"masks.{name}",), (set_to(key, usual),))
 
 
 def _unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     for bound, value, distance in _distances(mask):
-        if distance > clamped(mask):
+        if distance > compute_arithmetic_limit(mask):
             usual = _usual(mask, bound)
             reason = (
                 f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, a ratio of {math.exp(EXP_CLAMP):.3g}: this bound can "
                 f"never act."
             )
             open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
-            fix = f"Set {key}.{bound}={shown(usual)}, which is in use{open_side}."
+            fix = f"Set {key}.{bound}={format_value(usual)}, which is in use{open_side}."
             yield Problem(
                 f"{key}.{bound}", value, reason, fix, "WRONG", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
             )

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
-from ...correction.problem import shown
+from ...correction.problem import format_value
 from ...extensions.registry import load_extensions
 from ..old_log_prob import correction_of
 from ..old_log_prob import gradient_steps as gradient_steps
@@ -73,8 +73,8 @@ def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
     values = own(config)
     for key in active(config):
         bound = values.get(f"{key}_threshold")
-        within = f", {key}_threshold={shown(bound)}" if f"{key}_threshold" in values else ""
-        parts.append(Part(part(key), f"verl's own, {shown(values[key])}{within}", ours=False))
+        within = f", {key}_threshold={format_value(bound)}" if f"{key}_threshold" in values else ""
+        parts.append(Part(part(key), f"verl's own, {format_value(values[key])}{within}", ours=False))
     if asked := asked_for(config):
         parts.append(Part(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
     return parts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
 
-from verl_patches.execution_path import LEGACY, STRATEGY, USE_V1, V1_MODES, LivePath, live_path
+from verl_patches.execution_path import LEGACY, STRATEGY, USE_V1, LivePath, live_path
+from verl_patches.releases import TESTED
 
 from ...correction import CorrectionSpec
 from ...correction.problem import EVERYTHING, Problem, set_to
@@ -15,7 +15,7 @@ from ...correction.proximal import WITHOUT_FORWARD
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 """Engines that are covered, and those that a legacy actor can have."""
-_SINCE_0_9_1 = "separate_async"
+_SEPARATE = "separate_async"
 _MODE = "trainer.v1.trainer_mode"
 _SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 _MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -42,22 +42,24 @@ def _of_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     legacy = OmegaConf.select(config, LEGACY, default=None)
     if legacy not in (None, "auto", "enable", "disable"):
         yield _problem(LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them.", "auto")
-    elif legacy in ("auto", "enable") and Version(path.release) >= Version("0.8"):
+    elif legacy in ("auto", "enable") and not path.attributes.legacy_actors:
         reason = f"verl {path.release} has no legacy actors and does not read it."
         yield _problem(LEGACY, legacy, reason, "Set it to disable.", "disable")
-    if OmegaConf.select(config, USE_V1, default=False) and Version(path.release) < Version("0.9"):
+    if OmegaConf.select(config, USE_V1, default=False) and not path.attributes.v1_modes:
         yield _problem(USE_V1, True, f"verl {path.release} has no V1 trainer and does not read it.", "Set it to false.")
 
 
 def _of_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
-    covered = [each for each in V1_MODES if each != _SINCE_0_9_1 or Version(path.release) >= Version("0.9.1")]
+    covered = path.attributes.v1_modes
     if path.trainer == "v1" and mode not in covered:
         reason = "not covered by the correction."
-        if mode == _SINCE_0_9_1:
-            reason = f"verl {path.release} runs it in another way than 0.9.1, with which the correction was tested."
+        if mode == _SEPARATE:
+            reason = (
+                f"verl {path.release} runs it in another way than {TESTED[-1]}, with which the correction was tested."
+            )
         yield _problem(_MODE, mode, reason, f"Set one of {', '.join(covered)}.", "sync")
-    elif mode == _SINCE_0_9_1 and (key := _aliased_snapshot(config, path)):
+    elif mode == _SEPARATE and (key := _aliased_snapshot(config, path)):
         reason = (
             "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
             "offloaded: restoring them undoes updates."
@@ -86,8 +88,10 @@ def _of_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         reason = "its schedule takes a micro-batch while the loss of another is computed."
         yield _problem(key, True, reason, "Set it to false.")
     padded = not OmegaConf.select(config, _REMOVE_PADDING)
-    if path.release.startswith("0.7.") and path.worker == "engine" and padded:
-        reason = "verl 0.7.1's engine masks attention by the loss mask, and gets other log-probs than the model's."
+    if path.attributes.engine_attends_by_loss_mask and path.worker == "engine" and padded:
+        reason = (
+            f"verl {path.release}'s engine masks attention by the loss mask, and gets other log-probs than the model's."
+        )
         yield _problem(_REMOVE_PADDING, False, reason, f"Set it to true, or {LEGACY}=enable.", True)
 
 

@@ -15,11 +15,17 @@ from .config_reader import ROLLOUT
 _MU = f"{ROLLOUT}.calculate_log_probs"
 
 
+def remarks(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """What extensions say of themselves and stop nothing by."""
+    for extension in load_extensions(config):
+        yield from (problem for problem in extension.problems(config) if problem.verdict != "WRONG")
+
+
 def extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Problems of the extensions that are on."""
+    """What stops a launch with the extensions that are on."""
     found = load_extensions(config)
     for extension in found:
-        yield from extension.problems(config)
+        yield from (problem for problem in extension.problems(config) if problem.verdict == "WRONG")
     estimating = [each.section for each in found if type(each).estimate is not Extension.estimate]
     for section in estimating[1:]:
         reason = f"it computes advantages in the place of verl's estimator, and so does {estimating[0]}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from omegaconf import DictConfig
-from packaging.version import Version
 
 import verl_patches
 from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
@@ -42,7 +41,7 @@ def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """``level=version`` where nobody notes versions."""
     where = live_path(config)
     reason = None
-    if Version(where.release) < Version("0.9"):
+    if not where.attributes.weight_versions:
         reason = f"verl {where.release} does not note which version of the weights sampled a row."
     elif where.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
         reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_patches.execution_path import live_path
 
 from ...correction import CorrectionSpec, SpecError
-from ...correction.dialects.verl import VERL_DEFAULTS, verl_rejections, verl_weight_bounds
+from ...correction.dialects.verl import VERL_DEFAULTS, read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, set_to
 from ..verl_keys import dead_keys as dead_keys_of
 from ..verl_keys.keys import VERL, active, changes, own, part
@@ -55,10 +55,10 @@ def thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         return
     values = own(config)
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
-        yield from _malformed(_IS, "rollout_is", 2.0, lambda: verl_weight_bounds(cap, _IS))
+        yield from _malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
-        read = partial(verl_rejections, rejection, bound, f"{VERL}.")
+        read = partial(read_verl_rejections, rejection, bound, f"{VERL}.")
         malformed = list(_malformed(_RS, "rollout_rs", _usual(str(rejection)), read))
         yield from malformed or _inverted(str(rejection), bound)
 

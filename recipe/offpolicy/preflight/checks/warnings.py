@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, set_to, shown
+from ...correction.problem import Problem, format_value, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ..verl_keys.estimators import OUTCOME
 from ..verl_keys.keys import BYPASS, VERL, active, own, part
@@ -82,9 +82,9 @@ def unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
     yield Problem(
         key,
         scored,
-        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={shown(trained)}): kernels may round "
-        f"differently, so that pi / pi_old is not exactly 1 at the first step.",
-        f"Set {key}={shown(trained)}.",
+        f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
+        f"round differently, so that pi / pi_old is not exactly 1 at the first step.",
+        f"Set {key}={format_value(trained)}.",
         "NOTE",
         ("pi_old",),
         (set_to(key, trained),),

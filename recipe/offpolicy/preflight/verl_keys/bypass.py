@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, set_to, shown
+from ...correction.problem import Problem, format_value, set_to
 from .keys import ACTOR, BYPASS, DEFAULTS, LOSS_MODE, VERL, WORKERS, changes, own, part, plain, value_of, workers_own
 
 _BYPASS = f"{VERL}.{BYPASS}"
@@ -47,8 +47,8 @@ def bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator
             yield Problem(
                 f"{VERL}.{key}",
                 value,
-                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {shown(held[key])}.",
-                f"Set +{WORKERS}.{key}={shown(value)}, or one of correction=verl_bypass_* without {VERL}.",
+                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {format_value(held[key])}.",
+                f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl_bypass_* without {VERL}.",
                 "WRONG",
                 (part(_owner(key)),),
                 (set_to(f"{WORKERS}.{key}", value, add=True),),

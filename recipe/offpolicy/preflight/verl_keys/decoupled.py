@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omegaconf import DictConfig
-from packaging.version import Version
 
 from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .keys import BYPASS, DEFAULTS, ROLLOUT, VERL, active, changes, part, release_of, value_of
+from .keys import BYPASS, DEFAULTS, ROLLOUT, VERL, active, changes, part, value_of
 
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
@@ -45,7 +44,7 @@ def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath)
         reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
         yield Problem(key, None, reason, "Set it to 2.0.", "INERT", weight, (set_to(key, 2.0),))
     threshold = own.get("rollout_is_threshold")
-    if release_of(path) < Version("0.8") and isinstance(threshold, str):
+    if not path.attributes.bound_pairs and isinstance(threshold, str):
         key = f"{VERL}.rollout_is_threshold"
         yield Problem(
             key,

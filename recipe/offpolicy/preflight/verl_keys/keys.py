@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
-
-from verl_patches.execution_path import LivePath
 
 from ...correction.dialects.verl import VERL_DEFAULTS
 
@@ -56,7 +53,3 @@ def plain(node: Any) -> dict[str, Any]:
 def value_of(config: DictConfig, key: str) -> Any:
     """The value at a dotted key, None where it is null or is not there."""
     return OmegaConf.select(config, key, default=None)
-
-
-def release_of(path: LivePath) -> Version:
-    return Version(Version(path.release).base_version)

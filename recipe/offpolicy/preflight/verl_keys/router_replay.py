@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
 
 from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from .keys import ACTOR, BYPASS, ROLLOUT, VERL, own, release_of, value_of
+from .keys import ACTOR, BYPASS, ROLLOUT, VERL, own, value_of
 
 ROUTER_REPLAY = "router_replay"
 """The name under which it is reported, wherever it is set."""
@@ -99,8 +98,8 @@ def _replay_key(path: LivePath) -> str | None:
     """The key that decides about router replay on this path, if one does."""
     if path.worker == "legacy":
         return f"{ACTOR}.router_replay" if path.strategy == "megatron" else None
-    engines = ("megatron",) if release_of(path) < Version("0.8") else ("megatron", "veomni")
-    return f"{ACTOR}.{path.strategy}.router_replay" if path.strategy in engines else None
+    reads = path.strategy in path.attributes.replaying_engines
+    return f"{ACTOR}.{path.strategy}.router_replay" if reads else None
 
 
 def _replay_keys(config: DictConfig) -> Iterator[str]:

@@ -1,0 +1,193 @@
+"""Where the mismatch sits, its worst examples, and their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.analysis.attribution.profiles import profiles, tokens_of
+from recipe.offpolicy.analysis.attribution.text import Reader, escaped, reader_of
+from recipe.offpolicy.analysis.attribution.worst import worst_rows, worst_tokens
+from recipe.offpolicy.recording import Rows
+from tests.support.recordings import drawn_rows
+
+
+def k3(value: float) -> float:
+    return math.expm1(value) - value
+
+
+def two_rows(**columns: Any) -> Rows:
+    """Rows of 2 and 3 tokens; the gap is 0.1 everywhere, and -1 at the last token, in another turn after a tool's."""
+    mu = np.log(np.array([0.3, 0.95, 0.3, 0.5, 0.0005])).astype(np.float32)
+    gap = np.array([0.1, 0.1, 0.1, 5.0, -1.0], dtype=np.float32)
+    values: dict[str, Any] = {
+        "rollout_log_prob": mu,
+        "old_log_prob": mu + gap,
+        "log_prob": mu + gap,
+        "response_mask": np.array([True, True, True, False, True]),
+        "length": np.array([2, 2], dtype=np.int32),
+        "turn": np.array([0, 0, 0, -1, 1], dtype=np.int16),
+        "response_ids": np.array([10, 11, 12, 13, 14], dtype=np.int32),
+        "prompt_ids": np.array([1, 2, 3, 4], dtype=np.int32),
+        "oldest_version": np.array([0, -1]),
+    }
+    return drawn_rows([2, 3], **(values | columns))
+
+
+class Letters:
+    """A tokenizer whose id i is one letter."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def test_profiles_worked_by_hand() -> None:
+    """The tool's token, with a gap of 5, is in none of them."""
+    rows = two_rows()
+    found = profiles(rows, tokens_of(rows))
+    whole = 3 * k3(0.1) + k3(-1.0)
+    turns = {bucket.name: bucket for bucket in found["turn"]}
+    assert set(turns) == {"0", "1"}
+    assert (turns["0"].tokens, turns["1"].tokens) == (3, 1)
+    assert turns["0"].k3 == pytest.approx(k3(0.1), rel=1e-5)
+    assert turns["1"].share == pytest.approx(k3(-1.0) / whole, rel=1e-5)
+    assert turns["1"].mean == pytest.approx(-1.0, rel=1e-6)
+    assert {bucket.name: bucket.tokens for bucket in found["probability"]} == {"< 0.001": 1, "0.1-0.5": 2, "> 0.9": 1}
+    # Places from 1: the first tokens of both rows; places 2 and 3 of the second and third.
+    assert {bucket.name: bucket.tokens for bucket in found["position"]} == {"1": 2, "2-4": 2}
+    assert {bucket.name: bucket.tokens for bucket in found["length"]} == {"2-4": 4}
+    assert {bucket.name: bucket.tokens for bucket in found["staleness"]} == {"unknown": 2, "0": 2}
+    for buckets in found.values():
+        assert sum(bucket.share for bucket in buckets) == pytest.approx(1.0)
+
+
+def test_log_probs_that_are_not_finite_are_left_out() -> None:
+    rows = two_rows()
+    log_prob = rows.log_prob.copy()
+    log_prob[0] = np.nan
+    assert tokens_of(two_rows(log_prob=log_prob)).index.tolist() == [1, 2, 4]
+
+
+def test_worst_token_and_its_context() -> None:
+    rows = two_rows()
+    (worst, *_) = worst_tokens(rows, tokens_of(rows), Reader(Letters()), 2)
+    assert (worst.row, worst.position, worst.turn) == (1, 2, 1)
+    # Prompt 3, 4 and the response 12, 13 before it; nothing after it.
+    assert (worst.before, worst.token, worst.after) == ("demn", "o", "")
+    assert worst.share == pytest.approx(k3(-1.0) / (3 * k3(0.1) + k3(-1.0)), rel=1e-5)
+    first = worst_tokens(rows, tokens_of(rows), Reader(Letters()), 4)[1:]
+    assert {token.before for token in first} == {"bc", "bck", "de"}
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
+    """Four rows of two tokens: three of prompt 1 begin with 7, of which two go on alike; one is of prompt 2.
+
+    Gaps of the first tokens: 0.4, 0.5, 0.3 in prompt 1, and 0.2 in prompt 2; of the second tokens none.
+    """
+    gap = np.array([0.4, 0, 0.5, 0, 0.3, 0, 0.2, 0], dtype=np.float32)
+    mu = np.full(8, -1.0, dtype=np.float32)
+    rows = drawn_rows(
+        [2, 2, 2, 2],
+        rollout_log_prob=mu,
+        old_log_prob=mu + gap,
+        log_prob=mu + gap,
+        uid=np.array(["1", "1", "1", "2"], dtype=object),
+        response_ids=np.array([7, 8, 7, 8, 7, 9, 7, 8], dtype=np.int32),
+        prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
+        prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
+    )
+    first, second = worst_tokens(rows, tokens_of(rows), Reader(), 3)
+    assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
+    assert first.old == pytest.approx(-0.5)
+    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
+    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
+    assert (second.row, second.count) == (3, 1)
+
+
+def test_worst_row() -> None:
+    rows = two_rows()
+    listed = worst_rows(rows, tokens_of(rows), Reader(Letters()), 5)
+    assert [row.row for row in listed] == [1, 0]
+    assert listed[0].k3 == pytest.approx((k3(0.1) + k3(-1.0)) / 2, rel=1e-5)
+    assert listed[0].log_ratio == pytest.approx(-0.9, rel=1e-5)
+    assert listed[0].text == "mno"
+
+
+def test_a_text_is_listed_once_with_its_rows() -> None:
+    """Four rows of one token 7: gaps of 0.4, 0.5 and 0.3 after prompt 1, and of 0.2 after prompt 2."""
+    mu = np.full(4, -1.0, dtype=np.float32)
+    pi = mu + np.array([0.4, 0.5, 0.3, 0.2], dtype=np.float32)
+    rows = drawn_rows(
+        [1, 1, 1, 1],
+        rollout_log_prob=mu,
+        old_log_prob=pi,
+        log_prob=pi,
+        response_ids=np.full(4, 7, dtype=np.int32),
+        prompt_offsets=np.arange(5),
+        prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
+    )
+    first, second = worst_rows(rows, tokens_of(rows), Reader(), 3)
+    assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
+    assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
+    whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
+    assert first.share == pytest.approx(1 - k3(0.2) / whole, rel=1e-5)
+
+
+def test_equal_log_probs_have_no_worst() -> None:
+    rows = two_rows()
+    equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)
+    assert worst_tokens(equal, tokens_of(equal), Reader(), 3) == []
+    assert worst_rows(equal, tokens_of(equal), Reader(), 3) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain «ä» 漢", "plain «ä» 漢"),
+        ("a\nb\tc", "a\\nb\\tc"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("right\u202eto left\u2028", "right\\u202eto left\\u2028"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0001", "\\U000e0001"),
+    ],
+)
+def test_what_would_act_on_a_terminal_is_escaped(text: str, shown: str) -> None:
+    assert escaped(text) == shown
+
+
+def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+    assert Reader().text([3, 1]) == "3 1"
+    for card, why in (
+        ({}, "does not name its model"),
+        ({"model": 7}, "does not name its model"),
+        ({"model": f"{tmp_path}/gone\x1b"}, "gone\\x1b"),
+        ({"model": str(tmp_path)}, "no readable tokenizer"),
+    ):
+        reader, reason = reader_of(card)
+        assert not reader.decodes
+        assert why in reason
+
+
+def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
+    """Special tokens are shown, and bytes that are no text are escaped."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.save_pretrained(tmp_path)
+    reader, why = reader_of({"model": str(tmp_path)})
+    assert (reader.decodes, why) == (True, "")
+    assert reader.text(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
+    assert reader.text([]) == ""
+    # Of another model, or made up.
+    assert reader.text([-1]) == "-1"

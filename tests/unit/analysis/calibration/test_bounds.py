@@ -1,0 +1,367 @@
+"""Bounds from recordings: what a mask compares is what training compares, and replaying gives the target."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.offpolicy.analysis.calibration.curves import kept_curve, places
+from recipe.offpolicy.analysis.calibration.joint import joint
+from recipe.offpolicy.analysis.calibration.parts import Part, parts_of, placeholders, with_values
+from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
+from recipe.offpolicy.analysis.calibration.scores import Scores, scores_of
+from recipe.offpolicy.analysis.calibration.tables import remarks
+from recipe.offpolicy.analysis.calibration.thresholds import for_kept_share, kept_share, needed
+from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.recording import RecordingError, Rows, Step
+from tests.support.corrections import on_host
+from tests.support.examples import at_most
+from tests.support.recordings import NONE, drawn_rows
+
+GEOMETRIC = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any"}
+BAND = GEOMETRIC | {"lower": 0.99, "upper": 1.01}
+K1 = GEOMETRIC | {"aggregate": "k1_mean", "lower": -0.01, "upper": 0.01}
+K3 = GEOMETRIC | {"aggregate": "k3_mean", "lower": None, "upper": 0.001}
+ANY = GEOMETRIC | {"aggregate": "any", "lower": 0.9, "upper": 1.1}
+M2PO = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.0002, "when": "any"}
+OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.01, "when": "negative"}
+TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
+MASKS = {
+    "geometric": BAND,
+    "product": BAND | {"aggregate": "product", "lower": 0.9, "upper": 1.1},
+    "of turns": BAND | {"level": "turn"},
+    "any of the row": ANY,
+    "token": ANY | {"level": "token"},
+    "one side": BAND | {"lower": None},
+    "k1": K1,
+    "k2": K3 | {"aggregate": "k2_sum"},
+    "k3": K3,
+    "k3_max": K3 | {"aggregate": "k3_max"},
+    "tv": K3 | {"aggregate": "tv_mean", "upper": 0.02},
+    "binary_tv": ANY | {"aggregate": "binary_tv", "level": "token", "lower": -0.02, "upper": 0.02},
+    "m2po": M2PO,
+    "opsm": OPSM,
+    "opsm of the step": OPSM | {"ratio": "ppo", "delta": 0.002},
+    "by token's sign": OPSM | {"sign": "token"},
+    "positive": BAND | {"when": "positive"},
+}
+
+
+def spec_of(mask: dict[str, Any] | None = None, weight: dict[str, Any] | None = None) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping({"weight": weight, "masks": {} if mask is None else {"it": mask}})
+
+
+def steps_of(*rows: Rows) -> list[Step]:
+    return [Step(each, NONE, ()) for each in rows]
+
+
+def drawn(seed: int = 0, count: int = 100, step: int = 1, **columns: Any) -> Rows:
+    """Rows of 1 to 40 tokens in three turns with tool tokens in between, in groups of 4."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 41, count)
+    turn = np.concatenate([np.minimum(np.arange(length) // 8, 2) for length in lengths]).astype(np.int16)
+    mask = np.concatenate([np.arange(length) % 8 != 7 for length in lengths])
+    uid = np.array([f"{step}-{row // 4}" for row in range(count)], dtype=object)
+    rows = drawn_rows(lengths, seed=seed, step=step, backend=0.03, drift=0.01, uid=uid, **columns)
+    counted = np.array([mask[a:b].sum() for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)])
+    return replace(rows, response_mask=mask, turn=np.where(mask, turn, -1), length=counted.astype(np.int32))
+
+
+def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
+    """Kept units over all, by the stages of training alone; units as the mask counts them."""
+    key, part = next(iter([(f"masks.{n}", m) for n, m in spec.masks] or [("weight", spec.weight)]))
+    kept = total = 0
+    for step in steps:
+        tensors = step.rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+        rollout = {
+            "old_log_prob": tensors["old_log_prob"],
+            "rollout_log_prob": tensors["rollout_log_prob"],
+            "response_mask": tensors["response_mask"],
+            "segment_ids": tensors["turn"].long(),
+        }
+        stage = rollout_stage(spec, constants=batch_constants(spec, **rollout), **rollout)
+        after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
+        drop, valid = after.rejected[key].expand(stage.valid.shape), stage.valid
+        by_token = part.level == "token" or getattr(part, "sign", "row") == "token"
+        for row in range(len(step.rows)):
+            ids = tensors["turn"][row] if part.level == "turn" else torch.zeros_like(tensors["turn"][row])
+            ids = torch.arange(len(ids)) if by_token else ids
+            units = {int(ids[at]): bool(drop[row, at]) for at in torch.nonzero(valid[row])[:, 0]}
+            kept, total = kept + sum(not dropped for dropped in units.values()), total + len(units)
+    return kept / total
+
+
+def part_and_scores(spec: CorrectionSpec, steps: list[Step], of: str | None = None) -> tuple[Part, Scores]:
+    (part,) = parts_of(spec, of=of)
+    scores, _ = scores_of(steps, spec, [part])
+    return part, scores[part.key]
+
+
+def of_all(scores: Scores, share: float) -> float:
+    """``share`` of the units that a mask looks at, of all of them."""
+    return 1 - float(scores.looked.mean()) * (1 - share) if scores.looked.any() else 1.0
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_present_bounds_keep_what_training_keeps(name: str) -> None:
+    spec, steps = spec_of(MASKS[name]), steps_of(drawn(1), drawn(2, step=2))
+    part, scores = part_and_scores(spec, steps)
+    share = replayed_share(spec, steps)
+    assert 0 < share < 1, "the case has to reject some and keep some"
+    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(share, abs=1e-12)
+
+
+@pytest.mark.parametrize("target", [0.9, 0.98])
+@pytest.mark.parametrize("name", MASKS)
+def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float) -> None:
+    """The least share that units allow: ceil(target n) of the n that it looks at kept, exactly, no unit more.
+
+    Tokens that a row decides stand or fall together: up to a row's 36 more.
+    """
+    spec, steps = spec_of(MASKS[name]), steps_of(drawn(3), drawn(4, step=2))
+    part, scores = part_and_scores(spec, steps)
+    found = for_kept_share(part, scores, target, 0.95)
+    share = replayed_share(with_values(spec, "masks.it", found.values), steps)
+    looked = int(scores.looked.sum())
+    least = len(scores) - looked + math.ceil(target * looked - 1e-9)
+    slack = 36 if name == "by token's sign" else 0
+    assert least <= round(share * len(scores)) <= least + slack
+    assert of_all(scores, found.reached) == pytest.approx(share, abs=1e-12)
+
+
+@pytest.mark.parametrize("side", ["lower", "upper"])
+def test_one_side_moves_and_the_other_stays(side: str) -> None:
+    spec, steps = spec_of(BAND | {"lower": 0.985, "upper": 1.02}), steps_of(drawn(5))
+    part, scores = part_and_scores(spec, steps, of=f"masks.it.{side}")
+    found = for_kept_share(part, scores, 0.7, 0.95)
+    assert set(found.values) == {side}
+    after = with_values(spec, "masks.it", found.values)
+    other = "upper" if side == "lower" else "lower"
+    assert getattr(after.masks[0][1], other) == getattr(spec.masks[0][1], other)
+    assert replayed_share(after, steps) == pytest.approx(0.7)
+
+
+def test_rejecting_weight() -> None:
+    weight = {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}
+    spec, steps = spec_of(weight=weight), steps_of(drawn(6))
+    part, scores = part_and_scores(spec, steps)
+    found = for_kept_share(part, scores, 0.9, 0.95)
+    assert part.share_of == "rows"
+    assert replayed_share(with_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
+
+
+@settings(max_examples=at_most(60))
+@given(
+    seed=st.integers(0, 10**6),
+    aggregate=st.sampled_from(["product", "geometric", "any", "k1_sum", "k1_max", "k2_mean", "k3_sum", "tv_max"]),
+    level=st.sampled_from(["token", "sequence", "turn"]),
+    ratio=st.sampled_from(["rollout", "full", "ppo"]),
+    when=st.sampled_from(["any", "negative", "positive"]),
+    radius=st.floats(0.001, 0.1),
+)
+def test_any_mask_is_read_as_training_reads_it(
+    seed: int, aggregate: str, level: str, ratio: str, when: str, radius: float
+) -> None:
+    on_ratio = aggregate in ("product", "geometric", "any")
+    bounds = {"lower": math.exp(-radius), "upper": math.exp(radius)} if on_ratio else {"lower": None, "upper": radius}
+    spec = spec_of({"ratio": ratio, "level": level, "aggregate": aggregate, "when": when, **bounds})
+    steps = steps_of(drawn(seed, count=12))
+    part, scores = part_and_scores(spec, steps)
+    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(
+        replayed_share(spec, steps), abs=1e-12
+    )
+
+
+def test_symmetric_in_log_space_and_rounded_outward() -> None:
+    """Rows of one token with log rho -0.03, -0.01, 0.02, 0.05: keeping 3 of 4 takes |log rho| <= 0.03.
+
+    exp(0.03) = 1.030455, exp(-0.03) = 0.970446; two digits, rounded outward, reach log 1.04 = 0.039 and -log 0.97 =
+    0.03046: the first is more than 2 % too far, so three digits for both: 1.031 (0.03053) and 0.970 (0.03046).
+    """
+    old = np.array([-1.03, -1.01, -0.98, -0.95], dtype=np.float32)
+    rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old)
+    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    found = for_kept_share(part, scores, 0.75, 0.95)
+    assert found.radius == pytest.approx(0.03, abs=1e-6)
+    assert found.values == {"lower": 0.97, "upper": 1.031}
+    assert found.reached == 0.75
+
+
+def test_ties_are_kept_together() -> None:
+    """Four of five units equal: keeping three of them means keeping all four."""
+    old = np.array([-1.02, -1.02, -1.02, -1.02, -0.5], dtype=np.float32)
+    rows = drawn_rows([1] * 5, rollout_log_prob=np.full(5, -1.0, np.float32), old_log_prob=old)
+    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    assert for_kept_share(part, scores, 0.6, 0.95).reached == 0.8
+
+
+def test_equal_policies_identify_no_bound() -> None:
+    rows = drawn(7)
+    rows = replace(rows, old_log_prob=rows.rollout_log_prob)
+    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    found = for_kept_share(part, scores, 0.98, 0.95)
+    assert not found.values
+    assert "no mismatch at all" in found.note
+
+
+def test_unreachable_beside_the_other_bound() -> None:
+    """The lower bound alone rejects about half: no upper bound keeps 0.9."""
+    part, scores = part_and_scores(spec_of(BAND | {"lower": 1.0}), steps_of(drawn(8)), of="masks.it.upper")
+    found = for_kept_share(part, scores, 0.9, 0.95)
+    assert not found.values
+    assert "not reachable: the other bound alone keeps 0." in found.note
+
+
+def test_the_target_is_of_what_the_mask_looks_at() -> None:
+    """Of 100 rows the mask looks at the 10 of negative advantage: 0.8 of these is 8, so that 98 of 100 are kept."""
+    sign = np.where(np.arange(100) % 10 == 0, -1.0, 1.0)
+    rows = drawn(9)
+    rows = replace(rows, advantages=np.repeat(sign, np.diff(rows.offsets)).astype(np.float32))
+    spec = spec_of(OPSM)
+    part, scores = part_and_scores(spec, steps_of(rows))
+    found = for_kept_share(part, scores, 0.8, 0.95)
+    assert (found.reached, found.count) == (0.8, 10)
+    assert replayed_share(with_values(spec, part.key, found.values), steps_of(rows)) == 0.98
+    none = replace(rows, advantages=np.ones_like(rows.advantages))
+    part, scores = part_and_scores(spec, steps_of(none))
+    found = for_kept_share(part, scores, 0.8, 0.95)
+    assert not found.values
+    assert "not identified: it looks at none of the rows" in found.note
+
+
+def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:
+    rows = drawn_rows([2, 1, 3], rollout_log_prob=np.array([-1, np.nan, np.inf, -1, -1, -1], np.float32))
+    _, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    assert sorted(scores.length.tolist()) == [1, 3]
+    assert sorted(scores.row.tolist()) == [0, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> None:
+    """Of 2, 1 and 3 tokens the second and third have no finite pi: rows of 1 and 3 are left where pi is compared."""
+    old = np.array([-1, -1, -np.inf, -1, -1, -1], np.float32)
+    pi = np.array([-1, np.nan, -np.inf, -1, -1, -1], np.float32)
+    rows = drawn_rows([2, 1, 3], old_log_prob=np.full(6, -1, np.float32), log_prob=pi)
+    for mask, lengths in ((BAND, [2, 1, 3]), (OPSM, [1, 3]), (OPSM | {"ratio": "ppo"}, [1, 3])):
+        _, scores = part_and_scores(spec_of(mask), steps_of(rows))
+        assert sorted(scores.length.tolist()) == sorted(lengths)
+        assert np.isfinite(scores.low).all()
+    _, state = scores_of(steps_of(rows), spec_of(BAND), parts_of(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 1, 0]
+    # A token without pi_old is not lost for its pi.
+    _, state = scores_of(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), parts_of(spec_of(BAND)))
+    assert state.nonfinite.tolist() == [1, 0, 0]
+    many = drawn(3)
+    many.log_prob[::7] = np.inf
+    result = calibrated(steps_of(many), spec_of(OPSM), Request(target_kept=0.9, floor_quantile=0.5))
+    lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
+    assert remarks(result, 0.95)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
+    result = calibrated(steps_of(many), spec_of(BAND), Request(target_kept=0.9))
+    assert "not finite" not in " ".join(remarks(result, 0.95))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_finite_pi_at_all() -> None:
+    rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
+    with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
+        calibrated(steps_of(rows), spec_of(OPSM), Request(target_kept=0.9))
+
+
+def test_rows_of_one_prompt_share_a_group_over_steps() -> None:
+    """uid p in steps 1 and 2, and two rows without a uid: p, and one group for each of the others."""
+    uid = np.array(["p", "p", ""], dtype=object)
+    steps = steps_of(*(drawn_rows([2, 2, 2], seed=n, step=n, uid=uid) for n in (1, 2)))
+    _, scores = part_and_scores(spec_of(BAND), steps)
+    counts = np.unique(scores.group, return_counts=True)[1]
+    assert sorted(counts.tolist()) == [1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("spec", "of", "message"),
+    [
+        (spec_of(), None, "no weight and no mask"),
+        (spec_of(BAND), "masks.other", "no such part"),
+        (spec_of(BAND), "masks.it.delta", "has no bound 'delta'. Name one of lower, upper"),
+        (spec_of(OPSM), "masks.it.lower", "Name one of delta"),
+        (spec_of(weight=TIS | {"upper": None}), None, "no bound to set"),
+        (replace(spec_of(BAND), skyrl_compat=True), None, "skyrl_compat"),
+    ],
+)
+def test_what_cannot_be_calibrated(spec: CorrectionSpec, of: str | None, message: str) -> None:
+    with pytest.raises(SpecError, match=message.replace("[", r"\[")):
+        parts_of(spec, of=of)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(), "no target"),
+        (Request(target_kept=1.0), "--target-kept 1.0"),
+        (Request(target_kept=0.9, confidence=95), "--confidence 95"),
+        (Request(target_ess=0.9), "no part of the correction takes the target .* takes --target-kept"),
+    ],
+)
+def test_targets_that_cannot_be_meant(request_: Request, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        calibrated(steps_of(drawn()), spec_of(BAND), request_)
+
+
+def test_open_deltas_are_filled_in_and_named() -> None:
+    plain, unset = placeholders({"masks": {"opsm": OPSM | {"delta": "???"}, "gsm": BAND}})
+    assert unset == {"masks.opsm.delta"}
+    by_key = {part.key: part for part in parts_of(CorrectionSpec.from_mapping(plain), unset)}
+    assert by_key["masks.opsm"].now == {"delta": None}
+    assert by_key["masks.gsm"].now == {"lower": 0.99, "upper": 1.01}
+
+
+def test_curve_by_hand() -> None:
+    """Rows of one token with |log rho| 0.01, 0.02, 0.03 and 0.04: bounds at 0.02 keep two of four, at 0.05 all."""
+    old = np.array([-1.01, -0.98, -1.03, -0.96], dtype=np.float32)
+    rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old, group=1)
+    part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
+    curve = kept_curve(part, scores, np.array([0.005, 0.0205, 0.05]), 0.95)
+    assert curve.share.tolist() == [0.0, 0.5, 1.0]
+    assert (curve.low <= curve.share).all()
+    assert (curve.high >= curve.share).all()
+    assert 0 < curve.low[1] < 0.5 < curve.high[1] < 1
+
+
+def test_places_of_a_curve_reach_from_the_body_to_the_last_unit() -> None:
+    part, scores = part_and_scores(spec_of(BAND), steps_of(drawn(11)))
+    radius = places(part, scores)
+    assert (np.diff(radius) > 0).all()
+    assert radius[-1] == needed(part, scores).max()
+    assert not len(places(part, scores.chosen(np.zeros(len(scores), dtype=bool))))
+
+
+def test_whole_corrections_are_replayed_by_the_stages() -> None:
+    """Shares and ESS of everything together are those that training logs of the same rows."""
+    spec = CorrectionSpec.from_mapping({"weight": TIS | {"upper": 1.02}, "masks": {"gsm": BAND, "opsm": OPSM}})
+    steps = steps_of(drawn(12), drawn(13, step=2))
+    logged = []
+    for step in steps:
+        tensors = step.rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+        rollout = {name: tensors[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")}
+        stage = rollout_stage(spec, **rollout)
+        after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
+        logged.append(on_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
+    merged = merge_all(logged)
+    whole = joint(steps, spec)
+    assert 0 < whole.rows < 1
+    assert whole.tokens == pytest.approx(merged["token"].value())
+    assert whole.rows == pytest.approx(merged["sequence"].value())
+    assert whole.ess <= whole.tokens
+
+
+def test_nothing_recorded_has_no_share() -> None:
+    whole = joint([], spec_of(BAND))
+    assert math.isnan(whole.tokens)
+    assert math.isnan(whole.ess)

@@ -1,0 +1,453 @@
+"""A report: what it says of a recording, for one step and for hundreds, with hostile content, and without a proof."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.analysis.attribution import attribution
+from recipe.offpolicy.analysis.attribution.text import Reader
+from recipe.offpolicy.analysis.calibration.propose import Calibrated
+from recipe.offpolicy.analysis.pages.figures import picture
+from recipe.offpolicy.analysis.pages.page import LARGEST
+from recipe.offpolicy.analysis.report import drawings
+from recipe.offpolicy.analysis.report.sample import sample_of, spread
+from recipe.offpolicy.analysis.report.studies import Studies, studies_of
+from recipe.offpolicy.analysis.report.timeline import timeline_of
+from recipe.offpolicy.analysis.report.verdict import COPIED, answers, live, trend
+from recipe.offpolicy.calibrate import main as calibrate
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.recording import file_name
+from recipe.offpolicy.report import main
+from tests.support.recordings import drawn_rows, record
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
+GSM = {
+    "masks": {
+        "gsm": {
+            "ratio": "rollout",
+            "level": "sequence",
+            "aggregate": "geometric",
+            "lower": 0.99,
+            "upper": 1.01,
+            "when": "any",
+        }
+    }
+}
+SPEC = CorrectionSpec.from_mapping(GSM)
+
+
+class Tags(HTMLParser):
+    """Every tag and attribute of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def made(tmp_path: Path, steps: int = 4, *, card: Any = None, proof: Any = None, **columns: Any) -> Path:
+    """A recording of rows of two lengths in groups of 4, uncorrected."""
+    lengths = np.tile([8, 40], 12)
+    directory = tmp_path / "run"
+    for step in range(1, steps + 1):
+        uid = np.array([f"{step}/{row // 4}" for row in range(24)], dtype=object)
+        record(directory, drawn_rows(lengths, seed=step, step=step, backend=0.03, uid=uid, **columns))
+    for name, content in (("run.json", card), ("proof.json", proof)):
+        if content is not None:
+            (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def report(directory: Path, tmp_path: Path, *arguments: str) -> tuple[str, Tags]:
+    out = tmp_path / "out" / "report.html"
+    assert main([str(directory), "--out", str(out), *arguments]) == 0
+    text = out.read_text()
+    assert len(text.encode()) < LARGEST
+    return text, Tags(text)
+
+
+CARD = {
+    "model": f"/models/{HOSTILE}",
+    "release": "0.9.1",
+    "fingerprint": 7,
+    "sampling": {HOSTILE: HOSTILE},
+    "config": {"trainer": {"nnodes": 1}, HOSTILE: HOSTILE},
+}
+PROOF = {
+    "sentence": f"weight LIVE in the gradient {HOSTILE}",
+    "step": HOSTILE,
+    "live": {"proved": 1.0, "gradient_error": 1e-7, HOSTILE: 1.0},
+}
+
+
+class Tokenizer:
+    """Every token is an attack."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return HOSTILE
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
+    """A report with all that can be recorded, all of it hostile."""
+    tmp_path = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attribution, "reader_of", lambda card: (Reader(Tokenizer()), ""))
+        return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
+
+
+def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
+    _, page = whole
+    for heading in (
+        "Verdict",
+        "Run and proof of life",
+        "Reward and mismatch over time",
+        "Kept share by length",
+        "Where the mismatch comes from",
+        "Calibration",
+        "Worst examples",
+        "What other corrections would have done",
+        "Configuration",
+    ):
+        assert heading in page.text
+    assert page.text.index("Verdict") < page.text.index("over time") < page.text.index("Configuration")
+    for said in (
+        "weight LIVE in the gradient",
+        "Read: all 4 recorded steps (1 to 4).",
+        "correction.masks.gsm.upper=",
+        "tis_token",
+        '"nnodes": 1',
+    ):
+        assert said in page.text
+    # Over time 4, by length 2, attribution 6, and a panel a bound: the mask of the spec, and the weight.
+    assert page.tags.count("img") == 4 + 2 + 6 + 3
+
+
+def test_nothing_is_loaded_and_nothing_runs(whole: tuple[str, Tags]) -> None:
+    text, page = whole
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
+    assert all(source.startswith(("data:image/", "#")) for source in sources)
+    assert "default-src 'none'" in text
+
+
+def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
+    """In tokens, the model's name, the configuration and the proof: shown, never a tag, never a control character."""
+    text, page = whole
+    assert page.text.count("<script>alert(1)</script>") > 10
+    assert "onerror" not in [name for name, _ in page.attributes]
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
+    """run.json may have been written by whoever, and the page is made to be sent."""
+    config = {"trainer": {"wandb_token": "hunter22", "max_tokens": 77}, "headers": ["Bearer sk-live-hunter22"]}
+    card = {"model": "https://user:hunter22@host/model", "release": "0.9.1", "config": config}
+    text, _ = report(made(tmp_path, 1, card=card), tmp_path)
+    assert "hunter22" not in text
+    assert "https://(hidden)@host/model" in text
+    assert "&#34;max_tokens&#34;: 77" in text
+
+
+def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
+    """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
+    rows = drawn_rows([4] * 8, backend=0.2)
+    directory = record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"])
+    _, page = report(directory, tmp_path, "--spec", "correction=product_mask")
+    for said in (
+        "Read: the one recorded step (1 to 1).",
+        "too few steps",
+        "run.json was not recorded",
+        "not shown",
+        "proof.json was not recorded",
+        "MISMATCH",
+        "Which bound for masks.product?",
+        "the recording does not name its model",
+    ):
+        assert said in page.text
+
+
+@pytest.mark.slow
+def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for step in range(1, 302):
+        record(directory, drawn_rows([4] * 4, seed=step, step=step, backend=0.03))
+    _, page = report(directory, tmp_path)
+    assert "301 steps are recorded (1 to 301)" in page.text
+    assert "reads 200 of them, evenly spread" in page.text
+    studied = re.search(r"read 24 steps, evenly spread: ([\d, ]+)\.", page.text)
+    assert studied is not None
+    steps = [int(step) for step in studied[1].split(",")]
+    assert (steps[0], steps[-1], len(steps)) == (1, 301, 24)
+
+
+def test_what_was_sampled_is_said(tmp_path: Path) -> None:
+    recording = Recording(made(tmp_path, steps=7))
+    assert sample_of(recording, timeline=5, studied=3).sentence == (
+        "7 steps are recorded (1 to 7). What is drawn over time reads 5 of them, evenly spread; attribution, "
+        "calibration and what-if read 3 steps, evenly spread: 1, 4, 7."
+    )
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert spread(range(1, 11), 4) == (1, 4, 7, 10)
+    assert spread(range(1, 11), 1) == (10,)
+    assert spread([3, 5], 4) == (3, 5)
+
+
+def test_large_steps_are_studied_in_part(tmp_path: Path) -> None:
+    """Files of a known size against a budget of half of them."""
+    recording = Recording(made(tmp_path, steps=8))
+    size = sum(path.stat().st_size for files in recording.files.values() for path in files) // 8
+    sample = sample_of(recording, tokens=4 * size // 12)
+    assert len(sample.timeline) == 8
+    assert len(sample.studied) in (3, 4)
+    assert sample_of(recording, tokens=1).studied == (8,)
+
+
+def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
+    """Three rows of 2, 1 and 1 tokens; log rho ln 2, 0, 0, and nan; the second row rejected; weights 2, 1, 1, 1.
+
+    Valid tokens: 3. KL = ((2 - 1 - ln 2) + 0 + 0) / 3 = 0.10228. Kept tokens: 2 of 4 response tokens, kept rows 1 of 3.
+    ESS: w 2 and 1 kept of 3 valid, 9 / (3 * 5) = 0.6. Reward: 1 and 0 known, 0.5. T: 2 and 1 of rows with a token.
+    """
+    old = np.array([np.log(2.0), 0.0, 0.0, np.nan], dtype=np.float32) - 1
+    rows = drawn_rows(
+        [2, 1, 1],
+        rollout_log_prob=np.full(4, -1.0, np.float32),
+        old_log_prob=old,
+        log_prob=old + np.float32(0.1),
+        weight=np.array([2, 1, 1, 1], np.float32),
+        rejected_by=np.array([0, 0, 1, 0], np.uint32),
+        reward=np.array([1.0, 0.0, np.nan], np.float32),
+    )
+    recording = Recording(record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"]))
+    timeline = timeline_of(recording)
+    (step,) = timeline.steps
+    assert step.kl == pytest.approx((1 - np.log(2)) / 3, abs=1e-6)
+    assert step.drift == pytest.approx(0.1, abs=1e-6)
+    assert step.reward == 0.5
+    assert (step.kept_tokens, step.kept_rows) == (0.5, pytest.approx(1 / 3))
+    assert step.ess == pytest.approx(0.6)
+    assert step.nonfinite == 1
+    assert timeline.reasons == {"masks.gsm": 0.25}
+    (bucket,) = timeline.lengths
+    assert (bucket.rows, bucket.kept_rows) == (2, 0.5)
+    # Row 1: mean ln 2 / 2, outside [0.99, 1.01]; product 2, inside [0.5, 2]. Row 2: equal.
+    assert bucket.references == {"geometric": 0.5, "product": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("ages", "answer", "because"),
+    [
+        # Fresh: k3 of log rho 0.01, 5.0e-5; stale: of log rho 1, e - 2 = 0.72; of two rows as long, 0.36.
+        ([0, 3], "KL(mu, pi_old) 5e-05 nats a token", "With stale rows, whose mu is of older weights, 0.36."),
+        ([3, 3], "unknown", "Every row was sampled by older weights"),
+        ([0, 0], "KL(mu, pi_old) 0.36 nats a token", "Mean over 4 response tokens"),
+    ],
+)
+def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answer: str, because: str) -> None:
+    mu = np.full(4, -2, np.float32)
+    old = mu + np.array([0.01, 0.01, 1, 1], np.float32)
+    version = 8 - np.array(ages)
+    rows = drawn_rows(
+        [2, 2], step=9, rollout_log_prob=mu, old_log_prob=old, log_prob=old, oldest_version=version,
+        newest_version=version,
+    )  # fmt: skip
+    recording = Recording(record(tmp_path / "run", rows))
+    found = answers(timeline_of(recording), CorrectionSpec(), {}, Studies(frozenset(), "", "", ""))
+    (line,) = (one for one in found if one.question == "Do the engines agree?")
+    assert line.answer == answer
+    assert because in line.because
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "bypass"])
+@pytest.mark.parametrize(("last", "copied"), [(0.0, True), (1e-6, False)])
+def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last: float, copied: bool) -> None:
+    """Suspicious, unless pi_old was taken from mu on purpose: then pi shows whether mu is the engine's own."""
+    mu = np.full(40, -1.0, dtype=np.float32)
+    pi = mu + np.append(np.zeros(39), last).astype(np.float32)
+    spec = CorrectionSpec.from_mapping({"proximal": proximal})
+    old = mu if proximal == "bypass" else pi
+    rows = drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old, log_prob=pi)
+    recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
+    found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
+    assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
+
+
+def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -> None:
+    """Rows of one length are a table of one line, and no picture."""
+    record(tmp_path / "run", drawn_rows([9] * 24))
+    _, page = report(tmp_path / "run", tmp_path)
+    assert "a mask on the first rejects short rows" in page.text
+    assert "Dashed" not in page.text
+    _, page = report(made(tmp_path / "two"), tmp_path)
+    assert "Dashed: what each would keep here, whatever was on." in page.text
+
+
+def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
+    """Uncorrected, everything is kept: three shares of 1."""
+    timeline = timeline_of(Recording(made(tmp_path)))
+    figure = picture(drawings.over_time(timeline), columns=2)
+    reward, _, kept, _ = figure.axes
+    assert reward.get_ylabel() == "mean reward of a response"
+    assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
+    shares, _ = picture(drawings.by_length(timeline), columns=2).axes
+    assert [(line.get_label(), line.get_linestyle()) for line in shares.get_lines()] == [
+        ("rows kept, tokens kept, had a product mask [0.5, 2] been on: rows kept", "-"),
+        ("had a geometric mask [0.99, 1.01] been on: rows kept", "--"),
+    ]
+
+
+def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the recording is opened: there is none."""
+    assert main([str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"report: --out {tmp_path}: it is a directory. Name a file")
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "none"), "--out", str(tmp_path / "file" / "a.html")]) == 2
+    assert "no file can be written below" in capsys.readouterr().err
+
+
+def test_whole_numbers_of_the_proof_are_whole(tmp_path: Path) -> None:
+    numbers = {"fingerprint": 1464144645.0, "gradient_error": 9.5e-08}
+    proof = {"sentence": "LIVE", "step": 1, "live": numbers}
+    _, page = report(made(tmp_path, proof=proof), tmp_path)
+    assert "1464144645" in page.text
+    assert "1.46e+09" not in page.text
+
+
+def test_what_acted_may_change(tmp_path: Path) -> None:
+    """Calibrated online, or fallen back: the steps before which it changed."""
+    moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM["masks"]["gsm"] | {"upper": 1.02}}})
+    directory = tmp_path / "run"
+    for step, spec in enumerate((SPEC, SPEC, moved, moved), start=1):
+        record(directory, drawn_rows([9], step=step), spec=spec.to_mapping(), reasons=["masks.gsm"])
+    timeline = timeline_of(Recording(directory))
+    assert timeline.changed == (3,)
+    assert timeline.correction == moved.to_mapping()
+
+
+def test_answers_about_life() -> None:
+    proved = {"sentence": "masks.gsm LIVE", "step": 1, "live": {"proved": 1.0}}
+    assert live(SPEC, proved).answer == "yes"
+    assert live(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
+    assert live(SPEC, {}).answer == "not shown"
+    assert live(CorrectionSpec(), {}).answer == "none is on"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "no recorded step"), (("--spec", "correction=gms"), "no such option")],
+)
+def test_bad_input_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    directory = made(tmp_path, steps=1) if arguments else tmp_path
+    assert main([str(directory), "--out", str(tmp_path / "no.html"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = made(tmp_path, steps=2)
+    damaged = sorted(directory.glob("*.parquet"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert damaged.name in capsys.readouterr().err
+
+
+TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "calibrated", "new"),
+    [
+        ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
+        ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
+        (GSM, {"weight", "masks.gsm"}, {"weight"}),
+        (GSM | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
+    ],
+)
+def test_what_was_not_on_is_calibrated_by_default(
+    tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]
+) -> None:
+    recording = Recording(made(tmp_path, steps=1))
+    found = studies_of(recording, sample_of(recording), CorrectionSpec.from_mapping(recorded))
+    assert isinstance(found.calibrated, Calibrated)
+    assert {proposal.part.key for proposal in found.calibrated.proposals} == calibrated
+    assert found.new == new
+
+
+def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
+    """With pi_old := mu a weight on pi_old / mu is 1: the reason stands in place of the curves."""
+    bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
+    recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
+    found = studies_of(recording, sample_of(recording), bypass)
+    assert isinstance(found.calibrated, str)
+    assert "bypass" in found.calibrated
+    assert not isinstance(found.study, str)
+    assert "correction=tis_token" in found.study.failures
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1e-4] * 9, "steady"),
+        ([1e-4] * 3 + [2e-4] * 3 + [9e-4] * 3, "grew from 0.0001 to 0.0009"),
+        ([9e-4] * 3 + [2e-4] * 3 + [1e-4] * 3, "fell from 0.0009 to 0.0001"),
+        ([1e-4, 1.0, 1e-4] * 3, "swings between 0.0001 and 1"),
+        ([1e-4, 2e-4], "too few steps"),
+    ],
+)
+def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
+    assert said in trend(np.array(values), "nats")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("equal", "mu and pi agree exactly"),
+        ("not finite", "No response token with a finite mu and pi_old was recorded."),
+    ],
+)
+def test_recordings_with_nothing_to_explain(tmp_path: Path, change: str, said: str) -> None:
+    mu = np.full(120, -1.0 if change == "equal" else np.nan, dtype=np.float32)
+    same = {"old_log_prob": mu, "log_prob": mu} if change == "equal" else {}
+    _, page = report(record(tmp_path / "run", drawn_rows([5] * 24, rollout_log_prob=mu, **same)), tmp_path)
+    assert said in page.text
+    assert "Not calibrated" in page.text or "no mismatch at all" in page.text
+
+
+def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    write(directory / file_name(1, 0), drawn_rows([]), SPEC.to_mapping(), ["masks.gsm"])
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert "no response is recorded" in capsys.readouterr().err
+    assert calibrate([str(directory), "--target-kept", "0.9"]) == 2
+    assert "no response is recorded" in capsys.readouterr().err
+
+
+def test_what_acted_must_be_a_correction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = record(tmp_path / "run", drawn_rows([5] * 4), spec={"weight": 3})
+    assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
+    assert "step 1: the correction in the metadata of its file is none" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""What ``denominator=kept`` and ``baseline=exclude`` do to a replay: by hand, and as training scales its rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.kept_scale import Counts
+from recipe.offpolicy.analysis.whatif.replay import kept_tokens
+from recipe.offpolicy.analysis.whatif.results import Study
+from recipe.offpolicy.analysis.whatif.study import study
+from recipe.offpolicy.batch.plan import SCALE, Dealing, row_columns
+from recipe.offpolicy.correction import BatchConstants
+from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches
+from recipe.offpolicy.recording import Recording, Rows
+from tests.support.acted import acted, by_hand, varied_rows
+from tests.support.corrections import TIS, band, spec
+from tests.support.recordings import record
+
+LOG2 = math.log(2.0)
+# pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2, geometric mean 1.26; row 1 (A = -2): 2, 2.
+MU = [[-3.0, -2.0, -1.0], [-2.0, -2.0]]
+OLD = [[-3.0 + 2 * LOG2, -2.0, -1.0 - LOG2], [-2.0 + LOG2, -2.0 + LOG2]]
+ROWS = by_hand(OLD, MU, advantages=np.array([1, 1, 1, -2, -2], dtype=np.float32))
+ORIGINAL = spec(None, band=band(0.5, 1.7))  # rejects row 1
+KEPT = replace(ORIGINAL, denominator="kept")
+
+
+def card(mode: str | None = "token-mean", rows: int = 2, **record: Any) -> dict[str, Any]:
+    """Of a run whose mini-batches have ``rows`` rows, two of each prompt."""
+    actor = {"ppo_mini_batch_size": rows // 2, "loss_agg_mode": mode}
+    return {"config": {"actor_rollout_ref": {"actor": actor, "rollout": {"n": 2}}, "offpolicy": {"record": record}}}
+
+
+def replayed(path: Path, of: dict[str, Any], rows: Rows = ROWS) -> Study:
+    """``ORIGINAL`` and ``KEPT`` over one step."""
+    record(path, rows)
+    (path / "run.json").write_text(json.dumps(of))
+    recording = Recording(path)
+    named = [Candidate(name, name, {}, one) for name, one in (("original", ORIGINAL), ("kept", KEPT))]
+    return study(recording, recording.steps, named)
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale"),
+    [
+        ("token-mean", 5 / 3),  # N = 5 tokens, R = 2 of them rejected
+        ("seq-mean-token-sum", 2.0),  # N = 2 rows, R = 1
+        ("seq-mean-token-sum-norm", 2.0),
+        ("seq-mean-token-mean", 2.0),  # and no token of row 0 is rejected
+    ],
+)
+def test_the_learning_rate_by_hand(tmp_path: Path, mode: str, scale: float) -> None:
+    """f A = s, s, s | 0, 0 against 1, 1, 1 | -2, -2."""
+    result = replayed(tmp_path, card(mode))
+    original, kept = (outcome.overall for outcome in result.outcomes)
+    assert original.lr_scale == pytest.approx(math.sqrt(3 / 11))
+    assert kept.lr_scale == pytest.approx(scale * math.sqrt(3 / 11))
+    assert original.projection == pytest.approx(3 / 11)
+    assert kept.projection == pytest.approx(scale * 3 / 11)
+    # (f - rho) A = s - 4, s - 1, s - 1/2 | 4, 4; sum (rho A)^2 = 16 + 1 + 1/4 + 32.
+    off = (scale - 4) ** 2 + (scale - 1) ** 2 + (scale - 0.5) ** 2 + 32
+    assert kept.bias_token == pytest.approx(math.sqrt(off / 49.25))
+    assert (kept.kept_tokens, kept.ess) == (original.kept_tokens, original.ess) == (3 / 5, pytest.approx(3 / 5))
+    assert not any("denominator" in note for note in result.notes)
+
+
+def test_each_mini_batch_by_itself(tmp_path: Path) -> None:
+    """Rows 0 and 1 as above, then two rows of pi_old = mu and A = 1 of which nothing is rejected."""
+    four = by_hand(
+        [*OLD, [-1.0], [-1.0]], [*MU, [-1.0], [-1.0]],
+        advantages=np.array([1, 1, 1, -2, -2, 1, 1], dtype=np.float32),
+        mini_batch=np.array([0, 0, 3, 3], dtype=np.int32),
+    )  # fmt: skip
+    _, kept = replayed(tmp_path, card(), four).outcomes
+    assert kept.overall.lr_scale == pytest.approx(math.sqrt((3 * (5 / 3) ** 2 + 2) / 13))
+
+
+@pytest.mark.parametrize("mode", HAS_DENOMINATOR)
+def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> None:
+    rows = varied_rows(24, seed=4)
+    chosen = replace(spec(TIS, gsm=band(0.97, 1.03), icepop=band(0.6, 1.7, level="token")), denominator="kept")
+    padded = rows.padded("rollout_log_prob", "old_log_prob")
+    names = {"rollout_log_prob": "rollout_log_probs", "old_log_prob": "old_log_probs"}
+    batch = TensorDict({names.get(name, name): values for name, values in padded.items()}, batch_size=len(rows))
+    trained = row_columns(chosen, batch, Dealing(ranks=2, mini_batch_rows=8, loss_agg_mode=mode))[SCALE]
+
+    dealt = assign_mini_batches(24, ranks=2, rows_a_mini_batch=8).numpy().astype(np.int32)
+    for rank in range(2):
+        share = replace(rows, mini_batch=dealt, rank=np.full(24, rank, dtype=np.int32)).take(
+            range(rank * 12, 12 + rank * 12)
+        )
+        done, reasons = acted(share, chosen)
+        record(tmp_path, done, spec=chosen.to_mapping(), reasons=reasons)
+    recorded = Recording(tmp_path).step(5).rows
+    counts = Counts.of_card(card(mode, rows=8), sampled=False)
+    assert counts.unknown(recorded) == ""
+    scale = counts.scale(recorded, kept_tokens(chosen, chosen, recorded, BatchConstants(), size=200))
+    assert torch.from_numpy(scale).tolist() == pytest.approx(trained.tolist(), rel=1e-12)
+    assert len(set(scale.tolist())) > 2
+
+
+@pytest.mark.parametrize(
+    ("of", "rows", "reason"),
+    [
+        ({}, ROWS, "does not say the run's loss_agg_mode"),
+        (card(None), ROWS, "does not say the run's loss_agg_mode"),
+        (card("token-sum"), ROWS, "loss_agg_mode=token-sum divides by no count"),
+        (card(share=0.5), ROWS, "only a sample of the rows"),
+        (card(rows=4), ROWS, "has the 4 rows recorded"),
+        (card(), replace(ROWS, mini_batch=np.full(2, -1, dtype=np.int32)), "has the 2 rows recorded"),
+    ],
+)
+def test_what_is_not_known_is_said_and_not_invented(
+    tmp_path: Path, of: dict[str, Any], rows: Rows, reason: str
+) -> None:
+    result = replayed(tmp_path, of, rows)
+    original, kept = (outcome.overall for outcome in result.outcomes)
+    assert kept == original
+    (note,) = [note for note in result.notes if "denominator=kept" in note]
+    assert note.startswith("denominator=kept is replayed as original in 1 step(s)")
+    assert reason in note
+
+
+def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
+    excluding = replace(ORIGINAL, baseline="exclude")
+    wider = replace(excluding, masks=spec(None, band=band(0.5, 1.8)).masks)
+    named = {"excluding": excluding, "wider": wider, "including": ORIGINAL}
+    candidates = [Candidate(UNCORRECTED, UNCORRECTED), *(Candidate(name, name, {}, one) for name, one in named.items())]
+
+    def noted(folder: str, acting: Any) -> list[str]:
+        done, reasons = acted(ROWS, acting)
+        recording = Recording(record(tmp_path / folder, done, spec=acting.to_mapping(), reasons=reasons))
+        return [note for note in study(recording, recording.steps, candidates).notes if "baseline=exclude" in note]
+
+    (note,) = noted("include", ORIGINAL)
+    assert "with excluding, wider training would have had others" in note
+    # Siblings that leave depend on the mask: only the recorded one is as recorded.
+    (note,) = noted("exclude", excluding)
+    assert "with including, uncorrected, wider training" in note
+    recording = Recording(tmp_path / "include")
+    alone = study(recording, recording.steps, [candidates[0], candidates[-1]])
+    assert not any("baseline" in note for note in alone.notes)

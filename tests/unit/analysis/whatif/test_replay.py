@@ -1,0 +1,267 @@
+"""A replay decides as training did: the same whatever the blocks, the same as telemetry, the same as recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.offpolicy.analysis.whatif import blocks as module
+from recipe.offpolicy.analysis.whatif.blocks import block, blocks
+from recipe.offpolicy.analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate
+from recipe.offpolicy.analysis.whatif.results import Study
+from recipe.offpolicy.analysis.whatif.study import share_of, study
+from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
+from recipe.offpolicy.correction.catalogue import BUCKETS, SIGNS, STALENESS
+from recipe.offpolicy.recording import Recording, RecordingError
+from tests.support.acted import acted, recorded, varied_rows
+from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+from tests.support.recordings import drawn_rows, record
+
+WIDE = band(0.97, 1.03)
+SPECS = {
+    "tis": spec(TIS, gsm=WIDE),
+    "turn": spec(TIS | {"level": "turn"}, turn=band(0.98, 1.02, level="turn")),
+    "sequence": spec(TIS | {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}, opsm=opsm(0.01)),
+    "normalised": spec(TIS | {"normalize": True}, positive=WIDE | {"when": "positive", "sign": "token"}),
+    "normalised_rows": spec(TIS | {"normalize": True, "level": "sequence"}),
+    "m2po": spec(None, m2po=M2PO),
+    "ppo": spec(None, ppo=band(0.999, 1.001, ratio="ppo"), tv=band(-0.1, 0.1, aggregate="binary_tv", level="token")),
+    "skyrl": replace(spec(TIS, gsm=WIDE, icepop=band(0.8, 1.2, level="token", aggregate="any")), skyrl_compat=True),
+    "version": spec(TIS | {"level": "version"}),
+}
+
+
+def run(recording: Path, specs: Mapping[str, CorrectionSpec] = SPECS, **options: Any) -> Study:
+    read = Recording(recording)
+    named = [Candidate(name, name, {}, one) for name, one in specs.items()]
+    return study(read, read.steps, named, **options)
+
+
+def numbers(result: Study) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for outcome in result.outcomes:
+        label = outcome.candidate.label
+        for name, group in {"": outcome.overall, **outcome.groups}.items():
+            found |= {f"{label} {name} {key}": value for key, value in asdict(group).items()}
+        found |= {f"{label} {name}": share.kept_tokens for name, share in outcome.turns.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    return recorded(folder, SPECS["tis"], varied_rows(seed=1, step=5), varied_rows(40, seed=2, step=6))
+
+
+def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of like length in blocks of about 500 places, and one padded batch a step."""
+    cut = run(directory, size=500)
+    monkeypatch.setattr(module, "_SHORTEST", 0.0)
+    whole = run(directory, size=10**9)
+    assert len(list(blocks(Recording(directory).step(5).rows, 10**9))) == 1
+    assert numbers(whole).keys() == numbers(cut).keys()
+    for name, value in numbers(whole).items():
+        if value is None:
+            assert numbers(cut)[name] is None, name
+        else:
+            assert numbers(cut)[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    for matrix in asdict(whole.agreement):
+        one, other = (getattr(result.agreement, matrix) for result in (whole, cut))
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    # Each of these corrections does something here, so that the comparison is of more than ones.
+    assert all(value is not None and value < 0.9999 for key, value in numbers(cut).items() if key.endswith("  ess"))
+
+
+def test_shares_are_those_of_the_log(directory: Path) -> None:
+    """The share kept by group against the statistics that training logs, over the same batch."""
+    rows = Recording(directory).step(5).rows
+    age = torch.from_numpy(rows.staleness)
+    result = run(directory)
+    for outcome in result.outcomes:
+        correction = SPECS[outcome.candidate.label]
+        padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+        stage = rollout_stage(
+            correction,
+            old_log_prob=padded["old_log_prob"],
+            rollout_log_prob=padded["rollout_log_prob"],
+            response_mask=padded["response_mask"],
+            segment_ids=padded["turn"].long(),
+            versions=torch.from_numpy(rows.oldest_version)[:, None].expand(padded["turn"].shape),
+            staleness=age,
+        )
+        step = step_stage(correction, stage, log_prob=padded["log_prob"], advantages=padded["advantages"])
+        logged = {name: statistic.value() for name, statistic in step.statistics.items()}
+        # By step the study has the whole alone; a study of that step has the groups.
+        read = Recording(directory)
+        (alone,) = study(read, [5], [outcome.candidate]).outcomes
+        assert outcome.steps[5] == alone.overall
+        expected = {"": ("keep/token_share", "keep/sequence_share")}
+        expected |= {
+            f"length/{b}": (f"length/{b}/keep_token_share", f"length/{b}/keep_sequence_share") for b in BUCKETS
+        }
+        expected |= {f"advantage/{s}": (f"keep/{s}/token_share", f"keep/{s}/sequence_share") for s in SIGNS}
+        expected |= {f"staleness/{s}": (f"staleness/{s}/keep_token_share", "") for s in STALENESS}
+        seen = 0
+        for group, (tokens, sequences) in expected.items():
+            measured = alone.overall if not group else alone.groups.get(group)
+            if measured is None:
+                assert math.isnan(logged[tokens])
+                continue
+            seen += 1
+            assert measured.kept_tokens == pytest.approx(logged[tokens]), group
+            if sequences:
+                assert measured.kept_rows == pytest.approx(logged[sequences]), group
+        assert seen >= 9
+        assert alone.turns["turn/is0"].kept_tokens == pytest.approx(logged["turn/first/keep_token_share"])
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 200))
+def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
+    rows = drawn_rows(lengths)
+    seen = []
+    for one in blocks(rows, size):
+        seen += one.rows.tolist()
+        height, width = one.place.shape
+        assert height * width <= max(size, width)
+        for place, row in enumerate(one.rows):
+            start, stop = rows.offsets[row : row + 2]
+            assert torch.equal(
+                one.old_log_prob[place][one.place[place]], torch.from_numpy(rows.old_log_prob[start:stop])
+            )
+            assert not one.old_log_prob[place][~one.place[place]].any()
+            assert int(one.place[place].sum()) == stop - start
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_padding_is_little() -> None:
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 1000)), 1, 8192).astype(int)
+    rows = drawn_rows(lengths.tolist())
+    places = sum(one.place.numel() for one in blocks(rows))
+    assert places < 1.25 * rows.tokens
+    assert block(rows, np.arange(1000)).place.numel() > 4 * rows.tokens
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
+def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))
+    fidelity = run(path, {}, size=300).fidelity
+    assert fidelity.agrees, fidelity.example
+    assert fidelity.tokens == sum(int(step.rows.response_mask.sum()) for step in Recording(path))
+    assert fidelity.weight_error <= 1e-6
+
+
+@pytest.mark.parametrize("column", ["weight", "rejected_by", "unnamed"])
+def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
+    rows, reasons = acted(varied_rows(seed=3), SPECS["tis"])
+    place = int(np.flatnonzero(rows.response_mask & (rows.rejected_by > 0))[7])
+    if column == "unnamed":
+        # The record knows of no mask at all, and what the replay rejects was kept.
+        rows, reasons = replace(rows, rejected_by=np.zeros_like(rows.rejected_by)), ()
+    else:
+        values = getattr(rows, column).copy()
+        values[place] = values[place] * 1.0001 if column == "weight" else 0
+        rows = replace(rows, **{column: values})
+    record(tmp_path, rows, spec=SPECS["tis"].to_mapping(), reasons=reasons)
+    fidelity = run(tmp_path, {}).fidelity
+    assert not fidelity.agrees
+    row = int(rows.row_of_token[place])
+    if column == "weight":
+        assert (fidelity.weights, fidelity.rejections) == (1, 0)
+        assert fidelity.weight_error == pytest.approx(1e-4, rel=0.01)
+        assert f"step 5, row {row}, token {place - rows.offsets[row]}: recorded weight" in fidelity.example
+    elif column == "rejected_by":
+        assert (fidelity.weights, fidelity.rejections) == (0, 1)
+        assert f"step 5, row {row}, token {place - rows.offsets[row]}: recorded rejected_by 0" in fidelity.example
+    else:
+        assert fidelity.rejections > 1
+
+
+def test_recorded_may_change_from_step_to_step(tmp_path: Path) -> None:
+    recorded(tmp_path, SPECS["tis"], varied_rows(seed=3, step=5))
+    recorded(tmp_path, SPECS["sequence"], varied_rows(seed=3, step=6))
+    read = Recording(tmp_path)
+    acting = Candidate(RECORDED, RECORDED)
+    uncorrected = Candidate(UNCORRECTED, UNCORRECTED)
+    both, bare = study(read, read.steps, [acting, uncorrected]).outcomes
+    alone = run(tmp_path, {name: SPECS[name] for name in ("tis", "sequence")}).outcomes
+    assert both.steps[5] == alone[0].steps[5]
+    assert both.steps[6] == alone[1].steps[6]
+    assert both.steps[5] != both.steps[6]
+    assert bare.overall.kept_tokens == 1.0
+
+
+def test_a_constant_of_the_batch_is_that_of_the_whole_step(tmp_path: Path) -> None:
+    """Weights are divided by their mean over the step, so that their mean is 1 over it."""
+    path = recorded(tmp_path, spec(), varied_rows(seed=3))
+    rows = Recording(path).step(5).rows
+    normalised = spec(TIS | {"normalize": True})
+    outcome, plain = run(path, {"n": normalised, "p": spec(TIS)}, size=200).outcomes
+    ratio = np.exp(np.minimum(rows.old_log_prob.astype(float) - rows.rollout_log_prob, 20))[rows.response_mask]
+    mean = np.minimum(ratio, 2).mean()
+    assert outcome.overall.lr_scale == pytest.approx(plain.overall.lr_scale / mean, rel=1e-6)
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.5, True), (1.0, False), (None, False)])
+def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool, tmp_path: Path) -> None:
+    path = recorded(tmp_path, SPECS["normalised"], varied_rows(seed=3))
+    if share is not None:
+        card = {"config": {"offpolicy": {"record": {"share": share}}}}
+        (path / "run.json").write_text(json.dumps(card))
+    result = run(path, {"tis": SPECS["tis"]})
+    assert share_of(Recording(path).card) == (share or 1.0)
+    assert any("Only a sample of the rows" in note for note in result.notes) == told
+    assert any("not compared with its replay" in note for note in result.notes) == told
+    assert (result.fidelity.tokens == 0) == told
+
+
+def test_pi_old_that_was_never_computed(tmp_path: Path) -> None:
+    """After bypass the record holds mu in its place: what needs pi_old is refused, what needs pi is not."""
+    bypass = CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.01)}, "proximal": "bypass"})
+    rows = varied_rows(seed=3)
+    path = recorded(tmp_path, bypass, replace(rows, old_log_prob=rows.rollout_log_prob))
+    linear = CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": 0.5})
+    result = run(path, {"tis": SPECS["tis"], "bypass": bypass, "linear": linear})
+    assert [outcome.candidate.label for outcome in result.outcomes] == ["bypass", "linear"]
+    assert "recorded with correction.proximal=bypass" in result.failures["tis"]
+    assert result.agreement.cosine.shape == (2, 2)
+    assert result.fidelity.agrees
+
+
+def test_versions_by_token_are_not_known(tmp_path: Path) -> None:
+    rows = varied_rows(seed=3)
+    path = recorded(tmp_path, spec(), replace(rows, newest_version=rows.oldest_version + (np.arange(60) == 7)))
+    result = run(path, {name: SPECS[name] for name in ("version", "tis")})
+    assert "of 60 rows 1 were sampled by several versions" in result.failures["version"]
+    assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
+
+
+def test_a_step_without_rows_of_a_kind_adds_up(tmp_path: Path) -> None:
+    """Steps of different groups: lengths and staleness of one are missing in the other."""
+    short, long = drawn_rows([3, 4], step=1), drawn_rows([100, 2000], step=2, seed=1)
+    outcome = run(recorded(tmp_path, spec(), short, long), {"tis": SPECS["tis"]}).outcomes[0]
+    assert {name: group.rows for name, group in outcome.groups.items() if name.startswith("length/")} == {
+        "length/le16": 2, "length/le256": 1, "length/le4096": 1,
+    }  # fmt: skip
+    assert outcome.overall.tokens == 2107
+
+
+@pytest.mark.parametrize("mapping", [{"masks": {"gsm": GSM | {"upper": 0.5}}}, {"unheard": 1}])
+def test_a_recorded_correction_that_is_none(mapping: dict[str, Any], tmp_path: Path) -> None:
+    record(tmp_path, varied_rows(), spec=mapping)
+    with pytest.raises(RecordingError, match=r"step_00000005.*its metadata holds no valid correction"):
+        run(tmp_path)
+
+
+def test_no_step(directory: Path) -> None:
+    with pytest.raises(RecordingError, match="no step to replay"):
+        study(Recording(directory), [], [])

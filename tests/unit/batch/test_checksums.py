@@ -1,0 +1,147 @@
+"""A row's checksum ties mu to its tokens, to the bit, and to nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as draw
+
+from recipe.offpolicy.batch.checksums import row_hashes
+from recipe.offpolicy.batch.micro_batch import row_checksums
+from tests.support.drawn import examples
+
+TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
+MU = torch.tensor([[-0.5, -1.0, -1.5, 9.0], [-0.5, 9.0, -1.0, -2.0], [9.0, 9.0, 9.0, 9.0]])
+FLOAT32 = 0x13198A2E03707344
+"""The seed of float32."""
+
+FLOATS = draw.floats(-50.0, 0.0, width=32)
+ROWS = draw.lists(draw.tuples(draw.integers(0, 200_000), FLOATS), min_size=2, max_size=12)
+
+
+def mix(value: int) -> int:
+    """SplitMix64's finaliser on an unsigned integer."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+def checksum(tokens: list[int], mu: list[float]) -> int:
+    bits = torch.tensor(mu).view(torch.int32).tolist()
+    total = 0
+    for place, (token, bit) in enumerate(zip(tokens, bits, strict=True), start=1):
+        total += mix((mix((mix(FLOAT32 + place) + token) % 2**64) + bit) % 2**64)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def one(row: list[tuple[int, float]], dtype: torch.dtype = torch.float32) -> int:
+    tokens, mu = (list(column) for column in zip(*row, strict=True))
+    (found,) = row_checksums(torch.tensor([tokens]), torch.ones(1, len(row)), torch.tensor([mu]).to(dtype))
+    return found
+
+
+def test_by_hand() -> None:
+    # The finaliser's own known answer, and a third row that has no response token and no checksum.
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert row_checksums(TOKENS, MASK, MU) == [
+        checksum([5, 6, 7], [-0.5, -1.0, -1.5]),
+        checksum([5, 7, 8], [-0.5, -1.0, -2.0]),
+    ]
+
+
+def test_padding_is_not_read() -> None:
+    wider = [torch.nn.functional.pad(t, (0, 3), value=v) for t, v in ((TOKENS, 7), (MASK, 0), (MU, -3.0))]
+    assert row_checksums(*wider) == row_checksums(TOKENS, MASK.bool(), MU)
+    assert row_checksums(TOKENS.int(), MASK, torch.where(MASK.bool(), MU, torch.nan)) == row_checksums(TOKENS, MASK, MU)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokens, mu: (tokens, mu.roll(1, -1)),
+        lambda tokens, mu: (tokens, mu.flip(0)),
+        lambda tokens, mu: (tokens.flip(0), mu),
+        lambda tokens, mu: (tokens, mu.bfloat16()),
+        lambda tokens, mu: (tokens, mu.bfloat16().float()),
+        lambda tokens, mu: (tokens, mu.half()),
+        lambda tokens, mu: (tokens, mu.double()),
+        lambda tokens, mu: (tokens, torch.nextafter(mu, torch.zeros(()))),
+        lambda tokens, mu: (tokens + 1, mu),
+    ],
+    ids=[
+        "mu shifted",
+        "rows of mu permuted",
+        "rows of tokens permuted",
+        "cast down",
+        "cast down and back",
+        "cast to half",
+        "cast up",
+        "one ulp",
+        "tokens",
+    ],
+)
+def test_anything_else_changes_it(change: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 1000, (6, 5), generator=generator)
+    mu = -torch.rand(6, 5, generator=generator)
+    mask = torch.ones(6, 5)
+    changed_tokens, changed_mu = change(tokens, mu)
+    before, after = row_checksums(tokens, mask, mu), row_checksums(changed_tokens, mask, changed_mu)
+    assert len(before) == len(after) == 6
+    assert set(before).isdisjoint(after)
+
+
+@examples
+@given(ROWS, draw.randoms())
+def test_the_order_of_a_row_matters(row: list[tuple[int, float]], random: object) -> None:
+    shuffled = list(row)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert (one(row) == one(shuffled)) == (repr(row) == repr(shuffled))
+
+
+@examples
+@given(ROWS, draw.integers(1, 11))
+def test_log_probs_that_moved_to_other_tokens_show(row: list[tuple[int, float]], by: int) -> None:
+    values = [mu for _, mu in row]
+    by %= len(row)
+    moved = [(token, mu) for (token, _), mu in zip(row, values[by:] + values[:by], strict=True)]
+    assume(repr(moved) != repr(row))
+    assert one(row) != one(moved)
+
+
+@examples
+@given(ROWS, draw.integers(0, 11), FLOATS, draw.integers(0, 200_000))
+def test_one_replaced_value_or_token_shows(row: list[tuple[int, float]], at: int, mu: float, token: int) -> None:
+    at %= len(row)
+    for there in ((row[at][0], mu), (token, row[at][1])):
+        changed = [*row[:at], there, *row[at + 1 :]]
+        assert (one(row) == one(changed)) == (repr(row) == repr(changed))
+
+
+@examples
+@given(ROWS)
+def test_every_precision_has_checksums_of_its_own(row: list[tuple[int, float]]) -> None:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    assert len({one(row, dtype) for dtype in dtypes}) == len(dtypes)
+    back = torch.tensor([mu for _, mu in row]).bfloat16().float().tolist()
+    rounded = [(token, mu) for (token, _), mu in zip(row, back, strict=True)]
+    assert (one(row) == one(rounded)) == (repr(row) == repr(rounded))
+
+
+def test_long_rows_do_not_collide() -> None:
+    tokens = torch.arange(4096)[:, None].expand(-1, 3)
+    hashes = row_hashes(tokens, torch.ones(4096, 3), torch.full((4096, 3), -1.0))
+    assert len(hashes.unique()) == 4096
+    # Bits of the sum are as good as drawn: each is set in about half of the rows.
+    share = torch.stack([((hashes >> bit) & 1).double().mean() for bit in range(64)])
+    assert float((share - 0.5).abs().max()) < 0.05
+
+
+def test_nothing_to_read() -> None:
+    assert row_checksums(TOKENS, torch.zeros(3, 4), MU) == []
+    assert row_checksums(TOKENS[:0], MASK[:0], MU[:0]) == []

@@ -1,0 +1,262 @@
+"""The command line: tables, overrides that a launch takes, JSON, pictures, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.analysis.calibration.drawings import caption, curves
+from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.calibrate import main
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording
+from tests.support.recordings import drawn_rows, record
+
+GSM = "correction=[tis_token,gsm]"
+LATER = np.ones(240, dtype=np.int32)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Two steps of 160 rows in groups of 4, short and long ones."""
+    lengths = np.tile([6, 30, 200, 90], 40)
+    return record(
+        tmp_path / "run",
+        *(
+            drawn_rows(
+                lengths,
+                seed=step,
+                step=step,
+                backend=0.05,
+                uid=np.array([f"{step}/{row // 4}" for row in range(160)], dtype=object),
+            )
+            for step in (1, 2)
+        ),
+    )
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints composes, and keeps at least the target when it is calibrated again."""
+    status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.95, "--target-ess", 0.9985)
+    assert status == 0
+    pasted = shlex.split(out.split("Overrides:")[1])
+    assert pasted[0] == "correction=[tis_token,gsm]"
+    assert sorted(override.split("=")[0] for override in pasted[1:]) == [
+        "correction.masks.gsm.lower",
+        "correction.masks.gsm.upper",
+        "correction.weight.upper",
+    ]
+    with composer():
+        spec = CorrectionSpec.from_mapping(composed_mapping(pasted))
+    assert f"correction.masks.gsm.upper={spec.masks[0][1].upper}" in pasted
+    _, out, _ = run(capsys, recording, "--spec", *pasted, "--target-kept", 0.95, "--json")
+    again = json.loads(out)["proposals"][0]
+    assert 0.95 <= again["reached_now"] < 0.955
+    assert again["proposed"]["values"] == {"lower": again["now"]["lower"], "upper": again["now"]["upper"]}
+
+
+def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, recording, "--spec", "correction=[gsm,icepop]", "--target-kept", 0.9)
+    assert "kept of rows" in out
+    assert "kept of tokens" in out
+    assert "of all" not in out  # both look at everything
+    assert "the correction takes one bound; these tell which lengths it would hit" in out
+    assert "All of it together" in out
+    assert "masks.gsm: depends on length (rank correlation" in out
+    assert "masks.gsm by length" in out
+    assert "17 to 64" in out
+    assert "no dependence on length shown" in out
+    assert "masks.icepop by length" not in out
+
+
+def test_eighty_columns_break_no_number(
+    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run(capsys, recording, "--spec", "correction=gsm", "--target-kept", 0.9)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", out).split("Overrides:")[0]
+    assert max(map(len, said.splitlines())) <= 80
+    assert "Proposed bounds, continued" in said
+    cells = {cell.strip() for line in said.splitlines() if line.startswith("│") for cell in line.split("│")}
+    assert {"masks.gsm", "[0.99, 1.01]", "0.9000", "320", "80", "17 to 64"} <= cells
+
+
+def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9, "--json")
+    result = json.loads(out)
+    assert status == 0
+    (proposal,) = result["proposals"]
+    assert proposal["key"] == "correction.masks.gsm"
+    assert proposal["of"] == "rows"
+    assert proposal["now"] == {"lower": 0.99, "upper": 1.01}
+    assert proposal["proposed"]["units"] == 320
+    assert proposal["proposed"]["prompts"] == 80
+    low, high = proposal["proposed"]["interval"]["upper"]
+    assert low < proposal["proposed"]["values"]["upper"] < high
+    assert proposal["length"]["depends"] is True
+    assert set(proposal["by_length"]) == {"le16", "le64", "le256"}
+    assert result["skipped"] == {"weight": "takes --target-ess: it keeps every token, and caps its weight"}
+    assert result["together"]["then"]["rows"] == pytest.approx(0.9)
+
+
+def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with composer():
+        spec = CorrectionSpec.from_mapping(composed_mapping(["correction=gsm"])).to_mapping()
+    directory = record(tmp_path / "run", drawn_rows([20] * 40), spec=spec, reasons=["masks.gsm"])
+    status, out, _ = run(capsys, directory, "--target-kept", 0.9, "--json")
+    assert status == 0
+    assert json.loads(out)["proposals"][0]["key"] == "correction.masks.gsm"
+    status, _, err = run(capsys, record(tmp_path / "none", drawn_rows([20] * 4)), "--target-kept", 0.9)
+    assert status == 2
+    assert "recorded without a weight or mask" in err
+
+
+def test_delta_needs_no_value_to_begin_with(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--spec", "correction=opsm", "--target-kept", 0.99, "--floor-quantile", 0.9, "--json")
+    status, out, _ = run(capsys, recording, *arguments)
+    result = json.loads(out)
+    assert status == 0
+    assert result["proposals"][0]["now"] == {"delta": None}
+    assert result["proposals"][0]["reached_now"] is None
+    assert result["together"]["now"] is None
+    assert result["proposals"][0]["proposed"]["values"]["delta"] >= result["proposals"][0]["floor"]["delta"] > 0
+    assert result["overrides"][0] == "correction=opsm"
+    assert result["overrides"][1].startswith("correction.masks.opsm.delta=0.0")
+
+
+def test_what_is_not_identified_is_not_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No row at pi = pi_old: status 1, the reason, and the other mask's bound all the same."""
+    rows = drawn_rows([20] * 200, mini_batch=np.ones(200, dtype=np.int32))
+    directory = record(tmp_path / "run", rows)
+    status, out, _ = run(capsys, directory, "--spec", "correction=[opsm,gsm]", "--target-kept", 0.9)
+    assert status == 1
+    assert "masks.opsm.delta: no row was recorded at mini_batch 0" in out
+    assert "correction.masks.gsm.upper=" in out
+    assert "correction.masks.opsm.delta=" not in out
+
+
+@pytest.mark.slow
+def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png, page = tmp_path / "curves.png", tmp_path / "curves.html"
+    arguments = ("--target-kept", 0.9, "--target-ess", 0.9985, "--png", png, "--html", page)
+    status, _, _ = run(capsys, recording, "--spec", "correction=[tis_token,gsm,product_mask]", *arguments)
+    assert status == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "correction.masks.gsm.upper=" in text
+    assert text.count("<img ") == 3  # a picture a bound, which stack where a screen is narrow
+
+
+def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
+    """OPSM looks at rows with a negative advantage alone, and so does its share."""
+    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
+    recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
+    with composer():
+        composed = composed_mapping(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
+    proposals = calibrated(recording, CorrectionSpec.from_mapping(composed), Request(target_kept=0.9)).proposals
+    axes = curves(proposals, 0.95).axes
+    assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
+        "masks.gsm": "share of rows kept",
+        "masks.opsm": "share of rows with A < 0 kept",
+    }
+    assert "share of rows with A < 0 kept by bound" in caption(proposals[1])
+
+
+def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of 240 rows have A < 0: 0.9 of these is 0.95 of all, 108 of 120 and 228 of 240."""
+    sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
+    directory = record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05, mini_batch=LATER))
+    spec = ("--spec", "correction=opsm", "correction.masks.opsm.delta=0.01")
+    arguments = (directory, *spec, "--target-kept", 0.9, "--of", "masks.opsm", "--by-length")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1  # no floor
+    assert "kept of rows with A < 0" in out
+    assert "of all then" in out
+    # Without a floor nothing is proposed, and each length is shown all the same.
+    assert "its backend noise is not identified; the target alone takes delta 0." in " ".join(out.split())
+    _, out, _ = run(capsys, *arguments, "--json")
+    proposal = json.loads(out)["proposals"][0]
+    assert proposal["looked"] == 0.5
+    assert proposal["reached_now_of_all"] == pytest.approx(1 - 0.5 * (1 - proposal["reached_now"]))
+    assert proposal["proposed"]["values"] == {}
+    (entry,) = proposal["by_length"].values()
+    assert (entry["rows"], entry["reached"], entry["alone"]["values"]) == (120, proposal["reached_now"], {})
+
+
+def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rows, status in ((19, 1), (20, 0)):
+        directory = record(tmp_path / str(rows), drawn_rows([30] * rows, group=1))
+        found, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+        assert found == status
+        assert ("masks.gsm: not identified: 19 rows, and a bound takes 20." in out) == (status == 1)
+
+
+def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
+
+    The doctor calls a bound there INERT.
+    """
+    directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 1
+    assert "masks.gsm: not identified: it would take a bound at " in out
+    assert "correction.masks.gsm.upper" not in out
+    directory = record(tmp_path / "near", drawn_rows([1] * 400, backend=1.0))
+    status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)
+    assert status == 0
+    assert "correction.masks.gsm.upper" in out
+
+
+def test_a_damaged_card_is_said(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recording / "run.json").write_text("{")
+    status, out, err = run(capsys, recording, "--spec", GSM, "--target-kept", 0.9)
+    assert (status, out) == (2, "")
+    assert "run.json: not readable as JSON" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--spec", "correction=gsm"), "no target"),
+        (("--spec", "correction=gsm", "--target-kept", "1.5"), "--target-kept 1.5"),
+        (("--spec", "correction=gms", "--target-kept", "0.9"), "no such option"),
+        (("--spec", "correction=none", "--target-kept", "0.9"), "no weight and no mask"),
+        (("--spec", "correction=gsm", "--target-kept", "0.9", "--of", "masks.opsm"), "--of masks.opsm"),
+        (("--spec", "correction=gsm", "--target-kept", "0.9", "--png", "/proc/none/x.png"), "No such file"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    recording: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(capsys, recording, *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("calibrate: ")
+    assert message in err
+
+
+def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, tmp_path, "--target-kept", "0.9")
+    assert status == 2
+    assert "no recorded step" in err
+
+
+def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = str(recording / "none")  # not looked at yet
+    assert main([nowhere, "--target-kept", "0.9", "--png", "curves.txt"]) == 2
+    assert "--png curves.txt: .txt is no kind of picture. Name it .png or" in capsys.readouterr().err

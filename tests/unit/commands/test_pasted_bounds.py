@@ -1,0 +1,117 @@
+"""Overrides that calibrate and a report print run when they are pasted behind any launch."""
+
+from __future__ import annotations
+
+import html
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.pasted import overrides_of
+from recipe.offpolicy.calibrate import main as calibrate
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.preflight.examination import examine
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.report import main as report
+from tests.support.applications import NEEDED, application
+from tests.support.recordings import drawn_rows, record
+
+LAUNCH = (*NEEDED, "actor_rollout_ref.rollout.name=vllm")
+TIGHT = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.999, upper: 1.001, when: negative}"
+
+
+def composed(overrides: list[str]) -> CorrectionSpec:
+    with composer():
+        return CorrectionSpec.from_mapping(composed_mapping(overrides))
+
+
+def launched(*overrides: str) -> CorrectionSpec:
+    """What a launch with these overrides would train with; fails where anything would stop it."""
+    given = [*LAUNCH, *overrides]
+    with application(*given) as config:
+        found = examine(config, given)
+    assert [str(problem) for problem in found.problems if problem.verdict == "WRONG"] == []
+    assert found.spec is not None
+    return found.spec
+
+
+@pytest.mark.parametrize(
+    ("asked", "pasted"),
+    [
+        (["correction=none"], ["correction=none"]),
+        (["correction=gsm", "correction.masks.gsm.upper=1.02"], ["correction=gsm", "correction.masks.gsm.upper=1.02"]),
+        (["correction=[gsm,tis_token]"], ["correction=[tis_token,gsm]"]),
+        (["correction=mis_token"], ["correction=mis_token"]),
+        (
+            ["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.1", "correction.weight.upper=3.0"],
+            ["correction=[tis_token,opsm]", "correction.weight.upper=3.0", "correction.masks.opsm.delta=0.1"],
+        ),
+        (["correction=gsm", "correction.denominator=kept"], ["correction=gsm", "correction.denominator=kept"]),
+        (["correction=bypass"], ["correction=none", "correction.proximal=bypass"]),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
+    spec = composed(asked)
+    with composer():
+        assert overrides_of(spec) == pasted
+    assert composed(pasted) == spec
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["correction=none", f"+correction.masks.tight={TIGHT}"],
+        ["correction=gsm", "correction.weight={level: sequence, kind: truncate, lower: null, upper: 2.2}"],
+        ["correction=dppo_tv"],
+        ["correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02"],
+    ],
+    ids=lambda overrides: " ".join(overrides)[:50],
+)
+@pytest.mark.slow
+def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(asked: list[str]) -> None:
+    pytest.importorskip("verl")
+    spec = composed(asked)
+    with composer():
+        pasted = overrides_of(spec)
+    found = launched("correction=icepop", *pasted)
+    assert found.to_mapping() | {"proximal": "recompute"} == spec.to_mapping()
+
+
+@pytest.mark.parametrize(("directory", "masks"), [("colocate_async-14", {"opsm"}), ("round-2-8", {"icepop"})])
+def test_what_attribution_advises(directory: str, masks: set[str]) -> None:
+    recording = Recording(Path("tests/data/faults/held_out") / directory)
+    fixes = [cause.fix for cause in attribute(recording).causes if cause.verdict == "present"]
+    (pasted,) = [fix.partition("correct for it: ")[2] for fix in fixes if "correct for it: " in fix]
+    spec = composed(shlex.split(pasted))
+    assert spec.weight is not None
+    assert {name for name, _ in spec.masks} == masks
+
+
+@pytest.fixture
+def uncorrected(tmp_path: Path) -> Path:
+    """One step of 160 rows in groups of 4."""
+    uid = np.array([f"1/{row // 4}" for row in range(160)], dtype=object)
+    return record(tmp_path / "run", drawn_rows(np.tile([6, 30, 200, 90], 40), backend=0.05, uid=uid))
+
+
+@pytest.mark.slow
+def test_what_a_report_of_an_uncorrected_run_prints(uncorrected: Path, tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    assert report([str(uncorrected), "--out", str(tmp_path / "report.html")]) == 0
+    page = html.unescape((tmp_path / "report.html").read_text())
+    (block,) = re.findall(r"<pre[^>]*>(?:<code>)?('?correction=.*?)<", page, flags=re.DOTALL)
+    spec = launched(*shlex.split(block.replace("\\\n", "")))
+    assert spec.weight is not None
+    assert spec.weight.level == "token"
+    assert {name for name, _ in spec.masks} == {"gsm"}  # of opsm too few rows tell the noise
+    # And what it advises for opsm finds a delta.
+    (command,) = re.findall(r"With it: python -m recipe\.offpolicy\.calibrate (.*?)\. ", page)
+    arguments = shlex.split(command)
+    assert arguments[0] == "DIR"
+    assert calibrate([str(uncorrected), *arguments[1:]]) == 0

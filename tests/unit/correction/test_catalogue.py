@@ -1,0 +1,84 @@
+"""Names of statistics: the same whatever the data, all of them in the catalogue, and in the documentation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from recipe.offpolicy.correction import (
+    Reduction,
+)
+from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, format_markdown
+from tests.support.paths import ROOT
+from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_names_are_the_same_whatever_the_data(name: str) -> None:
+    """Every rank and step must report the same keys; they become the logger's names."""
+    batch = random_batch(1)
+    empty = replace(batch, mask=torch.zeros_like(batch.mask))
+    matrices = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "staleness"}
+    no_length = replace(batch, **{name: matrix[:, :0] for name, matrix in matrices.items()})
+    keys = [list(stages(CORRECTIONS[name], some)[1].statistics) for some in (batch, empty, batch[:0], no_length)]
+    assert keys[1:] == keys[:1] * 3
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_statistic_of_nothing_is_nan_and_a_count_0(name: str) -> None:
+    batch = random_batch(1)
+    for statistics in (
+        stages(CORRECTIONS[name], replace(batch, mask=torch.zeros_like(batch.mask)))[1].statistics,
+        stages(CORRECTIONS[name], batch[:0])[1].statistics,
+    ):
+        for key, statistic in statistics.items():
+            value = statistic.value()
+            assert value == 0.0 if statistic.reduction is Reduction.SUM else math.isnan(value), key
+
+
+def test_a_minimum_or_maximum_is_said_in_a_name_only_where_it_is_one() -> None:
+    """verl chooses min and max by substring of the name."""
+    for correction in CORRECTIONS.values():
+        for name, statistic in stages(correction, random_batch(1))[1].statistics.items():
+            extreme = statistic.reduction in (Reduction.MIN, Reduction.MAX)
+            assert ("min" in name or "max" in name) == extreme, name
+
+
+def test_the_catalogue_holds_every_key_and_no_other() -> None:
+    """With its reduction."""
+    emitted, shown = {}, {}
+    for name, correction in CORRECTIONS.items():
+        for key, statistic in stages(correction, random_batch(1))[1].statistics.items():
+            for mask, _ in correction.masks:
+                key = key.replace(f"mask/{mask}/", "mask/<name>/")
+            emitted[key] = statistic.reduction
+        if not correction.is_none:
+            for key, statistic in shadow({name: correction}, random_batch(1)).items():
+                shown[key.replace(f"shadow/{name}/", "shadow/<option>/")] = statistic.reduction
+    assert emitted == dict(pair for entry in ENTRIES for pair in entry.expand())
+    assert shown == dict(pair for entry in SHADOW_ENTRIES for pair in entry.expand())
+
+
+def test_the_table_says_every_key_and_no_other() -> None:
+    """The table of docs/metrics.md, read back: {a,b} groups, expanded."""
+    said = [key for line in format_markdown().splitlines()[2:] for key in expanded(line.split("`")[1])]
+    known = [key for entry in (*ENTRIES, *SHADOW_ENTRIES) for key, _ in entry.expand()]
+    assert sorted(said) == sorted(known)
+    assert len(set(said)) == len(said)
+
+
+def expanded(pattern: str) -> list[str]:
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    inside, _, after = rest.partition("}")
+    return [before + one + end for one in inside.split(",") for end in expanded(after)]
+
+
+def test_the_documentation_has_the_table() -> None:
+    """To write it anew: python -c 'from recipe.offpolicy.correction import catalogue; print(catalogue.markdown())'."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [line for line in format_markdown().splitlines() if line not in page] == []

@@ -1,0 +1,87 @@
+"""Loss denominators after masking, by hand and against verl's own aggregation of what is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verl.trainer.ppo.core_algos import agg_loss
+
+from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches, compute_kept_scale
+from tests.support.examples import at_most
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+ONE_MINI_BATCH = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # 9 tokens, of which 3 are rejected.
+        ("token-mean", [9 / 6] * 4),
+        # 4 rows, of which one lost all of its tokens; the empty row was not rejected.
+        ("seq-mean-token-sum", [4 / 3] * 4),
+        ("seq-mean-token-sum-norm", [4 / 3] * 4),
+        # and the first row counts 2 of its 3 tokens.
+        ("seq-mean-token-mean", [4 / 3 * 3 / 2, 4 / 3, 4 / 3, 4 / 3]),
+    ],
+)
+def test_by_hand(mode: str, expected: list[float]) -> None:
+    scale = compute_kept_scale(mode, response_mask=MASK, keep=KEEP, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    assert scale.tolist() == pytest.approx(expected, abs=1e-15)
+
+
+def test_each_mini_batch_has_a_count_of_its_own() -> None:
+    group = torch.tensor([0, 1, 0, 1])
+    scale = compute_kept_scale("token-mean", response_mask=MASK, keep=KEEP, mini_batch=group, mini_batch_rows=2)
+    # 7 tokens with 1 rejected; 2 tokens, all rejected, whose loss is 0 anyway.
+    assert scale.tolist() == pytest.approx([7 / 6, 1.0, 7 / 6, 1.0])
+
+
+@pytest.mark.parametrize("mode", HAS_DENOMINATOR)
+def test_without_rejection_it_is_exactly_one(mode: str) -> None:
+    scale = compute_kept_scale(mode, response_mask=MASK, keep=MASK, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    assert scale.tolist() == [1.0] * 4
+
+
+@st.composite
+def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    mask = torch.rand(rows, width, generator=generator) < 0.8
+    mask[:, 0] = True  # verl counts rows without a token as rows of the mini-batch
+    keep = mask & (torch.rand(rows, width, generator=generator) < draw(st.sampled_from([0.3, 0.9])))
+    return mask, keep, torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", HAS_DENOMINATOR)
+@settings(max_examples=at_most(60))
+@given(batch=batches())
+def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    mask, keep, loss = batch
+    scale = compute_kept_scale(
+        mode,
+        response_mask=mask,
+        keep=keep,
+        mini_batch=torch.zeros(len(mask), dtype=torch.int64),
+        mini_batch_rows=len(mask),
+    )
+    # verl's norm mode divides by a constant beside the rows.
+    counts = dict(batch_num_tokens=int(mask.sum()), global_batch_size=len(mask), loss_scale_factor=7)
+    ours = agg_loss(loss * keep * scale[:, None], mask, mode, **counts)
+    if not keep.any():
+        assert ours == 0
+        return
+    # verl itself, on a batch in which the rejected tokens never were.
+    theirs = agg_loss(loss, keep, mode, loss_scale_factor=7)
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)  # verl adds 1e-8 to a row's T
+
+
+def test_rows_are_dealt_as_verl_deals_them() -> None:
+    assert assign_mini_batches(8, ranks=1, rows_a_mini_batch=4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    # Rank 0 has rows 0 to 3 and trains on 0, 1 first; rank 1 has rows 4 to 7.
+    assert assign_mini_batches(8, ranks=2, rows_a_mini_batch=4).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]

@@ -1,0 +1,174 @@
+"""Corrections in verl's keys decide what verl's installed helper decides."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.ppo.rollout_corr_helper import (
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
+    compute_rollout_correction_and_rejection_mask,
+)
+
+from recipe.offpolicy.correction import CorrectionSpec
+from tests.support.dialect_rows import coefficients
+from tests.support.examples import at_most
+
+from_verl = CorrectionSpec.from_verl
+
+PRESETS = sorted(name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod))
+THRESHOLDS = {
+    "token_k1": "0.8_1.1",
+    "token_k2": "0.02",
+    "token_k3": "0.02",
+    "seq_sum_k1": "0.4_1.5",
+    "seq_sum_k2": "0.3",
+    "seq_sum_k3": "0.3",
+    "seq_mean_k1": "0.97_1.005",
+    "seq_mean_k2": "0.01",
+    "seq_mean_k3": "0.01",
+    "seq_max_k2": "0.05",
+    "seq_max_k3": "0.05",
+}
+
+
+def verl_batch(seed: int = 0, rows: int = 48, width: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+    """pi_old, mu and mask; rows drift by 1e-4 to 1 nats a token, so that any bound divides them."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10 ** (-4 * torch.rand(rows, 1, generator=generator, dtype=torch.float64))
+    old = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    mu = old + scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    mask = torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
+    return old, mu, mask
+
+
+def verl_coefficients(config: Any, old: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
+    """weight x mask that verl's loss applies, where pi is the policy that ``old`` holds."""
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    arguments = {name: config.get(name) for name in names if config.get(name) is not None}
+    weights, kept, _ = compute_rollout_correction_and_rejection_mask(old, mu, mask, **arguments)
+    applied = not config.get("bypass_mode") or config.get("loss_type") == "reinforce"
+    return kept * (weights.batch["rollout_is_weights"] if weights is not None and applied else 1.0)
+
+
+def assert_like_verl(config: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    old, mu, mask = batch
+    spec = from_verl(config)
+    bypass = spec.proximal == "bypass"
+    # In bypass mode verl hands the helper the current policy, and pi_old is mu.
+    got = coefficients(spec, old=mu if bypass else old, mu=mu, mask=mask, pi=old)
+    torch.testing.assert_close(got, verl_coefficients(config, old, mu, mask).to(got.dtype), rtol=1e-6, atol=1e-12)
+    return got
+
+
+def test_verl_has_nineteen_presets() -> None:
+    assert len(PRESETS) == 19
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_verl_presets_decide_the_same(preset: str) -> None:
+    got = assert_like_verl(getattr(RolloutCorrectionConfig, preset)(), verl_batch())
+    _, _, mask = verl_batch()
+    inert = preset in ("disabled", "bypass_ppo_clip")
+    assert torch.equal(got, mask.to(got.dtype)) == inert
+    if "rs" in preset or "icepop" in preset:
+        dropped = mask & (got == 0)
+        assert dropped.any()
+        assert (mask & ~dropped).any()
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("option", sorted(THRESHOLDS))
+def test_verl_rejection_options_decide_the_same(option: str, bypass: bool) -> None:
+    config = {"rollout_rs": option, "rollout_rs_threshold": THRESHOLDS[option], "bypass_mode": bypass}
+    got = assert_like_verl(config, verl_batch(1))
+    _, _, mask = verl_batch(1)
+    assert (mask & (got == 0)).any()
+    assert (got > 0).any()
+
+
+def test_every_rejection_option_of_the_installed_verl_is_known() -> None:
+    assert set(THRESHOLDS) == SUPPORTED_ROLLOUT_RS_OPTIONS
+
+
+@settings(max_examples=at_most(100))
+@given(
+    st.fixed_dictionaries(
+        {
+            "rollout_is": st.sampled_from([None, "token", "sequence"]),
+            "rollout_is_threshold": st.sampled_from([1.5, 2, "2.0", "0.5_5.0", "0.9_1.1", " 0.25_4 "]),
+        }
+    ),
+    st.lists(st.sampled_from(sorted(THRESHOLDS)), max_size=3),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_verl_combinations_decide_the_same(
+    weight: dict[str, Any], options: list[str], each: bool, bypass: bool, last: bool, seed: int
+) -> None:
+    config: dict[str, Any] = dict(weight, bypass_mode=bypass)
+    if bypass:
+        config["loss_type"] = "reinforce" if last else "ppo_clip"
+    elif weight["rollout_is"] is not None:
+        config["rollout_is_batch_normalize"] = last
+    if options:
+        distinct = list(dict.fromkeys(options))
+        config["rollout_rs"] = ", ".join(options)
+        config["rollout_rs_threshold"] = ",".join(THRESHOLDS[o] for o in distinct) if each else 1.2
+    assert_like_verl(config, verl_batch(seed, rows=12, width=10))
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(3.9, True), (2.0, True), (0.81, True), (0.79, False), (4.1, False)])
+@pytest.mark.parametrize("option", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_verl_bounds_the_inverse_ratio(option: str, ratio: float, kept: bool) -> None:
+    """k1 = -log r: "0.25_1.25" keeps mu / pi_old in [0.25, 1.25], which is pi_old / mu in [0.8, 4]."""
+    config = {"rollout_rs": option, "rollout_rs_threshold": "0.25_1.25"}
+    (_, mask_spec), *others = from_verl(config).masks
+    assert others == []
+    assert (mask_spec.lower, mask_spec.upper) == (0.8, 4.0)
+    old, mask = torch.tensor([[math.log(ratio)]]), torch.ones(1, 1)
+    assert bool(assert_like_verl(config, (old, torch.zeros(1, 1), mask)).item()) is kept
+
+
+def test_verl_single_bound_is_symmetric() -> None:
+    (_, mask_spec), *_ = from_verl({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.25}).masks
+    assert (mask_spec.lower, mask_spec.upper) == (0.8, 1.25)
+
+
+def test_verl_left_out_is_the_yaml_default_and_a_config_object_has_its_own() -> None:
+    assert from_verl({}).is_none
+    assert from_verl(None).is_none
+    whole = from_verl(RolloutCorrectionConfig())
+    assert whole.weight is not None
+    assert whole.weight.level == "sequence"
+    assert from_verl(SimpleNamespace(rollout_is="token")) == from_verl({"rollout_is": "token"})
+    assert CorrectionSpec.from_verl({"rollout_is": "token"}) == from_verl({"rollout_is": "token"})
+
+
+def test_verl_defaults_are_those_of_the_installed_yaml() -> None:
+    import verl
+
+    path = f"{verl.__path__[0]}/trainer/config/algorithm/rollout_correction.yaml"
+    yaml = OmegaConf.load(path)
+    assert from_verl(yaml).is_none
+    for keys in ({"rollout_is": "token"}, {"rollout_rs": "seq_sum_k2", "rollout_rs_threshold": 1.0}):
+        assert from_verl(OmegaConf.merge(yaml, keys)) == from_verl(keys)
+
+
+def test_verl_bypass_weights_of_ppo_clip_are_metrics_only() -> None:
+    spec = from_verl({"bypass_mode": True, "rollout_is": "token"})
+    assert spec.weight is None
+    assert spec.proximal == "bypass"
+    weight = from_verl({"bypass_mode": True, "rollout_is": "token", "loss_type": "reinforce"}).weight
+    assert weight is not None
+    assert weight.ratio == "full"

@@ -1,0 +1,303 @@
+"""Numbers at the edge: huge and missing log-probs, no rows, no tokens, rows of 32768 tokens, short dtypes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, turns
+from tests.support import reference
+from tests.support.corrections import M2PO, TIS, band, first_stage, opsm, run, spec, values
+from tests.support.drawn import AGGREGATES, LEVELS, ON_RATIO, Rows, decide
+
+NAN, INF = math.nan, math.inf
+LONG = 32768
+
+
+def bounds(aggregate: str) -> dict[str, float | None]:
+    return {"lower": 0.5, "upper": 2.0} if aggregate in ON_RATIO else {"lower": None, "upper": 0.5}
+
+
+def everything(**changes: Any) -> CorrectionSpec:
+    """A mask of every level and aggregate, on the three ratios in turn, beside M2PO and a normalised weight."""
+    ratios = itertools.cycle(["rollout", "full", "ppo"])
+    masks = {
+        f"{level}_{aggregate}".replace("max", "peak"): dict(
+            ratio=next(ratios), level=level, aggregate=aggregate, when="any", **bounds(aggregate)
+        )
+        for level, aggregate in itertools.product(LEVELS, AGGREGATES)
+    }
+    weight = TIS | {"level": "turn", "normalize": True} | changes
+    return spec(weight, m2po=M2PO, **masks)
+
+
+EVERYTHING = everything()
+IDS = dict(turns=[[0, 0, 1, 1]], versions=[[1, 2, 2, 1]])
+
+
+# Log-ratios -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("log_rho", "weight"), [(1000.0, math.exp(20)), (-1000.0, math.exp(-20)), (60.0, math.exp(20))]
+)
+def test_weights_of_a_huge_log_ratio_are_finite(level: str, log_rho: float, weight: float) -> None:
+    for aggregate in ("product", "geometric"):
+        kind = spec(TIS | {"level": level, "upper": None, "aggregate": aggregate})
+        step = run(kind, mu=[[0.0] * 4], old=[[log_rho] * 4], **IDS)
+        assert step.weight.tolist() == [pytest.approx([weight] * 4, rel=1e-6)]
+        assert torch.isfinite(step.weight).all()
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_masks_drop_a_huge_log_ratio(level: str, aggregate: str) -> None:
+    """+1000 and -1000 nats on all tokens; k1 = -log r and binary_tv are signed, so one of the two is inside."""
+    mask = spec(m=band(None, None, level=level, aggregate=aggregate) | bounds(aggregate))
+    keeps = [
+        bool(run(mask, mu=[[mu] * 4], old=[[old] * 4], **IDS).keep.any())
+        for mu, old in ((-1000.0, 0.0), (0.0, -1000.0))
+    ]
+    expected = {"k1": [True, False], "binary": [False, True], "tv": [False, aggregate != "tv_sum" or level == "token"]}
+    # tv of a ratio of 0 is 1/2 a token, which is the bound; the sum of several tokens is beyond.
+    assert keeps == expected.get(aggregate.split("_")[0], [False, False])
+
+
+def test_opposite_giants_cancel_in_a_mean_only() -> None:
+    """1000 - 1000 = 0: nothing is clamped before it is summed."""
+    rows = dict(mu=[[0.0] * 2], old=[[1000.0, -1000.0]])
+    assert run(spec(m=band(0.99, 1.01)), **rows).keep.all()
+    assert run(spec(m=band(0.99, 1.01, aggregate="product")), **rows).keep.all()
+    assert not run(spec(m=band(1e-4, 100.0, aggregate="any")), **rows).keep.any()
+    assert not run(spec(m=band(None, 100.0, aggregate="k2_mean")), **rows).keep.any()
+    assert not run(spec(m=M2PO), **rows).keep.any()
+
+
+def test_statistics_of_giants_are_finite() -> None:
+    step = run(EVERYTHING, mu=[[0.0] * 4], old=[[1000.0, -1000.0, 3e4, -3e4]], pi=[[-1e30, 0.0, 1e30, 0.0]], **IDS)
+    for name, value in values(step).items():
+        assert not math.isinf(value), name
+    assert torch.isfinite(step.weight).all()
+
+
+# Tokens that are not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("policy", ["mu", "old"])
+def test_a_token_that_is_not_finite_is_as_if_it_were_a_tool_token(policy: str, bad: float) -> None:
+    """For all levels and aggregates at once; it is counted, and the loss's denominator still knows it."""
+    generator = torch.Generator().manual_seed(1)
+    rows = {name: (-1.0 - 0.2 * torch.rand(6, 4, generator=generator)) for name in ("mu", "old", "pi")}
+    ids = dict(turns=torch.tensor([[0, 0, 1, 1]]).expand(6, 4), versions=torch.tensor([[1, 2, 2, 1]]).expand(6, 4))
+    advantages = torch.randn(6, 4, generator=generator)
+    broken = {name: tensor.clone() for name, tensor in rows.items()}
+    holes = torch.rand(6, 4, generator=generator) < 0.3
+    holes[0] = True
+    broken[policy][holes] = bad
+    step = run(EVERYTHING, **broken, **ids, advantages=advantages)
+    masked = run(EVERYTHING, **rows, **ids, advantages=advantages, mask=~holes)
+    assert torch.equal(step.keep, masked.keep)
+    assert torch.equal(step.weight, masked.weight)
+    ours, theirs = values(step), values(masked)
+    assert ours["nonfinite/rollout_log_prob" if policy == "mu" else "nonfinite/old_log_prob"] == holes.sum()
+    for name in ("rollout_ratio/mean", "rollout_ratio/ess", "kl/k3", "full_ratio/std", "ppo_ratio/max", "weight/mean"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
+def test_padding_may_hold_anything(junk: float) -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]])
+    clean = {name: torch.full((2, 4), value) for name, value in (("mu", -1.0), ("old", -1.1), ("pi", -1.2))}
+    dirty = {name: torch.where(mask.bool(), tensor, junk) for name, tensor in clean.items()}
+    ids = {name: torch.tensor(ids).expand(2, 4) for name, ids in IDS.items()}
+    advantages = torch.where(mask.bool(), -1.0, junk)
+    one = run(EVERYTHING, **clean, **ids, mask=mask, advantages=-1)
+    two = run(EVERYTHING, **dirty, **ids, mask=mask, advantages=advantages)
+    assert torch.equal(one.keep, two.keep)
+    assert torch.equal(one.weight, two.weight)
+    assert values(one) == pytest.approx(values(two), nan_ok=True)
+
+
+# Little or nothing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
+def test_no_rows_or_no_columns(shape: tuple[int, int]) -> None:
+    empty = torch.zeros(shape)
+    step = run(EVERYTHING, mu=empty, old=empty, mask=empty, turns=empty.long(), versions=empty.long(), advantages=empty)
+    assert step.weight.shape == step.keep.shape == shape
+    assert all(not value or math.isnan(value) for value in values(step).values())
+
+
+def test_empty_rows_beside_live_ones() -> None:
+    """An empty row, one whose only token has no mu, and a live one: the live one is as if alone."""
+    rows = dict(mu=[[0.0] * 4, [NAN] * 4, [0.0] * 4], old=[[9.0] * 4, [9.0] * 4, [0.1] * 4])
+    ids = {name: ids * 3 for name, ids in IDS.items()}
+    step = run(EVERYTHING, **rows, **ids, mask=[[0] * 4, [0, 1, 0, 0], [1] * 4])
+    alone = run(EVERYTHING, mu=[[0.0] * 4], old=[[0.1] * 4], **IDS)
+    assert torch.equal(step.keep[2:], alone.keep)
+    assert torch.equal(step.weight[2:], alone.weight)
+    assert not step.keep[:2].any()
+    assert not step.weight[:2].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_single_token_of_a_single_row(level: str) -> None:
+    step = run(spec(TIS | {"level": level}), mu=[[-1.5]], old=[[-1.0]], turns=[[9]], versions=[[9]])
+    assert step.weight.item() == pytest.approx(math.exp(0.5), rel=1e-6)
+
+
+# Dtypes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("level", LEVELS)
+def test_short_dtypes_are_widened_before_anything_is_computed(level: str, dtype: torch.dtype) -> None:
+    """Against a float64 reference that starts from the same numbers, rounded as they arrive."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (8, 40)
+    mu = (-2.0 * torch.rand(shape, generator=generator)).to(dtype)
+    old, pi = ((mu.double() + 0.1 * torch.randn(shape, generator=generator)).to(dtype) for _ in range(2))
+    mask = torch.rand(shape, generator=generator) < 0.8
+    rows = Rows(
+        mu, old, pi, mask, torch.randn(shape, generator=generator), turns(mask), torch.arange(40).expand(shape) // 13
+    )
+    weight = TIS | {"level": level, "upper": 1.5}
+    correction = CorrectionSpec.from_mapping(
+        {
+            "weight": weight,
+            "masks": {
+                "k3": dict(ratio="full", level=level, aggregate="k3_mean", lower=None, upper=0.0123, when="negative"),
+                "geo": dict(
+                    ratio="rollout", level=level, aggregate="geometric", lower=0.9813, upper=1.0213, when="any"
+                ),
+            },
+        }
+    )
+    want, step = reference.expected(correction.to_mapping(), rows.lists), decide(correction, rows)
+    assert want.margin > 2e-7
+    assert step.keep.tolist() == want.keep
+    assert 0 < step.keep.sum() < mask.sum()
+    assert step.weight.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert step.weight.flatten().tolist() == pytest.approx([w for row in want.weight for w in row], rel=1e-5, abs=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_short_dtype_does_not_move_a_bound(dtype: torch.dtype) -> None:
+    """1.01 in bfloat16 is 1.0078: a row of 1.009 would be dropped. -1 and -1.0078125 are exact in both dtypes."""
+    rows = dict(mu=[[-1.0078125] * 2], old=[[-1.0] * 2], dtype=dtype)
+    assert run(spec(m=band(0.99, math.exp(0.0079))), **rows).keep.all()
+    assert not run(spec(m=band(0.99, math.exp(0.0077))), **rows).keep.any()
+
+
+# Rows of 32768 tokens ---------------------------------------------------------------------------------------
+
+
+def long_rows(size: float, *, rows: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    mu = -2.0 * torch.rand(rows, LONG, generator=generator) - 0.05
+    return mu, (mu + size * torch.randn(rows, LONG, generator=generator)).clamp(max=0.0)
+
+
+def reference_statistics(log_rho: list[float]) -> dict[str, float]:
+    n, rho = len(log_rho), [math.exp(x) for x in log_rho]
+    mean = math.fsum(rho) / n
+    return {
+        "rollout_ratio/mean": mean,
+        "rollout_ratio/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rho) / n),
+        "rollout_ratio/min": min(rho),
+        "rollout_ratio/max": max(rho),
+        "rollout_ratio/ess": math.fsum(rho) ** 2 / (n * math.fsum(r * r for r in rho)),
+        "log_prob_difference/abs_mean": math.fsum(map(abs, log_rho)) / n,
+        "kl/k3": math.fsum(math.expm1(x) - x for x in log_rho) / n,
+    }
+
+
+@pytest.mark.parametrize("size", [1e-4, 0.003, 0.1, 1.0])
+def test_statistics_of_long_rows_keep_five_digits(size: float) -> None:
+    """From float32 log-probs, for k3 of ratios 1 +- 1e-4 (5e-9) and the deviation of weights near 1 as well."""
+    mu, old = long_rows(size)
+    found = values(run(spec(), mu=mu, old=old))
+    exact = (old.double() - mu.double()).flatten().tolist()
+    for name, value in reference_statistics(exact).items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+    # One minus the effective sample size is what is looked at; it is the squared deviation over the squared mean.
+    assert found["weight/ess"] == 1.0
+
+
+@pytest.mark.parametrize("aggregate", ["product", "geometric"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_long_rows_keep_five_digits(level: str, aggregate: str) -> None:
+    """Drifts of 1e-4 and of 0.02 nats a token; turns and versions of 5000 tokens."""
+    kind = spec(TIS | {"level": level, "aggregate": aggregate, "upper": None})
+    cut = torch.arange(LONG)[None] // 5000
+    for size in (1e-4, 0.02):
+        mu, old = long_rows(size, rows=1)
+        weight = first_stage(kind, mu=mu, old=old, turns=cut, versions=cut).weight[0]
+        log_rho = (old.double() - mu.double())[0].tolist()
+        for start in range(0, LONG, 5000):
+            part = {"token": log_rho[start : start + 1], "sequence": log_rho}.get(level, log_rho[start : start + 5000])
+            total = math.fsum(part) / (len(part) if aggregate == "geometric" else 1)
+            assert weight[start].item() == pytest.approx(math.exp(min(max(total, -20.0), 20.0)), rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn", "version"])
+def test_masks_of_long_rows(level: str) -> None:
+    """32768 tokens of 2^-15 nats: the sum is 1 exactly, the mean 2^-15; each at its bound and just beyond it."""
+    drift, near = 2.0**-15, 1e-6
+    exact = {"k2_sum": drift / 2, "k2_mean": drift**2 / 2, "k2_max": drift**2 / 2}
+    masks = {}
+    for name, scale in (("at", 1.0), ("beyond", 1 - near)):
+        for aggregate, value in exact.items():
+            masks[f"{aggregate}_{name}"] = band(None, value * scale, aggregate=aggregate)
+        for aggregate, value in (("k1_sum", -1.0), ("k1_mean", -drift), ("k1_max", -drift)):
+            masks[f"{aggregate}_{name}"] = band(value * scale, None, aggregate=aggregate)
+        # exp(2^-15 (1 +- 1e-6)) rounds to a double whose log still has nine digits.
+        scale = scale if name == "beyond" else 1 + near
+        masks[f"product_{name}"] = band(None, math.exp(scale), aggregate="product")
+        masks[f"geometric_{name}"] = band(None, math.exp(drift * scale))
+    named = {name.replace("max", "peak"): mask | {"level": level} for name, mask in masks.items()}
+    ids = torch.zeros(1, LONG, dtype=torch.int64)
+    stage = first_stage(
+        spec(**named), mu=torch.zeros(1, LONG), old=torch.full((1, LONG), drift), turns=ids, versions=ids
+    )
+    assert {key for key, drop in stage.rejected.items() if drop.all()} == {
+        f"masks.{name}" for name in named if name.endswith("beyond")
+    }
+    assert all(drop.all() or not drop.any() for drop in stage.rejected.values())
+
+
+def test_one_token_in_a_long_row() -> None:
+    """A single outlier among 32768 tokens is seen by what looks at tokens, and by nothing that averages."""
+    old = torch.zeros(1, LONG)
+    old[0, 20_000] = math.log(1e-5)
+    rows = dict(mu=torch.zeros(1, LONG), old=old)
+    assert run(spec(m=band(0.99, 1.01)), **rows).keep.all()
+    assert not run(spec(m=band(1e-4, None, aggregate="any")), **rows).keep.any()
+    assert run(spec(m=band(1e-4, None, aggregate="any", level="token")), **rows).keep.sum() == LONG - 1
+    assert run(spec(m=M2PO | {"budget": 0.001}), **rows).keep.sum() == LONG - 1
+    assert run(spec(m=M2PO | {"budget": 0.0041}), **rows).keep.all()  # 11.513^2 / 32768 = 0.00404
+
+
+def test_opsm_of_a_long_row() -> None:
+    """A mean of exactly delta = 2^-7 over 32768 tokens is kept, 1e-4 of it more on all tokens is dropped."""
+    zeros, delta = torch.zeros(1, LONG), 2.0**-7
+    rows = dict(mu=zeros, old=zeros, advantages=-1)
+    assert run(spec(m=opsm(delta)), **rows, pi=torch.full_like(zeros, -delta)).keep.all()
+    assert not run(spec(m=opsm(delta)), **rows, pi=torch.full_like(zeros, -delta * 1.0001)).keep.any()
+
+
+def test_a_turn_a_token_in_a_long_row() -> None:
+    ids = torch.arange(LONG - 1, -1, -1)[None]
+    old = torch.zeros(1, LONG)
+    old[0, ::2] = 1.0
+    stage = first_stage(spec(m=band(0.5, 2.0, level="turn")), mu=torch.zeros(1, LONG), old=old, turns=ids)
+    assert stage.keep[0, 1::2].all()
+    assert not stage.keep[0, ::2].any()

@@ -1,0 +1,169 @@
+"""Where pi_old comes from: four answers by hand, and what the corrections make of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, StepStage, proximal_log_prob, rollout_stage, step_stage
+from tests.support.corrections import GSM, TIS, band, opsm, tensor
+
+MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1.0]])
+
+
+def of(proximal: str, alpha: float | None = None) -> Tensor:
+    return proximal_log_prob(proximal, alpha, old_log_prob=OLD, rollout_log_prob=MU, log_prob=PI)  # type: ignore[arg-type]
+
+
+def corrected(mapping: Mapping[str, Any], mu: Tensor, old: Tensor, pi: Tensor, advantage: float = -1.0) -> StepStage:
+    """Both stages behind the correction's own pi_old."""
+    correction = CorrectionSpec.from_mapping(mapping)
+    proximal = proximal_log_prob(
+        correction.proximal, correction.alpha, old_log_prob=old, rollout_log_prob=mu, log_prob=pi
+    )
+    stage = rollout_stage(
+        correction, old_log_prob=proximal, rollout_log_prob=mu, response_mask=torch.ones_like(mu).bool()
+    )
+    return step_stage(correction, stage, log_prob=pi, advantages=torch.full_like(mu, advantage))
+
+
+def test_by_hand() -> None:
+    assert torch.equal(of("recompute"), OLD)
+    assert torch.equal(of("bypass"), MU)
+    assert torch.equal(of("reuse"), PI)
+    # 0.75 x -1 + 0.25 x -2 = -1.25, and 0.75 x -2 + 0.25 x -1 = -1.75
+    assert of("loglinear", 0.25).tolist() == [[-1.25, -1.75]]
+    assert of("loglinear", 0.5).tolist() == [[-1.5, -1.5]]
+
+
+def test_loglinear_is_nothing_without_its_share() -> None:
+    with pytest.raises(AssertionError):
+        of("loglinear", None)
+
+
+@pytest.mark.parametrize(
+    ("proximal", "alpha"), [("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.5)]
+)
+def test_pi_old_is_detached_from_pi(proximal: str, alpha: float | None) -> None:
+    pi = PI.clone().requires_grad_()
+    found = proximal_log_prob(proximal, alpha, old_log_prob=OLD, rollout_log_prob=MU, log_prob=pi)  # type: ignore[arg-type]
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("mu", "pi", "expected"),
+    [
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+    ],
+)
+def test_loglinear_in_float32_or_wider(mu: torch.dtype, pi: torch.dtype, expected: torch.dtype) -> None:
+    """Half way between -7 and -7.03125 is -7.015625, which bfloat16 cannot say."""
+    found = proximal_log_prob(
+        "loglinear",
+        0.5,
+        old_log_prob=torch.zeros(1, 1),
+        rollout_log_prob=torch.full((1, 1), -7.0, dtype=mu),
+        log_prob=torch.full((1, 1), -7.03125, dtype=pi),
+    )
+    assert found.dtype is expected
+    assert found.item() == -7.015625
+
+
+def test_old_log_probs_are_read_by_recompute_alone() -> None:
+    junk = torch.full_like(OLD, math.nan)
+    for name, alpha in (("bypass", None), ("reuse", None), ("loglinear", 0.5)):
+        found = proximal_log_prob(name, alpha, old_log_prob=junk, rollout_log_prob=MU, log_prob=PI)  # type: ignore[arg-type]
+        assert torch.isfinite(found).all()
+
+
+# What the three ratios become -------------------------------------------------------------------------------
+
+
+def ratios(proximal: str, alpha: float | None = None) -> list[float]:
+    """pi_old/mu, pi/pi_old and pi/mu of one token with log mu = -1, log pi_old = -1.5 and log pi = -2."""
+    mapping = {"proximal": proximal, "alpha": alpha}
+    step = corrected(mapping, MU[:, :1], OLD[:, :1], PI[:, :1])
+    return [step.statistics[f"{name}_ratio/mean"].value() for name in ("rollout", "ppo", "full")]
+
+
+def test_the_three_ratios() -> None:
+    half, whole, quarter, rest = (math.exp(x) for x in (-0.5, -1.0, -0.25, -0.75))
+    assert ratios("recompute") == pytest.approx([half, half, whole], rel=1e-6)
+    assert ratios("bypass") == pytest.approx([1.0, whole, whole], rel=1e-6)
+    assert ratios("reuse") == pytest.approx([whole, 1.0, whole], rel=1e-6)
+    assert ratios("loglinear", 0.25) == pytest.approx([quarter, rest, whole], rel=1e-6)
+
+
+def test_bypass_leaves_opsm_on_the_whole_ratio_as_it_is() -> None:
+    """pi/mu does not know pi_old: the same rows go under recompute, bypass, reuse and loglinear."""
+    generator = torch.Generator().manual_seed(3)
+    mu, old, pi = (-1.0 - torch.rand(32, 5, generator=generator) for _ in range(3))
+    masks = {"opsm": opsm(0.05)}
+    steps = [
+        corrected({"masks": masks, "proximal": name, "alpha": alpha}, mu, old, pi)
+        for name, alpha in (("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.5))
+    ]
+    assert 0 < steps[0].keep.sum() < steps[0].keep.numel()
+    assert all(torch.equal(step.keep, steps[0].keep) for step in steps)
+
+
+def test_bypass_makes_ppo_the_whole_ratio() -> None:
+    """A band on pi/pi_old under bypass is the band on pi/mu under recompute."""
+    drop = band(0.9, 1.1, ratio="ppo")
+    generator = torch.Generator().manual_seed(4)
+    mu, old, pi = (-1.0 - 0.3 * torch.rand(32, 3, generator=generator) for _ in range(3))
+    bypass = corrected({"masks": {"m": drop}, "proximal": "bypass"}, mu, old, pi)
+    recompute = corrected({"masks": {"m": drop | {"ratio": "full"}}}, mu, old, pi)
+    assert torch.equal(bypass.keep, recompute.keep)
+    assert 0 < bypass.keep.sum() < bypass.keep.numel()
+
+
+def test_reuse_weighs_by_the_current_policy() -> None:
+    """pi/mu = e^-1 and e^1 -> 2."""
+    step = corrected({"weight": TIS, "proximal": "reuse"}, MU, OLD, PI)
+    assert step.weight.tolist() == [pytest.approx([math.exp(-1), 2.0], rel=1e-6)]
+
+
+def test_loglinear_shares_the_whole_ratio_between_weight_and_clip() -> None:
+    """(pi/mu)^alpha is the weight and (pi/mu)^(1 - alpha) what PPO clips: the gsm sees 1/4 of log(pi/mu)."""
+    weight = TIS | {"upper": None}
+    step = corrected({"weight": weight, "proximal": "loglinear", "alpha": 0.25}, MU, OLD, PI)
+    assert step.weight.tolist() == [pytest.approx([math.exp(-0.25), math.exp(0.25)], rel=1e-6)]
+    mask = {"m": band(math.exp(-0.25 - 1e-4), math.exp(0.25 + 1e-4), level="token")}
+    assert corrected({"masks": mask, "proximal": "loglinear", "alpha": 0.25}, MU, OLD, PI).keep.all()
+    assert not corrected({"masks": mask, "proximal": "loglinear", "alpha": 0.26}, MU, OLD, PI).keep.any()
+
+
+@pytest.mark.parametrize(
+    ("proximal", "alpha"), [("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.3)]
+)
+def test_agreement_is_a_no_op_whatever_the_proximal_policy(proximal: str, alpha: float | None) -> None:
+    """Also of loglinear, whose interpolation must not round: (1 - 0.3) x + 0.3 x is x."""
+    x = -torch.rand(64, 7, generator=torch.Generator().manual_seed(5)) * 9
+    mapping = {
+        "weight": None if proximal == "bypass" else TIS | {"level": "sequence", "upper": None},
+        "masks": {"opsm": opsm(0.0), **({} if proximal == "bypass" else {"gsm": GSM | {"lower": 1.0, "upper": 1.0}})},
+        "proximal": proximal,
+        "alpha": alpha,
+    }
+    step = corrected(mapping, x, x, x)
+    assert torch.equal(step.weight, torch.ones_like(x))
+    assert step.keep.all()
+
+
+@pytest.mark.parametrize(("proximal", "alpha"), [("bypass", None), ("loglinear", 0.3)])
+def test_a_token_without_mu_leaves_here_too(proximal: str, alpha: float | None) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        mu = MU.clone()
+        mu[0, 0] = bad
+        step = corrected({"proximal": proximal, "alpha": alpha, "masks": {"opsm": opsm(9.0)}}, mu, OLD, PI)
+        assert step.keep.tolist() == [[False, True]]
+        assert step.statistics["nonfinite/rollout_log_prob"].value() == 1

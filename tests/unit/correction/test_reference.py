@@ -1,0 +1,217 @@
+"""Every word of the vocabulary against an independent reading of it: float64, lists, a token at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+from recipe.offpolicy.correction import CorrectionSpec, turns
+from recipe.offpolicy.correction.mask_spec import Aggregate, Ratio, Sign, When
+from recipe.offpolicy.correction.units import Level
+from recipe.offpolicy.correction.weight_spec import Kind
+from tests.support import reference
+from tests.support.drawn import (
+    AGGREGATES,
+    LEVELS,
+    ON_RATIO,
+    RATIOS,
+    Rows,
+    batches,
+    corrections,
+    decide,
+    examples,
+    skyrl_corrections,
+)
+from tests.support.examples import at_most
+
+CLEAR = 2e-6  # float32 log-probs are good to that; what is closer to a bound may go either way
+SIGNS = [("any", "row"), ("negative", "row"), ("negative", "token"), ("positive", "row"), ("positive", "token")]
+
+
+def rough(seed: int, rows: int = 24, tokens: int = 10, drift: float = 0.15) -> Rows:
+    """Multi-turn rows of full float32 noise: holes of tool tokens, empty rows, a row of one token, mixed signs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(size: float) -> torch.Tensor:
+        return size * torch.randn(rows, tokens, generator=generator)
+
+    mu = -0.2 - normal(1.5).abs()
+    old = torch.minimum(mu + normal(drift), torch.tensor(0.0))
+    mask = torch.rand(rows, tokens, generator=generator) < 0.75
+    mask[0], mask[1], mask[2] = False, torch.arange(tokens) == 3, True
+    versions = torch.sort(torch.randint(17, 20, (rows, tokens), generator=generator), dim=-1).values
+    return Rows(
+        mu,
+        old,
+        torch.minimum(old + normal(drift), torch.tensor(0.0)),
+        mask,
+        advantages=normal(1.0) + torch.linspace(-1.0, 1.0, rows)[:, None],
+        turns=turns(mask),
+        versions=versions,
+    )
+
+
+BATCHES = [rough(1), rough(2, rows=5, tokens=16)]
+
+
+def agree(correction: CorrectionSpec, rows: Rows, *, parts: bool = True, tolerance: float = 1e-6) -> reference.Expected:
+    """Keep exactly, each part's decision exactly, the weight to a relative tolerance."""
+    want, step = reference.expected(correction.to_mapping(), rows.lists), decide(correction, rows, measure="nothing")
+    assert want.margin > CLEAR, "choose bounds clear of the data"
+    assert step.keep.tolist() == want.keep
+    assert step.weight.flatten().tolist() == pytest.approx(
+        [w for row in want.weight for w in row], rel=tolerance, abs=0.0
+    )
+    if parts:
+        counted = reference.tokens_that_count(rows.lists)
+        assert step.rejected.keys() == want.rejected.keys()
+        for key, drop in step.rejected.items():
+            assert {(b, t) for b, t in counted if drop[b, t]} == want.rejected[key], key
+    return want
+
+
+def test_nothing_of_the_vocabulary_is_left_out() -> None:
+    assert set(get_args(Level)) == set(LEVELS)
+    assert set(get_args(Ratio)) == set(RATIOS)
+    assert set(get_args(Aggregate)) == {*AGGREGATES, "second_moment"}
+    assert set(itertools.product(get_args(When), get_args(Sign))) == {*SIGNS, ("any", "token")}  # which is refused
+    assert set(get_args(Kind)) == {kind for kind, *_ in WEIGHT_BOUNDS}
+
+
+def between(values: list[float], share: float) -> float:
+    """Half way between two neighbours, so that no value is near; the widest gap around the quantile."""
+    values = sorted(set(values))
+    middle = int(share * len(values))
+    gaps = range(max(middle - 2, 1), min(middle + 3, len(values)))
+    at = max(gaps, key=lambda i: values[i] - values[i - 1])
+    return (values[at] + values[at - 1]) / 2
+
+
+def extremes(mask: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The least and the greatest value of each unit, which are one where a unit has one value."""
+    found = [
+        reference.statistics(mask, rows.lists, unit)
+        for rows in BATCHES
+        for unit in reference.units(mask["level"], rows.lists, reference.tokens_that_count(rows.lists))
+    ]
+    return [min(values) for values in found], [max(values) for values in found]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
+    base: dict[str, Any] = dict(ratio=ratio, level=level, aggregate=aggregate, when="any", sign="row")
+    least, greatest = extremes(base)
+    low, high = between(least, 0.35), between(greatest, 0.65)
+    delta = max(-low, 0.01)
+    if aggregate in ON_RATIO:
+        low, high = math.exp(low), math.exp(high)
+    masks = {
+        f"{side}_{when}_{sign}": base | {"when": when, "sign": sign, "lower": lower, "upper": upper}
+        for side, lower, upper in (("both", low, high), ("below", low, None), ("above", None, high))
+        for when, sign in SIGNS
+        if not (None in (lower, upper) and level == "token" and aggregate in ("product", "geometric") and when == "any")
+    }
+    if aggregate in ("product", "geometric"):
+        for when, sign in SIGNS:
+            masks[f"delta_{when}_{sign}"] = base | {"when": when, "sign": sign, "delta": delta}
+    correction = CorrectionSpec.from_mapping({"masks": masks})
+    dropped: dict[str, int] = dict.fromkeys(correction.to_mapping()["masks"], 0)
+    for rows in BATCHES:
+        for key, tokens in agree(correction, rows).rejected.items():
+            dropped[key.removeprefix("masks.")] += len(tokens)
+    total = sum(len(reference.tokens_that_count(rows.lists)) for rows in BATCHES)
+    assert all(0 < count < total for count in dropped.values()), dropped
+
+
+WEIGHT_BOUNDS = [
+    ("truncate", None, None),
+    ("truncate", None, 1.15),
+    ("truncate", 0.87, None),
+    ("clip", 0.87, 1.15),
+    ("reject", 0.87, 1.15),
+    ("reject", None, 1.15),
+    ("reject", 0.87, None),
+]
+
+
+@pytest.mark.parametrize("aggregate", ["product", "geometric"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("ratio", "normalize"), [("rollout", False), ("rollout", True), ("full", False)])
+def test_every_weight(level: str, aggregate: str, ratio: str, normalize: bool) -> None:
+    for kind, lower, upper in WEIGHT_BOUNDS:
+        weight = dict(level=level, aggregate=aggregate, kind=kind, lower=lower, upper=upper)
+        correction = CorrectionSpec.from_mapping({"weight": weight | {"ratio": ratio, "normalize": normalize}})
+        for rows in BATCHES:
+            agree(correction, rows)
+
+
+@pytest.mark.parametrize("aggregate", ["product", "geometric"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_in_float64(level: str, aggregate: str) -> None:
+    """Twelve digits, normalised and with pi."""
+    for ratio, normalize in (("rollout", True), ("full", False)):
+        weight = dict(level=level, aggregate=aggregate, ratio=ratio, normalize=normalize)
+        bounds = dict(kind="clip", lower=0.87, upper=1.15)
+        for rows in BATCHES:
+            agree(CorrectionSpec.from_mapping({"weight": weight | bounds}), rows.to(torch.float64), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1e-6, 0.001, 0.005, 0.01, 0.015, 1.0])
+def test_every_budget(budget: float) -> None:
+    mask = dict(ratio="rollout", level="token", aggregate="second_moment", budget=budget, when="any")
+    for rows in BATCHES:
+        want = agree(CorrectionSpec.from_mapping({"masks": {"m": mask}}), rows)
+        share = len(want.rejected["masks.m"]) / len(reference.tokens_that_count(rows.lists))
+        assert share == 0.0 if budget == 1.0 else share > 0.0
+
+
+def test_masks_and_a_weight_at_once() -> None:
+    """All levels, ratios and signs in one correction, on larger batches."""
+    chooser = random.Random(0)
+    pairs = list(itertools.product(LEVELS, AGGREGATES))
+    for seed in range(20):
+        masks = {}
+        for i, (level, aggregate) in enumerate(chooser.sample(pairs, 4)):
+            when, sign = chooser.choice(SIGNS[1:])
+            lower, upper = (0.93, 1.21) if aggregate in ON_RATIO else (None, 0.37)
+            masks[f"part_{i}"] = dict(
+                ratio=chooser.choice(RATIOS), level=level, aggregate=aggregate, when=when, sign=sign
+            ) | {"lower": lower, "upper": upper}
+        weight = dict(level=chooser.choice(LEVELS), kind="reject", lower=0.7, upper=1.6, normalize=True)
+        agree(CorrectionSpec.from_mapping({"weight": weight, "masks": masks}), rough(seed + 100, rows=12, tokens=20))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_tokens_that_are_not_finite(bad: float) -> None:
+    rows = rough(5)
+    for tensor, seed in ((rows.mu, 1), (rows.old, 2)):
+        tensor[torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 0.15] = bad
+    for level, aggregate in itertools.product(LEVELS, AGGREGATES):
+        lower, upper = (0.93, 1.21) if aggregate in ON_RATIO else (None, 0.11)
+        mask = dict(level=level, aggregate=aggregate, lower=lower, upper=upper, ratio="full", when="negative")
+        weight = dict(level=level, kind="truncate", lower=None, upper=1.1, normalize=True)
+        agree(CorrectionSpec.from_mapping({"weight": weight, "masks": {"m": mask}}), rows)
+
+
+@settings(examples, max_examples=at_most(400))
+@given(corrections(), batches())
+def test_any_correction_on_any_batch(correction: CorrectionSpec, rows: Rows) -> None:
+    want = reference.expected(correction.to_mapping(), rows.lists)
+    assume(want.margin > CLEAR)
+    agree(correction, rows)
+
+
+@settings(examples, max_examples=at_most(200))
+@given(skyrl_corrections(), batches())
+def test_the_order_of_skyrl(correction: CorrectionSpec, rows: Rows) -> None:
+    want = reference.expected(correction.to_mapping(), rows.lists)
+    assume(want.margin > CLEAR)
+    agree(correction, rows, parts=False)

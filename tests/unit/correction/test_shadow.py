@@ -1,0 +1,257 @@
+"""Shadow mode: what corrections that are off would have done, and which of them can be reported on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+from torch import Tensor
+
+from recipe.offpolicy.correction import (
+    BatchConstants,
+    CorrectionSpec,
+    SpecError,
+    rollout_stage,
+    step_stage,
+    turns,
+)
+from recipe.offpolicy.correction.shadow import compute_shadow_statistics
+from recipe.offpolicy.preflight.shadows import parse_shadows
+from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+
+LOG2 = math.log(2)
+
+
+def rows(**changes: Any) -> dict[str, Any]:
+    """Three rows of 2, 2 and 1 tokens; pi_old / mu is 2 in the first, pi / mu a half in the second; A = -1, -1, 1."""
+    old = torch.tensor([[LOG2, LOG2], [0.0, 0.0], [0.0, 0.0]])
+    return (
+        dict(
+            old_log_prob=old,
+            rollout_log_prob=torch.zeros(3, 2),
+            response_mask=torch.tensor([[1, 1], [1, 1], [1, 0]]),
+            log_prob=torch.tensor([[LOG2, LOG2], [-LOG2, -LOG2], [0.0, 0.0]]),
+            advantages=torch.tensor([[-1.0], [-1.0], [1.0]]).expand(3, 2),
+        )
+        | changes
+    )
+
+
+def report(shadows: Mapping[str, CorrectionSpec], **changes: Any) -> dict[str, float]:
+    statistics = compute_shadow_statistics(shadows, **rows(**changes))
+    return {name.removeprefix("shadow/"): one.value() for name, one in statistics.items()}
+
+
+def test_two_shadows_by_hand() -> None:
+    """GSM drops the first row, OPSM the second: each keeps 3 of 5 tokens, 2 of 4 negative ones, 2 of 3 rows."""
+    result = report({"gsm": spec(gsm=GSM), "opsm": spec(opsm=opsm(0.1))}, segment_ids=torch.tensor([[0, 1]] * 3))
+    for name in ("gsm", "opsm"):
+        assert result[f"{name}/keep_token_share"] == pytest.approx(3 / 5)
+        assert result[f"{name}/keep_sequence_share"] == pytest.approx(2 / 3)
+        assert result[f"{name}/negative/keep_token_share"] == 0.5
+        assert result[f"{name}/positive/keep_token_share"] == 1.0
+        assert result[f"{name}/length/le16/keep_sequence_share"] == pytest.approx(2 / 3)
+        assert math.isnan(result[f"{name}/length/le64/keep_sequence_share"])
+        # First tokens of three rows, second ones of two.
+        assert result[f"{name}/turn/first/keep_token_share"] == pytest.approx(2 / 3)
+        assert result[f"{name}/turn/post_tool/keep_token_share"] == 0.5
+    assert not any("weight" in name for name in result)
+
+
+def test_a_shadow_weight_by_hand() -> None:
+    """Ratios 2, 2, 1, 1, 1 under a cap of 1.5: 6 of 5 on average, ESS 36 / (5 x 7.5), 2 of 5 truncated."""
+    result = report({"tis": spec(TIS | {"upper": 1.5})})
+    assert result["tis/weight/mean"] == pytest.approx(6 / 5)
+    assert result["tis/weight/ess"] == pytest.approx(36 / 37.5)
+    assert result["tis/weight/truncated_share"] == pytest.approx(2 / 5)
+    assert result["tis/keep_token_share"] == 1.0
+
+
+CORRECTIONS = {
+    "gsm": spec(gsm=GSM),
+    "stack": spec(TIS, opsm=opsm(0.05), gsm_turn=band(0.9, 1.1, level="turn")),
+    "reject": spec(TIS | {"kind": "reject", "level": "version", "upper": 1.2}),
+    "full": spec(TIS | {"ratio": "full", "level": "sequence"}, drift=band(0.8, 1.2, ratio="ppo")),
+    "m2po": spec(m2po=M2PO),
+}
+
+
+@given(draw.integers(0, 2**16), draw.sampled_from(sorted(CORRECTIONS)))
+def test_it_reports_what_the_correction_does_once_it_is_on(seed: int, name: str) -> None:
+    random = torch.Generator().manual_seed(seed)
+    mu, old, pi, signs = (torch.randn((6, 40), generator=random) * size for size in (1.0, 0.2, 0.2, 1.0))
+    mask = torch.rand((6, 40), generator=random) < 0.8
+    versions = (2 * torch.rand((6, 40), generator=random)).long()
+    given_rows = dict(old_log_prob=mu + old, rollout_log_prob=mu, response_mask=mask)
+    ids = dict(segment_ids=turns(mask), versions=versions, staleness=torch.arange(6))
+    correction = CORRECTIONS[name]
+    stage = rollout_stage(correction, **given_rows, **ids)
+    step = step_stage(correction, stage, log_prob=mu + old + pi, advantages=signs)
+    on = {key: one.value() for key, one in step.statistics.items()}
+    off = compute_shadow_statistics({name: correction}, **given_rows, **ids, log_prob=mu + old + pi, advantages=signs)
+    renamed = {
+        "keep_token_share": "keep/token_share",
+        "keep_sequence_share": "keep/sequence_share",
+        "positive/keep_token_share": "keep/positive/token_share",
+        "negative/keep_token_share": "keep/negative/token_share",
+    }
+    found = {key.removeprefix(f"shadow/{name}/"): one.value() for key, one in off.items()}
+    assert set(renamed) < set(found)
+    assert found == pytest.approx({key: on[renamed.get(key, key)] for key in found}, nan_ok=True)
+    assert any("weight/" in key for key in found) == (correction.weight is not None)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    mu, old, pi, signs = (torch.randn((6, 40), generator=random) for _ in range(4))
+    mask = torch.rand((6, 40), generator=random) < 0.8
+    mu[0, 3] = float("nan")
+    columns = dict(old_log_prob=mu + 0.2 * old, rollout_log_prob=mu, response_mask=mask, segment_ids=turns(mask))
+    columns |= dict(versions=mask.long(), log_prob=mu + 0.2 * pi, advantages=signs)
+    if nested:
+        columns = {key: torch.nested.as_nested_tensor(list(t), layout=torch.jagged) for key, t in columns.items()}
+    rows: dict[str, Any] = columns | dict(staleness=torch.arange(6))
+    first = {key: value for key, value in rows.items() if key not in ("log_prob", "advantages")}
+    stage = rollout_stage(spec(TIS, wide=band(0.5, 2.0)), **first)
+    shadows = {name: CORRECTIONS[name]}
+    alone, beside = (compute_shadow_statistics(shadows, **rows, **more) for more in ({}, {"beside": stage}))
+    assert {key: one.value() for key, one in beside.items()} == pytest.approx(
+        {key: one.value() for key, one in alone.items()}, nan_ok=True, rel=0, abs=0
+    )
+    with pytest.raises(ValueError, match="stage of other tensors"):
+        compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
+
+
+def test_nothing_of_it_reaches_a_gradient() -> None:
+    tensors = {name: t.clone().requires_grad_() for name, t in rows().items() if name != "response_mask"}
+    statistics = compute_shadow_statistics({"tis": spec(TIS, gsm=GSM, opsm=opsm(0.1))}, **rows(**tensors))
+    assert not any(part.requires_grad for one in statistics.values() for part in one.parts if isinstance(part, Tensor))
+    assert torch.is_grad_enabled()
+
+
+def test_no_shadow_says_nothing() -> None:
+    assert compute_shadow_statistics({}, **rows()) == {}
+
+
+def test_names_are_the_same_whatever_the_data() -> None:
+    """Every rank and step must report the same keys."""
+    shadows = {"one": CORRECTIONS["full"], "two": spec(TIS, gsm=GSM)}
+    assert list(report(shadows)) == list(report(shadows, response_mask=torch.zeros(3, 2)))
+    assert not any("min" in name or "max" in name for name in report(shadows))
+
+
+def test_what_is_fixed_for_the_batch_comes_from_its_constants() -> None:
+    """The cut that another part of the batch made: (log 2)^2 = 0.48 is kept under 0.5, and dropped under 0.04."""
+    shadows = {"m2po": CORRECTIONS["m2po"]}
+    loose, tight = (
+        {"m2po": BatchConstants(cutoffs={"m2po": cutoff}), "of_another": BatchConstants()} for cutoff in (0.5, 0.04)
+    )
+    assert report(shadows, constants=loose)["m2po/keep_token_share"] == 1.0
+    assert report(shadows, constants=tight)["m2po/keep_token_share"] == pytest.approx(3 / 5)
+    with pytest.raises(ValueError, match=r"shadow m2po .*constants"):
+        report(shadows, constants={})
+    # One that fixes nothing needs none.
+    assert report({"gsm": CORRECTIONS["gsm"]}, constants={})
+
+
+@pytest.mark.parametrize(
+    ("correction", "changes", "message"),
+    [
+        (spec(t=GSM | {"level": "turn"}), {}, "shadow bad: .*segment_ids"),
+        (spec(t=GSM | {"level": "version"}), {}, "shadow bad: .*versions"),
+        (spec(gsm=GSM), {"log_prob": torch.zeros(3, 1)}, "shadow good: .*log_prob"),
+    ],
+)
+def test_a_shadow_that_cannot_decide_raises(correction: CorrectionSpec, changes: Any, message: str) -> None:
+    """It is not left out in silence, whatever stands before it."""
+    with pytest.raises(ValueError, match=message):
+        report({"good": spec(opsm=opsm(0.1)), "bad": correction}, **changes)
+
+
+# Which can be reported on -----------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {"weight": None},
+    "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
+    "tis": {"weight": TIS},
+    "opsm": {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}},
+    "opsm_given": {"masks": {"opsm": opsm(0.3)}},
+    "factored": {
+        "masks": {
+            "mismatch": opsm(0.1, "rollout") | {"delta": "???"},
+            "drift": opsm(0.2, "ppo"),
+            "staleness": opsm(0.1, "ppo") | {"delta": "???"},
+        }
+    },
+    "open_bound": {"masks": {"gsm": GSM | {"upper": "???"}}},
+    "open_budget": {"masks": {"m2po": M2PO | {"budget": "???"}}},
+    "open_weight": {"weight": TIS | {"upper": "???"}},
+    "open_masks": {"weight": TIS, "masks": "???"},
+    "bypass": {"proximal": "bypass", "masks": {"opsm": opsm(0.1)}},
+    "loglinear": {"proximal": "loglinear", "alpha": 0.5, "weight": TIS},
+    "mistyped": {"weights": TIS},
+    "clip_max": {"weight": TIS},
+    "mini": {"weight": TIS},
+    "With-Capitals": {"weight": TIS},
+}
+
+
+def test_options_become_corrections_under_their_names() -> None:
+    shadows, notes = parse_shadows(["tis", "opsm_given"], OPTIONS.__getitem__, 0.1)
+    assert shadows == {"tis": spec(TIS), "opsm_given": spec(opsm=opsm(0.3))}
+    assert notes == []
+    assert parse_shadows([], OPTIONS.__getitem__, 0.1) == ({}, [])
+
+
+def test_an_open_delta_is_filled_and_said() -> None:
+    shadows, notes = parse_shadows(["opsm", "factored"], OPTIONS.__getitem__, 0.1)
+    assert shadows["opsm"] == spec(opsm=opsm(0.1))
+    assert shadows["factored"] == spec(
+        mismatch=opsm(0.1, "rollout"), drift=opsm(0.2, "ppo"), staleness=opsm(0.1, "ppo")
+    )
+    assert notes == [
+        "shadow opsm: correction.masks.opsm.delta is not set; 0.1 nats a token is used to report",
+        "shadow factored: correction.masks.mismatch.delta is not set; 0.1 nats a token is used to report",
+        "shadow factored: correction.masks.staleness.delta is not set; 0.1 nats a token is used to report",
+    ]
+    assert OPTIONS["opsm"]["masks"]["opsm"]["delta"] == "???"  # the option's own values are left as they were
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "no weight and no mask"),
+        ("kl_clip", "no weight and no mask"),
+        ("open_bound", r"correction\.masks\.gsm\.upper=\?\?\?: required"),
+        ("open_budget", r"correction\.masks\.m2po\.budget=\?\?\?: required"),
+        ("open_weight", r"correction\.weight\.upper=\?\?\?: required"),
+        ("open_masks", r"correction\.masks=\?\?\?"),
+        ("bypass", "correction.proximal=bypass"),
+        ("loglinear", "correction.proximal=loglinear"),
+        ("mistyped", r"correction\.weights"),
+        ("clip_max", "'min' or 'max'"),
+        ("mini", "'min' or 'max'"),
+        ("With-Capitals", "lower case"),
+    ],
+)
+def test_what_cannot_be_reported_on_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message) as error:
+        parse_shadows(["tis", name], OPTIONS.__getitem__, 0.1)
+    assert str(error.value).startswith((f"offpolicy.shadow={name}: ", f"offpolicy.shadow={name!r}: "))
+
+
+def test_a_default_delta_that_is_none() -> None:
+    with pytest.raises(SpecError, match=r"offpolicy\.shadow_delta=-1.*Set offpolicy\.shadow_delta=0\.1"):
+        parse_shadows(["opsm"], OPTIONS.__getitem__, -1.0)
+
+
+def test_an_option_named_twice() -> None:
+    with pytest.raises(SpecError, match=r"offpolicy\.shadow=tis: named twice"):
+        parse_shadows(["tis", "tis"], OPTIONS.__getitem__, 0.1)

@@ -1,0 +1,152 @@
+"""Bounds that an aggregate or a kind of weight cannot have are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.problem import format_value
+from tests.support.corrections import M2PO, opsm, spec
+from tests.support.refusals import mask, refused, weight, without
+
+# Masks: bounds of each aggregate ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregate", ["k2_sum", "k2_mean", "k3_max", "k3_sum", "tv_mean", "tv_max"])
+@pytest.mark.parametrize("side", ["lower", "upper"])
+def test_bounds_of_what_is_never_negative(aggregate: str, side: str) -> None:
+    bounds = {"lower": None, "upper": None} | {side: -0.1}
+    refused(mask(aggregate=aggregate, **bounds), f"masks.gsm.{side}=-0.1", "never negative", "Set a bound >= 0")
+
+
+@pytest.mark.parametrize("side", ["lower", "upper"])
+def test_bounds_of_a_difference_of_probabilities(side: str) -> None:
+    bounds = {"lower": None, "upper": None} | {side: -1.1 if side == "lower" else 1.1}
+    refused(mask(aggregate="binary_tv", **bounds), f"masks.gsm.{side}=", "[-1, 1]", f"Set correction.masks.gsm.{side}=")
+
+
+def test_signed_bounds() -> None:
+    for aggregate in ("k1_sum", "k1_mean", "k1_max", "binary_tv"):
+        assert CorrectionSpec.from_mapping(mask(aggregate=aggregate, lower=-0.2, upper=-0.1))
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "lower", "upper"),
+    [
+        ("k2_mean", 0.0, None),
+        ("k3_max", 0.0, None),
+        ("tv_sum", 0.0, None),
+        ("binary_tv", -1.0, None),
+        ("binary_tv", None, 1.0),
+        ("binary_tv", -1.0, 1.0),
+    ],
+)
+def test_bounds_that_hold_everything(aggregate: str, lower: float | None, upper: float | None) -> None:
+    refused(
+        mask(aggregate=aggregate, lower=lower, upper=upper),
+        f"masks.gsm.lower={format_value(lower)}",
+        "never acts",
+        "Set",
+    )
+
+
+@pytest.mark.parametrize("aggregate", ["k1_mean", "k3_mean", "tv_sum", "binary_tv", "any"])
+def test_crossed_bounds_of_every_aggregate(aggregate: str) -> None:
+    refused(mask(aggregate=aggregate, lower=0.9, upper=0.1), "masks.gsm.lower=0.9", "upper=0.1", "Swap the bounds")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "0.1", True])
+def test_bounds_of_every_aggregate_are_numbers(bad: Any) -> None:
+    for aggregate in ("any", "k1_mean", "k3_mean", "tv_sum", "binary_tv"):
+        refused(mask(aggregate=aggregate, lower=None, upper=bad), "correction.masks.gsm.upper=", "expected a", "null")
+
+
+@pytest.mark.parametrize("side", ["lower", "upper"])
+@pytest.mark.parametrize("aggregate", ["product", "geometric"])
+def test_a_half_set_band_on_tokens(aggregate: str, side: str) -> None:
+    half = mask(level="token", aggregate=aggregate, **{side: None})
+    refused(half, f"masks.gsm.{side}=null", f"Set correction.masks.gsm.{side}", "correction.masks.gsm.aggregate=any")
+    for allowed in ({"aggregate": "any"}, {"when": "negative"}, {"aggregate": "k1_mean"}, {"level": "turn"}):
+        half["masks"]["gsm"] = (
+            half["masks"]["gsm"] | {"level": "token", "aggregate": aggregate, "when": "any"} | allowed
+        )
+        assert CorrectionSpec.from_mapping(half)
+
+
+def test_the_sign_of_an_advantage_that_is_not_looked_at() -> None:
+    refused(mask(sign="token"), "masks.gsm.sign=token", "masks.gsm.when=any", "Set correction.masks.gsm.when=negative")
+    assert CorrectionSpec.from_mapping(mask(sign="row"))
+
+
+@pytest.mark.parametrize("aggregate", ["any", "k1_sum", "k1_mean", "k3_mean", "tv_max", "binary_tv"])
+def test_delta_is_of_a_mean_or_sum_of_log_ratios(aggregate: str) -> None:
+    refused(
+        {"masks": {"opsm": opsm(0.1, aggregate=aggregate)}},
+        "masks.opsm.delta=0.1",
+        f"masks.opsm.aggregate={aggregate}",
+        "Set correction.masks.opsm.aggregate=geometric",
+    )
+
+
+def test_a_delta_that_no_mean_reaches() -> None:
+    """20 nats a token, which is where ratios are clamped; a sum over many tokens may well exceed it."""
+    refused({"masks": {"opsm": opsm(20.5)}}, "masks.opsm.delta=20.5", "never acts", "Set correction.masks.opsm.delta=")
+    assert spec(opsm=opsm(20.5, aggregate="product")).masks[0][1].limits == (-20.5, math.inf)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.1, None])
+def test_a_budget_is_positive(bad: Any) -> None:
+    refused(
+        {"masks": {"m": M2PO | {"budget": bad}}},
+        f"masks.m.budget={format_value(bad)}",
+        "> 0",
+        "Set correction.masks.m.budget=",
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "0.04", True])
+def test_a_budget_is_a_number(bad: Any) -> None:
+    refused({"masks": {"m": M2PO | {"budget": bad}}}, "correction.masks.m.budget=", "expected a")
+
+
+def test_a_budget_is_of_second_moment_alone() -> None:
+    clash = M2PO | {"aggregate": "geometric"}
+    refused({"masks": {"m": clash}}, "masks.m.aggregate=geometric", "budget", "Set correction.masks.m.aggregate=")
+    bounded = without(M2PO, "budget") | {"lower": None, "upper": 0.04}
+    refused({"masks": {"m": bounded}}, "masks.m.aggregate=second_moment", "m.lower=null", "m.upper=0.04", "budget")
+    refused(
+        {"masks": {"m": opsm(0.1, aggregate="second_moment")}}, "masks.m.aggregate=second_moment", "delta", "budget"
+    )
+
+
+@pytest.mark.parametrize("key", ["lower", "upper", "delta"])
+def test_a_budget_stands_alone(key: str) -> None:
+    refused({"masks": {"m": M2PO | {key: 0.5}}}, "masks.m.", "=0.04", f"{key}=0.5", "Give delta, or budget, or")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"level": "sequence"}, {"level": "turn"}, {"ratio": "full"}, {"ratio": "ppo"}, {"when": "negative"}],
+)
+def test_a_budget_is_of_tokens_by_the_rollout_ratio(change: dict[str, str]) -> None:
+    ((key, value),) = change.items()
+    refused({"masks": {"m": M2PO | change}}, "masks.m.aggregate=second_moment", f"{key}={value}", f"masks.m.{key}=")
+
+
+# Weights ----------------------------------------------------------------------------------------------------
+
+
+def test_reject_needs_a_bound() -> None:
+    refused(weight(kind="reject", upper=None), "weight.kind=reject", "lower=null", "correction.weight.kind=truncate")
+
+
+def test_the_mean_of_a_weight_that_moves_with_pi() -> None:
+    refused(
+        weight(ratio="full", normalize=True),
+        "correction.weight.normalize=true",
+        "correction.weight.ratio=full",
+        "Set correction.weight.normalize=false",
+    )

@@ -1,0 +1,411 @@
+"""The two stages: what each decides, what they hand on, and rows that hold nothing to decide on."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, Reduction, StepStage, rollout_stage, step_stage
+from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, tensor, values
+from tests.support.paths import ROOT
+
+NAN, INF = math.nan, math.inf
+STACK = spec(TIS, gsm=GSM, opsm=opsm(0.1), drift=band(0.5, 2.0, aggregate="product", ratio="ppo"))
+
+
+def test_it_needs_torch_alone() -> None:
+    """Importable where verl, Ray and vLLM are not."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['verl', 'ray', 'vllm', 'omegaconf', 'hydra', 'tensordict']))\n"
+        "import recipe.offpolicy.correction as c\n"
+        "spec = c.CorrectionSpec.from_mapping({'weight': None})\n"
+        "import torch\n"
+        "x = torch.zeros(1, 1)\n"
+        "stage = c.rollout_stage(spec, old_log_prob=x, rollout_log_prob=x, response_mask=x + 1)\n"
+        "print(c.step_stage(spec, stage, log_prob=x, advantages=x).keep.tolist(), spec.fingerprint())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    # The fingerprint is that of this process, whatever the seed of Python's own hashes.
+    assert done.stdout == f"[[True]] {spec().fingerprint()}\n", done.stderr
+
+
+# What the rollout stage knows -------------------------------------------------------------------------------
+
+
+def test_the_log_ratio_is_zero_where_nothing_counts() -> None:
+    """A tool token, a token without mu, and an empty row."""
+    old, mu = tensor([[0.5, -0.25, 1.0]]).expand(3, 3), torch.zeros(3, 3)
+    mu[1, 1] = NAN
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+    stage = rollout_stage(STACK, old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
+    assert stage.log_ratio.tolist() == [[0.5, -0.25, 0.0], [0.5, 0.0, 1.0], [0.0] * 3]
+    assert stage.valid.tolist() == [[True, True, False], [True, False, True], [False] * 3]
+    assert stage.response_mask.tolist() == mask.bool().tolist()
+
+
+def test_it_decides_what_needs_neither_pi_nor_the_advantages() -> None:
+    """GSM is decided at once; OPSM on pi_old/mu waits for the advantages although it does not need pi."""
+    correction = spec(gsm=GSM, mismatch=opsm(0.1, "rollout"))
+    stage = rollout_stage(
+        correction,
+        old_log_prob=tensor([[0.0], [1.0], [-1.0]]),
+        rollout_log_prob=torch.zeros(3, 1),
+        response_mask=torch.ones(3, 1),
+    )
+    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == {"masks.gsm": [[False], [True], [True]]}
+    assert stage.keep.tolist() == [[True], [False], [False]]
+
+
+def test_each_part_says_what_it_rejects() -> None:
+    """Also where another part has rejected it already. rho = 1.5 and 3, pi/pi_old = 1 and e^-0.2, A < 0."""
+    correction = spec(
+        TIS | {"kind": "reject"}, icepop=band(0.5, 1.2, level="token"), gsm=band(0.5, 2.0), stale=opsm(0.15, "ppo")
+    )
+    old = tensor([[math.log(1.5), math.log(3.0)]])
+    stage = first_stage(correction, mu=[[0.0, 0.0]], old=old)
+    early = {"weight": [[False, True]], "masks.icepop": [[True, True]], "masks.gsm": [[True, True]]}
+    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == early
+    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old + tensor([[0.0, -0.2]]), advantages=-1)
+    assert {key: drop.tolist() for key, drop in step.rejected.items()} == early | {"masks.stale": [[False, False]]}
+    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old - 0.2, advantages=-1)
+    assert step.rejected["masks.stale"].tolist() == [[True, True]]
+    assert stage.rejected.keys() == early.keys()  # the step leaves nothing behind
+
+
+def test_one_rollout_stage_serves_many_steps() -> None:
+    """Steps leave nothing behind in the stage: the first step again gives the first result."""
+    stage = rollout_stage(
+        spec(m=opsm(0.1)),
+        old_log_prob=torch.zeros(2, 2),
+        rollout_log_prob=torch.zeros(2, 2),
+        response_mask=torch.ones(2, 2),
+    )
+    advantages = tensor([[-1.0, -1.0], [1.0, 1.0]])
+    near, far = torch.zeros(2, 2), torch.full((2, 2), -1.0)
+    keeps = [
+        step_stage(spec(m=opsm(0.1)), stage, log_prob=pi, advantages=advantages).keep[:, 0].tolist()
+        for pi in (near, far, near)
+    ]
+    assert keeps == [[True, True], [False, True], [True, True]]
+
+
+@pytest.mark.parametrize("other", [spec(), spec(TIS | {"upper": 3.0}), spec(TIS, gsm=GSM)])
+def test_the_stages_are_of_one_correction(other: CorrectionSpec) -> None:
+    """Else a weight that is asked for at the step would be missing in silence."""
+    ones = torch.ones(1, 1)
+    stage = rollout_stage(spec(TIS), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
+    with pytest.raises(ValueError, match="run rollout_stage again"):
+        step_stage(other, stage, log_prob=ones, advantages=ones)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    tensors = [tensor([[-1.0, NAN]]), tensor([[NAN, -1.0]]), tensor([[-1.0, INF]]), tensor([[1.0, NAN]])]
+    before = [t.clone() for t in tensors]
+    run(STACK, mu=tensors[0], old=tensors[1], pi=tensors[2], advantages=tensors[3])
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True))
+
+
+# Contracts of the outputs -----------------------------------------------------------------------------------
+
+
+def test_nothing_carries_a_gradient() -> None:
+    leaves = [torch.full((2, 3), value, requires_grad=True) for value in (-1.0, -1.1, -1.2, 0.5)]
+    old, mu, pi, advantages = leaves
+    correction = spec(TIS | {"level": "sequence"}, gsm=GSM, opsm=opsm(0.1))
+    stage = rollout_stage(correction, old_log_prob=old, rollout_log_prob=mu, response_mask=torch.ones(2, 3))
+    step = step_stage(correction, stage, log_prob=pi, advantages=advantages)
+    tensors = [stage.weight, stage.log_ratio, step.weight]
+    parts = [torch.as_tensor(part) for statistic in step.statistics.values() for part in statistic.parts]
+    assert [t.requires_grad for t in tensors + parts] == [False] * (len(tensors) + len(parts))
+    assert step.keep.dtype is torch.bool
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_weight_is_not_multiplied_by_keep(level: str) -> None:
+    """Row 0 is dropped and keeps its weight of e^0.5 = 1.6487 a token, or e^1 = 2.7183 a sequence."""
+    step = run(spec(TIS | {"level": level, "upper": 5.0}, gsm=GSM), mu=torch.zeros(2, 2), old=[[0.5, 0.5], [0.0, 0.0]])
+    assert step.keep.tolist() == [[False, False], [True, True]]
+    expected = 1.6487213 if level == "token" else 2.7182818
+    assert step.weight.tolist() == [pytest.approx([expected] * 2), [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("weight", [None, TIS, TIS | {"level": "sequence"}, TIS | {"kind": "clip", "lower": 0.5}])
+def test_off_the_mask_there_is_0_and_false(weight: Any) -> None:
+    """Also under a lower bound of 0.5, which must not lift padding."""
+    step = run(spec(weight, gsm=GSM), mu=[[-1.0, -1.0, -1.0]], old=[[-1.0, 3.0, -1.0]], mask=[[1, 0, 1]])
+    assert step.weight.tolist() == [[1.0, 0.0, 1.0]]
+    assert step.keep.tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_float_dtype(dtype: torch.dtype) -> None:
+    """log 2 is not exact in a short float, but -1 - (-1.5) is: rho = e^0.5; pi/mu = e^0.25, a drop of 0.25."""
+    step = run(
+        spec(TIS, opsm=opsm(0.2, "ppo")),
+        mu=[[-1.5, -1.5]],
+        old=[[-1.0, -1.0]],
+        pi=[[-1.25, -1.25]],
+        advantages=-1,
+        dtype=dtype,
+    )
+    assert step.weight.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert step.weight.tolist() == [pytest.approx([1.6487213] * 2, rel=1e-6)]
+    assert not step.keep.any()
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.int64, torch.float32])
+def test_every_type_of_mask(mask: torch.dtype) -> None:
+    step = run(STACK, mu=[[-1.0, -1.0]], old=[[-1.0, -1.0]], mask=torch.tensor([[1, 0]]).to(mask))
+    assert step.keep.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("wrong", ["old_log_prob", "rollout_log_prob", "response_mask"])
+def test_shapes_that_differ_in_the_rollout_stage(wrong: str) -> None:
+    """A (B, 1) tensor would broadcast in silence."""
+    tensors: dict[str, Any] = dict.fromkeys(["old_log_prob", "rollout_log_prob", "response_mask"], torch.ones(2, 3))
+    with pytest.raises(ValueError, match=rf"{wrong}.*\(2, 1\)"):
+        rollout_stage(STACK, **tensors | {wrong: torch.ones(2, 1)})
+
+
+@pytest.mark.parametrize("wrong", ["log_prob", "advantages"])
+def test_shapes_that_differ_in_the_step_stage(wrong: str) -> None:
+    """Advantages of (B,) or (B, 1) would broadcast to another matrix."""
+    ones = torch.ones(3, 3)
+    stage = rollout_stage(STACK, old_log_prob=ones, rollout_log_prob=ones, response_mask=ones)
+    for bad in (torch.ones(3), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match="one shape"):
+            step_stage(STACK, stage, **dict(log_prob=ones, advantages=ones) | {wrong: bad})
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "versions"])
+def test_ids_of_another_shape(name: str) -> None:
+    ones, level = torch.ones(2, 3), {"segment_ids": "turn", "versions": "version"}[name]
+    for bad in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=rf"{name}.*one shape|one shape.*{name}"):
+            rollout_stage(
+                spec(m=band(0.9, 1.1, level=level)),
+                old_log_prob=ones,
+                rollout_log_prob=ones,
+                response_mask=ones,
+                **{name: bad},  # type: ignore[arg-type]
+            )
+
+
+@pytest.mark.parametrize(("level", "name"), [("turn", "segment_ids"), ("version", "versions")])
+def test_a_level_without_its_ids(level: str, name: str) -> None:
+    """The other level's ids do not help."""
+    other = {"turn": "versions", "version": "turns"}[level]
+    for correction in (spec(m=band(0.9, 1.1, level=level)), spec(TIS | {"level": level, "normalize": True})):
+        with pytest.raises(ValueError, match=rf"level={level} without {name}.*Pass {name}.*level=sequence"):
+            first_stage(correction, mu=[[0.0]], old=[[0.0]])
+        with pytest.raises(ValueError, match=rf"level={level} without {name}"):
+            first_stage(correction, mu=[[0.0]], old=[[0.0]], **{other: [[0]]})
+
+
+def test_rows_without_the_token_dimension() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        rollout_stage(STACK, old_log_prob=torch.ones(3), rollout_log_prob=torch.ones(3), response_mask=torch.ones(3))
+
+
+# Little or nothing to decide on -----------------------------------------------------------------------------
+
+
+def test_no_correction_keeps_all_with_weight_1() -> None:
+    step = run(CorrectionSpec(), mu=[[-5.0, -1.0]], old=[[-1.0, -5.0]], pi=[[-9.0, -9.0]], mask=[[1, 0]])
+    assert step.weight.tolist() == [[1.0, 0.0]]
+    assert step.keep.tolist() == [[True, False]]
+
+
+def of_nothing(step: Any) -> None:
+    """A defined weight and keep, counts of 0, and NaN for every mean, extreme and share."""
+    assert not step.keep.any()
+    assert not step.weight.any()
+    for name, statistic in step.statistics.items():
+        value = statistic.value()
+        assert (value == 0.0) if statistic.reduction is Reduction.SUM else math.isnan(value), name
+
+
+def test_a_fully_masked_batch() -> None:
+    of_nothing(run(STACK, mu=[[NAN] * 2] * 3, old=[[INF] * 2] * 3, pi=[[-INF] * 2] * 3, mask=torch.zeros(3, 2)))
+
+
+def test_an_empty_batch() -> None:
+    empty = torch.zeros(0, 4)
+    step = run(STACK, mu=empty, old=empty, mask=empty, advantages=empty)
+    assert step.keep.shape == step.weight.shape == (0, 4)
+    of_nothing(step)
+
+
+def test_rows_of_no_length() -> None:
+    empty = torch.zeros(3, 0)
+    step = run(STACK, mu=empty, old=empty, mask=empty, advantages=empty)
+    assert step.keep.shape == step.weight.shape == (3, 0)
+    of_nothing(step)
+
+
+@pytest.mark.parametrize("mask", [band(1.5, 2.0), band(0.5, 0.9), band(1.5, 2.0, aggregate="product", ratio="ppo")])
+def test_a_masked_row_beside_a_live_one(mask: dict[str, Any]) -> None:
+    """It is neither dropped nor counted, even by a band that would drop a ratio of 1."""
+    step = run(spec(m=mask), mu=torch.zeros(2, 1), old=torch.zeros(2, 1), mask=[[1], [0]])
+    assert not step.keep.any()
+    result = values(step)
+    assert result["mask/m/masked_sequence_share"] == 1.0  # one of one row that has tokens
+    assert result["keep/sequence_share"] == 0.0
+    assert result["rollout_ratio/mean"] == 1.0
+
+
+def test_a_single_token() -> None:
+    """T = 1: token, sequence, geometric mean and product are one number, e^0.5 = 1.6487."""
+    rows = dict(mu=[[-1.5]], old=[[-1.0]])
+    for level in ("token", "sequence"):
+        assert run(spec(TIS | {"level": level}), **rows).weight.item() == pytest.approx(1.6487213)
+    for aggregate in ("geometric", "product"):
+        assert run(spec(m=band(1.64, 1.65, aggregate=aggregate)), **rows).keep.all()
+        assert not run(spec(m=band(1.60, 1.64, aggregate=aggregate)), **rows).keep.any()
+
+
+# Log-probs that are not finite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("policy", ["mu", "old"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) -> None:
+    """Its row is as if it were not there, and it is counted under the policy that it comes from.
+
+    Without it: rho = e^0.004 twice, mean 0.004 in GSM's band; T = 2; sequence weight e^0.008.
+    """
+    rows = dict(mu=[[-1.0, -1.0, -1.0]], old=[[-0.996, -0.996, -0.996]])
+    rows[policy][0][1] = bad
+    correction = spec(TIS | {"level": level}, gsm=GSM, opsm=opsm(0.1))
+    step = run(correction, **rows, pi=[[-1.0, -1.0, -1.0]], advantages=-1)
+    weight = math.exp(0.004 if level == "token" else 0.008)
+    assert step.keep.tolist() == [[True, False, True]]
+    assert step.weight.tolist() == [pytest.approx([weight, 0.0, weight], abs=1e-6)]
+    result = values(step)
+    assert result["nonfinite/rollout_log_prob"] == (policy == "mu")
+    assert result["nonfinite/old_log_prob"] == (policy == "old")
+    assert result["nonfinite/log_prob"] == 0
+    assert result["rollout_ratio/mean"] == pytest.approx(math.exp(0.004), abs=1e-6)
+    # The loss is still divided by the 3 tokens that there were: 1 of them does not count.
+    assert result["keep/token_mask_ratio"] == pytest.approx(1 / 3)
+    assert not any(math.isinf(value) for value in result.values())
+
+
+def test_a_row_of_nothing_finite_is_dropped() -> None:
+    step = run(STACK, mu=[[NAN, NAN], [-1.0, -1.0]], old=[[-1.0, -1.0], [-1.0, -1.0]])
+    assert step.keep.tolist() == [[False, False], [True, True]]
+    result = values(step)
+    assert result["nonfinite/rollout_log_prob"] == 2
+    assert result["keep/sequence_share"] == 0.5
+    assert result["mask/gsm/masked_sequence_share"] == 0.0  # no mask dropped it
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_pi_that_is_not_finite_is_counted(bad: float) -> None:
+    """The caller stops on it. Also where mu or pi_old has taken the token out already; never in padding."""
+    pi = [[bad, bad, bad, -1.0]]
+    step = run(STACK, mu=[[-1.0, NAN, -1.0, -1.0]], old=[[-1.0] * 4], pi=pi, mask=[[1, 1, 0, 1]])
+    assert values(step)["nonfinite/log_prob"] == 2
+    assert step.weight.tolist() == [[1.0, 0.0, 0.0, 1.0]]
+
+
+def test_advantages_count_on_valid_tokens_only() -> None:
+    """The first token's +100 belongs to a token without mu, the last is padding: the row's sign is that of -1."""
+    step = run(
+        spec(m=opsm(0.1)),
+        mu=[[NAN, -1.0, -1.0]],
+        old=[[-1.0] * 3],
+        pi=[[-2.0] * 3],
+        mask=[[1, 1, 0]],
+        advantages=[[100.0, -1.0, NAN]],
+    )
+    assert not step.keep.any()
+
+
+# SkyRL's order ----------------------------------------------------------------------------------------------
+
+
+def in_both_orders(weight: Any, rows: dict[str, Any], **masks: Any) -> tuple[StepStage, StepStage]:
+    """Every part by itself, and with ``skyrl_compat``."""
+    mapping = {"weight": weight, "masks": masks}
+    return tuple(run(CorrectionSpec.from_mapping(mapping | {"skyrl_compat": on}), **rows) for on in (False, True))  # type: ignore[return-value]
+
+
+def test_skyrl_reduces_the_mask_before_it_decides_by_sequence() -> None:
+    """log rho = 1, 0 and 0. By themselves: the token mask drops the first token, the sequence mask the row (mean
+    1/3), and the weight is e. In SkyRL's order mean and product are of the two tokens left, 0: kept with weight 1.
+    """
+    rows = dict(mu=[[0.0] * 3], old=[[1.0, 0.0, 0.0]])
+    masks = dict(token=band(0.5, 2.0, level="token"), geo=GSM)
+    free, skyrl = in_both_orders(TIS | {"level": "sequence", "upper": 5.0}, rows, **masks)
+    assert free.keep.tolist() == [[False] * 3]
+    assert free.weight.tolist() == [pytest.approx([math.e] * 3, rel=1e-6)]
+    assert skyrl.keep.tolist() == [[False, True, True]]
+    assert skyrl.weight.tolist() == [[1.0] * 3]
+
+
+def test_skyrl_may_also_drop_what_the_parts_would_keep() -> None:
+    """log rho = 1, -1: the mean is 0, and -1 once the token mask [0.3, 2] has taken the first token."""
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, -1.0]])
+    free, skyrl = in_both_orders(None, rows, token=band(0.3, 2.0, level="token"), geo=GSM)
+    assert free.keep.tolist() == [[False, True]]
+    assert skyrl.keep.tolist() == [[False, False]]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("aggregate", ["geometric", "any"])
+def test_the_outlier_mask_sees_all_tokens(aggregate: str, names: tuple[str, str]) -> None:
+    """Whatever the masks are called: the token of e^1 drops its row, though a token mask takes that token as well."""
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.0]])
+    pair = band(0.5, 2.0, level="token", aggregate=aggregate), band(0.5, 2.0, aggregate="any")
+    masks = dict(zip(names, pair, strict=True))
+    for step in in_both_orders(None, rows, **masks):
+        assert not step.keep.any()
+
+
+def test_skyrl_weighs_tokens_by_themselves() -> None:
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.5]])
+    free, skyrl = in_both_orders(TIS, rows, token=band(0.5, 2.0, level="token"))
+    assert torch.equal(free.weight, skyrl.weight)
+    assert torch.equal(free.keep, skyrl.keep)
+
+
+def test_nothing_left_in_skyrls_order() -> None:
+    rows = dict(mu=[[0.0] * 2], old=[[1.0, 1.0]])
+    _, skyrl = in_both_orders(TIS | {"level": "sequence"}, rows, token=band(0.5, 2.0, level="token"), geo=GSM)
+    assert not skyrl.keep.any()
+    assert skyrl.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_masks_by_advantage_need_advantages() -> None:
+    old = torch.zeros(1, 2)
+    rows: dict[str, Any] = dict(old_log_prob=old, rollout_log_prob=old, response_mask=torch.ones(1, 2))
+    looking = spec(opsm=opsm(0.1))
+    with pytest.raises(ValueError, match=r"correction\.masks\.opsm\.when=negative without advantages.*Pass advantages"):
+        step_stage(looking, rollout_stage(looking, **rows), log_prob=old)
+    blind = spec(gsm=band(0.9, 1.1))
+    assert step_stage(blind, rollout_stage(blind, **rows), log_prob=old).keep.all()
+
+
+def test_constants_of_another_correction_are_no_constants() -> None:
+    rows: dict[str, Any] = dict(
+        old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2)
+    )
+    for needy in (spec(TIS | {"normalize": True}), spec(m2po=M2PO)):
+        with pytest.raises(ValueError, match="pass the constants of batch_constants"):
+            rollout_stage(needy, constants=BatchConstants(), **rows)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "versions"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_units_are_numbered_by_integers(name: str, dtype: torch.dtype) -> None:
+    rows = dict(old_log_prob=torch.zeros(1, 2), rollout_log_prob=torch.zeros(1, 2), response_mask=torch.ones(1, 2))
+    with pytest.raises(ValueError, match=f"{name} of dtype {dtype}: expected integers"):
+        rollout_stage(spec(TIS), **rows, **{name: torch.zeros(1, 2, dtype=dtype)})

@@ -1,0 +1,126 @@
+"""Statistics carry their own reduction, so that parts add up to the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+from torch import Tensor
+
+from recipe.offpolicy.correction import Reduction, Statistic
+from recipe.offpolicy.correction import statistics as st
+from recipe.offpolicy.correction.statistics import Moments
+from tests.support.corrections import on_host, tensor
+
+SUM, MEAN, STD, ESS, CHI2 = (Reduction(name) for name in ("sum", "mean", "std", "ess", "chi2"))
+
+
+def moments(weights: Tensor) -> Moments:
+    above = weights.double() - 1
+    empty = not above.numel()
+    return Moments(
+        excess=above.sum(),
+        square=above.square().sum(),
+        count=torch.tensor(float(above.numel()), dtype=torch.float64),
+        least=torch.tensor(math.nan if empty else above.min().item()),
+        greatest=torch.tensor(math.nan if empty else above.max().item()),
+    )
+
+
+def test_a_distribution_by_hand() -> None:
+    """Of 1, 2 and 6: mean 3, variance (4 + 1 + 9) / 3 = 14/3, ESS 9^2 / (3 x 41) = 0.6585, chi2 41/3 - 1 = 38/3."""
+    result = {name: one.value() for name, one in moments(tensor([1.0, 2.0, 6.0])).build_statistics("w").items()}
+    assert result == {
+        "w/mean": pytest.approx(3.0),
+        "w/std": pytest.approx(math.sqrt(14 / 3)),
+        "w/min": 1.0,
+        "w/max": 6.0,
+        "w/ess": pytest.approx(81 / 123),
+        "w/chi2": pytest.approx(38 / 3),
+    }
+
+
+def test_perplexity_by_hand() -> None:
+    """Three tokens of probability 1/2, 1/4 and 1/8: exp of 6 log 2 / 3 = 4. No power of it is averaged."""
+    one = Statistic(Reduction.PERPLEXITY, (-math.log(2), 1.0))
+    two = Statistic(Reduction.PERPLEXITY, (-math.log(32), 2.0))
+    assert one.merge(two).value() == pytest.approx(4.0)
+    assert Statistic(Reduction.PERPLEXITY, (-1e6, 1.0)).value() == math.inf
+
+
+def test_of_nothing() -> None:
+    """A sum is 0; what divides by a count, and extremes, are NaN."""
+    nothing = torch.zeros((), dtype=torch.float64)
+    statistics = moments(torch.zeros(0)).build_statistics("w") | {
+        "share": st.build_mean(nothing, nothing),
+        "perplexity": Statistic(Reduction.PERPLEXITY, (nothing, nothing)),
+    }
+    assert {name: math.isnan(one.value()) for name, one in statistics.items()} == dict.fromkeys(statistics, True)
+    assert st.build_sum(nothing).value() == 0.0
+
+
+def test_weights_of_0_have_no_effective_sample() -> None:
+    result = {name: one.value() for name, one in moments(torch.zeros(4)).build_statistics("w").items()}
+    assert (result["w/mean"], result["w/chi2"], result["w/std"]) == (0.0, -1.0, 0.0)
+    assert math.isnan(result["w/ess"])
+
+
+def test_merge_by_hand() -> None:
+    """Means travel as sum and count: 1 token of 5 and 3 of 1 give (5 + 3) / 4 = 2, not (5 + 1) / 2 = 3."""
+    assert Statistic(MEAN, (5.0, 1.0)).merge(Statistic(MEAN, (3.0, 3.0))).value() == 2.0
+    assert Statistic(Reduction.MIN, (1.0, 2.0)).merge(Statistic(Reduction.MIN, (-1.0, 1.0))).value() == -1.0
+    assert Statistic(Reduction.MAX, (1.0, 2.0)).merge(Statistic(Reduction.MAX, (-1.0, 1.0))).value() == 1.0
+    assert Statistic(SUM, (1.0,)).merge(Statistic(SUM, (2.0,))).value() == 3.0
+
+
+@given(draw.lists(draw.floats(2**-7, 128, width=32), max_size=12), draw.integers(0, 12))
+def test_two_parts_are_the_whole(weights: list[float], cut: int) -> None:
+    """Every reduction of a distribution, with either part maybe empty."""
+    whole, one, two = (moments(tensor(part)).build_statistics("w") for part in (weights, weights[:cut], weights[cut:]))
+    for name, statistic in whole.items():
+        assert one[name].merge(two[name]).value() == pytest.approx(statistic.value(), rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+def test_merging_two_kinds_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mean with sum"):
+        Statistic(MEAN, (1.0, 1.0)).merge(Statistic(SUM, (1.0,)))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [(STD, lambda s: s), (CHI2, lambda s: s * s), (MEAN, lambda s: 1.0), (ESS, lambda s: 1.0)],
+)
+def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float], float]) -> None:
+    """Weights 1 +- 1e-7: E[w^2] - 1 and E[w^2] - E[w]^2 of the weights themselves would be rounding."""
+    size = 1e-7
+    ratios = 1.0 + size * tensor([1.0, -1.0] * 500, torch.float64)
+    result = moments(ratios).build_statistics("w")[f"w/{reduction.value}"].value()
+    assert result == pytest.approx(expected(size), rel=1e-6)
+
+
+def test_extremes_of_nothing_do_not_count() -> None:
+    """Whatever stands there."""
+    nothing, some = Statistic(Reduction.MAX, (9.0, 0.0), about=1.0), Statistic(Reduction.MAX, (2.0, 1.0), about=1.0)
+    assert nothing.merge(some).value() == some.merge(nothing).value() == 3.0
+    assert math.isnan(nothing.merge(nothing).value())
+
+
+def test_floats_stay_what_they_are() -> None:
+    statistics = moments(tensor([1.0, 5.0])).build_statistics("w") | {
+        "c": st.build_sum(torch.tensor(3.0, dtype=torch.float64))
+    }
+    host = on_host(statistics)
+    assert {name: one.value() for name, one in host.items()} == {name: one.value() for name, one in statistics.items()}
+    assert all(type(part) is float for one in host.values() for part in one.parts)
+    assert [one.reduction for one in host.values()] == [one.reduction for one in statistics.values()]
+    assert on_host({}) == {}
+    assert on_host(host) == host
+
+
+def test_merge_all_merges_by_name() -> None:
+    merged = st.merge_all([{"a": Statistic(SUM, (1.0,))}, {}, {"a": Statistic(SUM, (2.0,))}])
+    assert {name: one.value() for name, one in merged.items()} == {"a": 3.0}

@@ -1,0 +1,365 @@
+"""Importance weights on pi_old / mu: the caps by hand, and what they are good for by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, batch_constants, rollout_stage
+from tests.support.corrections import TIS, band, run, spec, tensor, values
+
+LOG = math.log
+SEQUENCE_TIS = TIS | {"level": "sequence", "upper": 5.0}
+UNBOUND_TOKEN = TIS | {"upper": None}
+UNBOUND_SEQUENCE = SEQUENCE_TIS | {"upper": None}
+
+
+def test_token_tis() -> None:
+    """min(rho, 2): rho = 0.5, 1, 2 and 8 give 0.5, 1, 2 and 2."""
+    step = run(spec(TIS), mu=[[0.0, 0.0, 0.0, 0.0]], old=[[LOG(0.5), 0.0, LOG(2), LOG(8)]])
+    assert step.weight.tolist() == [pytest.approx([0.5, 1.0, 2.0, 2.0], rel=1e-6)]
+    assert step.weight.max() <= 2.0
+    assert step.keep.all()
+
+
+def test_sequence_tis() -> None:
+    """min(prod rho, 5) on every token of the row.
+
+    Row 0: 2 x 2 x 1 = 4, below the cap. Row 1: 2 x 2 x 2 = 8 -> 5. Row 2: 0.5 x 0.5 x 1 = 0.25; no lower bound.
+    """
+    two, half = LOG(2), LOG(0.5)
+    step = run(spec(SEQUENCE_TIS), mu=torch.zeros(3, 3), old=[[two, two, 0.0], [two, two, two], [half, half, 0.0]])
+    assert step.weight.tolist() == [pytest.approx([w] * 3, rel=1e-6) for w in (4.0, 5.0, 0.25)]
+
+
+def test_sequence_tis_counts_valid_tokens_only() -> None:
+    """The tool token's rho of 100 is no factor, and gets no weight: 2 x 2 = 4, not 400 -> 5."""
+    step = run(spec(SEQUENCE_TIS), mu=[[0.0] * 3], old=[[LOG(2), LOG(100), LOG(2)]], mask=[[1, 0, 1]])
+    assert step.weight.tolist() == [pytest.approx([4.0, 0.0, 4.0], rel=1e-6)]
+
+
+def test_lower_bounds() -> None:
+    """truncate from below: max(rho, 0.5); clip: min(max(rho, 0.5), 2)."""
+    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.1), 0.0, LOG(10)]])
+    below = run(spec(TIS | {"lower": 0.5, "upper": None}), **rows).weight
+    assert below.tolist() == [pytest.approx([0.5, 1.0, 10.0], rel=1e-6)]
+    both = run(spec(TIS | {"lower": 0.5, "kind": "clip"}), **rows).weight
+    assert both.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
+
+
+def test_geometric_weights() -> None:
+    """The T-th root of the product: row 0 (2 x 8)^(1/2) = 4 -> 3; row 1 (2 x 0.5 x 8)^(1/3) = 2; row 2 one token, 2."""
+    old = [[LOG(2), LOG(8), 0.0], [LOG(2), LOG(0.5), LOG(8)], [LOG(2), LOG(9), LOG(9)]]
+    step = run(
+        spec(SEQUENCE_TIS | {"aggregate": "geometric", "upper": 3.0}),
+        mu=torch.zeros(3, 3),
+        old=old,
+        mask=[[1, 1, 0], [1, 1, 1], [1, 0, 0]],
+    )
+    expected = [[3.0, 3.0, 0.0], [2.0, 2.0, 2.0], [2.0, 0.0, 0.0]]
+    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+def test_a_geometric_weight_by_token_is_the_ratio() -> None:
+    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.5), 0.0, LOG(3)]])
+    one, two = (run(spec(TIS | {"aggregate": aggregate}), **rows) for aggregate in ("product", "geometric"))
+    assert one.weight.tolist() == two.weight.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
+
+
+# Masked importance sampling ---------------------------------------------------------------------------------
+
+REJECT = {"kind": "reject", "lower": 0.5, "upper": 2.0}
+
+
+def test_reject_by_token() -> None:
+    """rho 1[0.5 <= rho <= 2]: outside it is dropped, inside it is a weight as it stands."""
+    step = run(spec(TIS | REJECT), mu=[[0.0] * 4], old=[[LOG(0.4), LOG(0.6), LOG(1.9), LOG(2.1)]])
+    assert step.keep.tolist() == [[False, True, True, False]]
+    assert (step.weight * step.keep).tolist() == [pytest.approx([0.0, 0.6, 1.9, 0.0], rel=1e-6)]
+    assert step.weight.tolist() == [pytest.approx([0.4, 0.6, 1.9, 2.1], rel=1e-6)]  # never multiplied by keep
+
+
+def test_reject_by_sequence() -> None:
+    """Products 1.5 x 1.5 = 2.25, 1.5 x 1 = 1.5 and 0.6 x 0.6 = 0.36: the middle row is kept with 1.5 a token."""
+    old = [[LOG(1.5), LOG(1.5)], [LOG(1.5), 0.0], [LOG(0.6), LOG(0.6)]]
+    rows = dict(mu=torch.zeros(3, 2), old=old)
+    step = run(spec(SEQUENCE_TIS | REJECT), **rows)
+    assert step.keep.tolist() == [[False, False], [True, True], [False, False]]
+    assert step.weight[1].tolist() == pytest.approx([1.5, 1.5], rel=1e-6)
+    # The geometric means are 1.5, 1.22 and 0.6: all inside.
+    assert run(spec(SEQUENCE_TIS | REJECT | {"aggregate": "geometric"}), **rows).keep.all()
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"), [({"lower": None}, [True, True, False]), ({"upper": None}, [False, True, True])]
+)
+def test_reject_on_one_side(side: dict[str, None], expected: list[bool]) -> None:
+    step = run(spec(TIS | REJECT | side), mu=[[0.0] * 3], old=[[LOG(0.4), 0.0, LOG(2.1)]])
+    assert step.keep.tolist() == [expected]
+    assert step.weight.tolist() == [pytest.approx([0.4, 1.0, 2.1], rel=1e-6)]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "turn", "version"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_reject_keeps_the_bound_and_drops_the_next_number(level: str, sign: int) -> None:
+    at = np.float32(LOG(2.0))
+    beyond = np.nextafter(at, np.float32(1))
+    for value, expected in ((at, True), (beyond, False)):
+        rows = dict(mu=[[0.0]], old=[[sign * float(value)]], turns=[[0]], versions=[[0]])
+        assert run(spec(TIS | REJECT | {"level": level}), **rows).keep.item() is expected
+
+
+def test_reject_looks_beyond_the_clamp() -> None:
+    """A product of e^30 is a weight of e^20 at most, and outside of a bound of e^20 all the same."""
+    upper = math.exp(20.0)
+    step = run(spec(SEQUENCE_TIS | {"kind": "reject", "upper": upper}), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
+    assert not step.keep.any()
+
+
+def test_truncate_and_clip_reject_nothing() -> None:
+    for kind in (TIS, TIS | {"kind": "clip", "lower": 0.5}, TIS | {"upper": None}):
+        step = run(spec(kind), mu=[[0.0, 0.0]], old=[[-9.0, 9.0]])
+        assert step.keep.all()
+        assert step.rejected == {}
+
+
+# The whole ratio, for base losses without one of their own --------------------------------------------------
+
+
+def test_a_weight_on_pi_over_mu() -> None:
+    """pi/mu = 2 x 1.5 = 3 -> 2, and 0.5 x 0.5 = 0.25; it is 1 until the step knows pi, and follows pi."""
+    full = spec(TIS | {"ratio": "full"})
+    old, mu, ones = tensor([[LOG(2), LOG(0.5)]]), torch.zeros(1, 2), torch.ones(1, 2)
+    stage = rollout_stage(full, old_log_prob=old, rollout_log_prob=mu, response_mask=ones)
+    assert stage.weight.tolist() == [[1.0, 1.0]]
+    pi = old + tensor([[LOG(1.5), LOG(0.5)]])
+    rows = dict(mu=mu, old=old)
+    assert run(full, **rows, pi=pi).weight.tolist() == [pytest.approx([2.0, 0.25], rel=1e-6)]
+    assert run(full, **rows, pi=mu).weight.tolist() == [[1.0, 1.0]]
+    by_row = run(spec(SEQUENCE_TIS | {"ratio": "full"}), **rows, pi=pi)
+    assert by_row.weight.tolist() == [pytest.approx([0.75, 0.75], rel=1e-6)]
+
+
+def test_reject_on_pi_over_mu() -> None:
+    reject = spec(TIS | REJECT | {"ratio": "full"})
+    rows = dict(mu=[[0.0, 0.0]], old=[[1.0, 1.0]])
+    assert run(reject, **rows, pi=[[0.1, 1.0]]).keep.tolist() == [[True, False]]
+    assert run(reject, **rows, pi=[[1.0, 0.1]]).keep.tolist() == [[False, True]]
+
+
+# Divided by their mean --------------------------------------------------------------------------------------
+
+
+def test_normalized_by_token() -> None:
+    """Weights 0.5, 1, 2 (of 8) and 0.5: their mean is 1; tool tokens and empty rows do not count."""
+    kind = TIS | {"normalize": True}
+    rows = dict(mu=torch.zeros(3, 3), mask=[[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    old = [[LOG(0.5), 0.0, 5.0], [LOG(8), 5.0, LOG(0.5)], [5.0] * 3]
+    expected = [[0.5, 1.0, 0.0], [2.0, 0.0, 0.5], [0.0] * 3]
+    assert run(spec(kind), old=old, **rows).weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+    # With a cap of 4 they are 0.5, 1, 4 and 0.5, of mean 1.5.
+    expected = [[w / 1.5 for w in row] for row in ([0.5, 1.0, 0.0], [4.0, 0.0, 0.5], [0.0] * 3)]
+    step = run(spec(kind | {"upper": 4.0}), old=old, **rows)
+    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_normalized_by_row_or_turn(level: str) -> None:
+    """Rows 4 (three tokens) and 0.5 (one token) count once each: the mean is 2.25, not (3 x 4 + 0.5) / 4 = 3.125."""
+    kind = SEQUENCE_TIS | {"normalize": True, "level": level}
+    old = [[LOG(2), LOG(2), 0.0], [LOG(0.5), 9.0, 9.0], [9.0] * 3]
+    rows = dict(mu=torch.zeros(3, 3), old=old, mask=[[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    step = run(spec(kind), **rows, turns=torch.zeros(3, 3, dtype=torch.int64))
+    assert step.weight[0].tolist() == pytest.approx([4 / 2.25] * 3, rel=1e-6)
+    assert step.weight[1].tolist() == pytest.approx([0.5 / 2.25, 0.0, 0.0], rel=1e-6)
+
+
+def test_normalized_by_version() -> None:
+    """Units 2 x 2 = 4, 0.5 and 1.5: mean 2."""
+    kind = SEQUENCE_TIS | {"normalize": True, "level": "version"}
+    rows = dict(mu=torch.zeros(2, 3), old=[[LOG(2), LOG(2), LOG(0.5)], [LOG(1.5), 9.0, 9.0]])
+    step = run(spec(kind), **rows, mask=[[1, 1, 1], [1, 0, 0]], versions=[[7, 7, 8], [7, 7, 7]])
+    assert step.weight[0].tolist() == pytest.approx([2.0, 2.0, 0.25], rel=1e-6)
+    assert step.weight[1].tolist() == pytest.approx([0.75, 0.0, 0.0], rel=1e-6)
+
+
+def test_what_is_rejected_counts_as_zero_in_the_mean() -> None:
+    """Weights 0.5, 1.5 and 9, the last rejected: (0.5 + 1.5 + 0) / 3 = 2/3."""
+    step = run(spec(TIS | REJECT | {"normalize": True}), mu=[[0.0] * 3], old=[[LOG(0.5), LOG(1.5), LOG(9)]])
+    assert step.keep.tolist() == [[True, True, False]]
+    assert (step.weight * step.keep).tolist() == [pytest.approx([0.75, 2.25, 0.0], rel=1e-6)]
+    # Rows of product 0.5 and 9: 0.5 / 2 = 0.25.
+    rows = dict(mu=torch.zeros(2, 2), old=[[LOG(0.5), 0.0], [LOG(3), LOG(3)]])
+    step = run(spec(SEQUENCE_TIS | REJECT | {"normalize": True}), **rows)
+    assert (step.weight * step.keep).tolist() == [pytest.approx([2.0, 2.0], rel=1e-6), [0.0, 0.0]]
+
+
+def test_what_a_mask_drops_still_counts_in_the_mean() -> None:
+    """The mean is taken before masks, so that their order cannot matter: (2 + 1) / 2 = 1.5."""
+    step = run(spec(TIS | {"normalize": True}, gsm=band(0.9, 1.1)), mu=torch.zeros(2, 1), old=[[LOG(2)], [0.0]])
+    assert step.keep.tolist() == [[False], [True]]
+    assert step.weight.tolist() == [pytest.approx([2 / 1.5], rel=1e-6), pytest.approx([1 / 1.5], rel=1e-6)]
+
+
+def test_all_rejected_or_nothing_there_divides_by_one() -> None:
+    kind = spec(TIS | REJECT | {"normalize": True})
+    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]])
+    assert not step.keep.any()
+    assert step.weight.tolist() == [pytest.approx([3.0, 4.0], rel=1e-6)]
+    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]], mask=[[0, 0]])
+    assert step.weight.tolist() == [[0.0, 0.0]]
+
+
+def test_the_mean_is_that_of_the_batch() -> None:
+    """Weights 0.5 and 2 in two micro-batches: 0.5 / 1.25 and 2 / 1.25, not 1 and 1."""
+    kind, zero = spec(TIS | {"normalize": True}), torch.zeros(1, 1)
+    old = tensor([[LOG(0.5)], [LOG(2)]])
+    whole = batch_constants(kind, old_log_prob=old, rollout_log_prob=old * 0, response_mask=torch.ones(2, 1))
+    assert whole.weight_mean == pytest.approx(1.25, rel=1e-6)
+    weights = [
+        rollout_stage(kind, old_log_prob=row, rollout_log_prob=zero, response_mask=zero + 1, constants=whole).weight
+        for row in (old[:1], old[1:])
+    ]
+    assert torch.cat(weights).flatten().tolist() == pytest.approx([0.4, 1.6], rel=1e-6)
+
+
+# Nothing to weigh, and what is reported ---------------------------------------------------------------------
+
+
+def test_without_a_weight_it_is_one() -> None:
+    step = run(spec(gsm=band(0.99, 1.01)), mu=[[0.0, 0.0]], old=[[1.0, 1.0]], mask=[[1, 0]])
+    assert step.weight.tolist() == [[1.0, 0.0]]
+
+
+def test_an_unbound_weight_is_clamped_at_20_nats() -> None:
+    # 30 tokens of 1 nat: e^30 = 1.07e13 is cut to e^20 = 4.85e8, which float32 holds.
+    step = run(spec(UNBOUND_SEQUENCE), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
+    assert step.weight.unique().tolist() == pytest.approx([4.851652e8], rel=1e-5)
+
+
+def test_the_weight_never_looks_at_pi() -> None:
+    rows = dict(mu=[[-1.0, -2.0]], old=[[-0.5, -2.5]])
+    one, two = run(spec(TIS), **rows), run(spec(TIS), **rows, pi=[[-3.0, -0.1]], advantages=-2.0)
+    assert torch.equal(one.weight, two.weight)
+
+
+def test_what_the_logger_gets() -> None:
+    """rho = 1, 4, 1, 4 under a cap of 2: before the cap the mean is 2.5, after it 1.5, half of them capped.
+
+    Effective sample size (sum w)^2 / (n sum w^2): before 10^2 / (4 x 34) = 0.7353, after 6^2 / (4 x 10) = 0.9.
+    Standard deviations: before 1.5, after 0.5.
+    """
+    result = values(run(spec(TIS), mu=torch.zeros(2, 2), old=[[0.0, LOG(4)], [0.0, LOG(4)]]))
+    assert result["rollout_ratio/mean"] == pytest.approx(2.5, rel=1e-6)
+    assert result["rollout_ratio/std"] == pytest.approx(1.5, rel=1e-6)
+    assert result["rollout_ratio/ess"] == pytest.approx(100 / 136, rel=1e-6)
+    assert result["weight/mean"] == pytest.approx(1.5, rel=1e-6)
+    assert result["weight/std"] == pytest.approx(0.5, rel=1e-6)
+    assert result["weight/ess"] == pytest.approx(0.9, rel=1e-6)
+    assert (result["weight/min"], result["weight/max"]) == (1.0, 2.0)
+    assert result["weight/truncated_share"] == 0.5
+
+
+def test_the_truncated_share_counts_both_sides_of_a_clip() -> None:
+    # rho = 0.1, 1, 1, 10 in [0.5, 2]: two of four are cut.
+    result = values(
+        run(spec(TIS | {"lower": 0.5, "kind": "clip"}), mu=[[0.0] * 4], old=[[LOG(0.1), 0.0, 0.0, LOG(10)]])
+    )
+    assert result["weight/truncated_share"] == 0.5
+
+
+# Two tokens of three symbols: 9 sequences, so that every expectation is a finite sum in float64.
+
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))
+
+
+def policy(seed: int) -> tuple[Tensor, Tensor]:
+    """Logits of the first token (3,) and of the second given the first (3, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)))  # type: ignore[return-value]
+
+
+def log_probs(logits: tuple[Tensor, Tensor]) -> Tensor:
+    """log-probs of both tokens of each sequence, (9, 2)."""
+    first, second = (x.log_softmax(-1) for x in logits)
+    return torch.stack([first[SEQUENCES[:, 0]], second[SEQUENCES[:, 0], SEQUENCES[:, 1]]], dim=-1)
+
+
+def enumerated_weights(kind: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:
+    """mu's and pi_old's probabilities of the 9 sequences, and the weights (9, 2)."""
+    mu, old = log_probs(policy(0)), log_probs(policy(1))
+    step = run(spec(kind), mu=mu, old=old, dtype=torch.float64)
+    return mu.sum(-1).exp(), old.sum(-1).exp(), step.weight
+
+
+def test_untruncated_sequence_weights_are_unbiased() -> None:
+    """E_mu[prod rho f] = E_old[f], exactly, for any f of the sequence."""
+    mu, old, weight = enumerated_weights(UNBOUND_SEQUENCE)
+    assert mu.sum().item() == pytest.approx(1.0, abs=1e-12)
+    rewards = torch.arange(9, dtype=torch.float64).square() - 7.0
+    assert (mu * weight[:, 0] * rewards).sum().item() == pytest.approx((old * rewards).sum().item(), abs=1e-12)
+    assert (mu * weight[:, 1]).sum().item() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_truncated_sequence_weights_are_biased() -> None:
+    mu, _, weight = enumerated_weights(SEQUENCE_TIS | {"upper": 1.5})
+    # E_mu[prod rho] = 1 before the cap; every cut takes from it.
+    assert (mu * weight[:, 0]).sum().item() < 0.95
+
+
+def score_expectation(kind: dict[str, object]) -> Tensor:
+    """E_mu[w_t grad log pi_old,t] summed over t, by enumeration: one number per logit, (12,)."""
+    logits = tuple(x.requires_grad_() for x in policy(1))
+    old, mu = log_probs(logits), log_probs(policy(0))  # type: ignore[arg-type]
+    weight = run(spec(kind), mu=mu, old=old.detach(), dtype=torch.float64).weight
+    gradients = torch.autograd.grad((mu.sum(-1).exp()[:, None] * weight * old).sum(), logits)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def test_untruncated_token_weights_leave_baselines_unbiased() -> None:
+    """E_mu[rho_t grad log pi_t] = 0 exactly."""
+    assert score_expectation(UNBOUND_TOKEN).abs().max().item() < 1e-14
+
+
+@pytest.mark.parametrize("kind", [TIS | {"upper": 1.2}, TIS | {"lower": 0.8, "upper": None}, None])
+def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
+    assert score_expectation(kind).abs().max().item() > 1e-2
+
+
+def test_token_weights_are_not_an_unbiased_estimate() -> None:
+    """Only the sequence weight reweights the sequence."""
+    mu, old, weight = enumerated_weights(UNBOUND_TOKEN)
+    rewards = tensor(SEQUENCES[:, 0] * SEQUENCES[:, 1], torch.float64)
+    wrong = (mu * weight[:, 1] * rewards).sum().item()
+    assert abs(wrong - (old * rewards).sum().item()) > 1e-2
+
+
+def test_a_ratio_at_the_cap_is_not_truncated() -> None:
+    # Equal policies under upper = 1: every ratio is 1, nothing is cut, and raw and applied weights agree.
+    spec = CorrectionSpec.from_mapping({"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.0}})
+    log_prob = torch.log(torch.tensor([[0.5, 0.25]]))
+    stage = rollout_stage(spec, old_log_prob=log_prob, rollout_log_prob=log_prob, response_mask=torch.ones(1, 2))
+    assert stage.statistics["weight/truncated_share"].value() == 0.0
+
+
+def test_raw_and_applied_weights_are_both_reported() -> None:
+    # Rows of two tokens with rho = 2, 3 and 1, 1: products 6 and 1; cap 5 leaves 5 and 1.
+    spec = CorrectionSpec.from_mapping(
+        {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
+    )
+    old = torch.log(torch.tensor([[0.2, 0.3], [0.5, 0.5]], dtype=torch.float64))
+    mu = torch.log(torch.tensor([[0.1, 0.1], [0.5, 0.5]], dtype=torch.float64))
+    stage = rollout_stage(spec, old_log_prob=old, rollout_log_prob=mu, response_mask=torch.ones(2, 2))
+    values = {name: statistic.value() for name, statistic in stage.statistics.items()}
+    assert values["raw_weight/max"] == pytest.approx(6.0)
+    assert values["raw_weight/mean"] == pytest.approx(3.5)
+    assert values["weight/max"] == 5.0
+    assert values["weight/mean"] == pytest.approx(3.0)
+    assert values["weight/truncated_share"] == 0.5
+    # ESS: (6 + 6 + 1 + 1)^2 / (4 (36 + 36 + 1 + 1)) = 196 / 296
+    assert values["raw_weight/ess"] == pytest.approx(196 / 296)

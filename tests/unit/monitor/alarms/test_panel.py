@@ -1,0 +1,320 @@
+"""What a run does when alarms fire: warns, ends, goes over to a fallback and comes back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.panel import CONFIGURED, AlarmError, Panel
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
+from tests.support.corrections import GSM, TIS
+
+SPEC = CorrectionSpec.from_mapping({"weight": TIS})
+SAFER = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+FALLBACK = {"options": ["gsm"], "correction": SAFER.to_mapping()}
+HEALTHY = {
+    "weight/ess": 0.9,
+    "weight/mean": 1.0,
+    "rollout_ratio/ess": 0.9,
+    "rollout_ratio/mean": 1.0,
+    "keep/token_share": 1.0,
+    "nonfinite/rollout_log_prob": 0.0,
+    "kl/k3": 1e-3,
+}
+
+
+def panel(**alarms: dict[str, Any]) -> Panel:
+    """All alarms off but those given, with their keys."""
+    values = {name: {"action": "off"} for name in DEFAULTS} | alarms
+    return Panel.of(OmegaConf.create({"offpolicy": {"alarms": values}}))
+
+
+def judged(made: Panel, *ess: float, **others: float) -> list[bool]:
+    """Whether each update changed what is in force; ESS is the same by weight and by ratio."""
+    seen = []
+    for value in ess:
+        shown = HEALTHY | {"weight/ess": value, "rollout_ratio/ess": value} | others
+        seen.append(made.judge(made.fallback or SPEC, shown))
+    return seen
+
+
+def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
+    with caplog.at_level(logging.INFO):
+        for _ in range(40):
+            assert not made.judge(SPEC, HEALTHY)
+    assert caplog.text == ""
+    assert made.metrics() == {
+        "alarm/ess": 0.0,
+        "alarm/mean_weight": 0.0,
+        "alarm/kept_share": 0.0,
+        "alarm/nonfinite": 0.0,
+        "alarm/mismatch_growth": 0.0,
+        "alarm/active_correction": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond"),
+    [
+        ("ess", {"weight/ess": 0.29}),
+        ("mean_weight", {"weight/mean": 2.1}),
+        ("mean_weight", {"weight/mean": 0.4}),
+        ("kept_share", {"keep/token_share": 0.49}),
+        ("nonfinite", {"nonfinite/rollout_log_prob": 1.0}),
+        ("mismatch_growth", {"kl/k3": 5.1e-3}),
+        ("ess", {"weight/ess": math.nan}),
+    ],
+)
+def test_by_default_each_warns(name: str, beyond: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
+    for _ in range(16):  # what growth is seen against
+        made.judge(SPEC, HEALTHY)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not made.judge(SPEC, HEALTHY | beyond)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"alarm {name}: " in caplog.text
+    assert {key for key, value in made.metrics().items() if value} == {f"alarm/{name}"}
+
+
+def test_without_statistics_nothing_is_judged() -> None:
+    made = panel(ess={"action": "stop", "patience": 1})
+    assert not made.judge(SPEC, {})
+    assert made.metrics()["alarm/ess"] == 0.0
+
+
+def test_stop_names_alarm_statistic_values_bound_updates_and_what_to_do() -> None:
+    made = panel(ess={"action": "stop", "patience": 2})
+    judged(made, 0.9, 0.25)
+    with pytest.raises(AlarmError) as stopped:
+        judged(made, 0.125)
+    assert str(stopped.value) == (
+        "alarm ess: weight/ess was 0.25, 0.125 in 2 consecutive updates, up to update 3 of the run, and has to be "
+        ">= 0.3: few tokens or rows carry the gradient. offpolicy.alarms.ess.action=stop ends the run. The optimizer "
+        "has already stepped on these updates, and no checkpoint was written since the last of them: resume one from "
+        "before they began, with the cause mended, with a safer correction and "
+        "offpolicy.resume_changed_correction=true, or with offpolicy.alarms.ess.action=fallback. If such values are "
+        "meant, widen its bounds."
+    )
+
+
+def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(ess={"action": "fallback", "fallback": FALLBACK, "patience": 2})
+    assert (made.in_force, made.fallback) == (CONFIGURED, None)
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.2, 0.2) == [False, True]
+    assert (made.in_force, made.fallback) == ("ess", SAFER)
+    assert "fallback [gsm] is in force from the next update on, which is to prove it, for the rest" in caplog.text
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 0.0}
+    # It re-arms and fires again: there is nothing further to fall back to.
+    assert judged(made, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2) == [False] * 6
+    assert made.in_force == "ess"
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 1.0}
+    assert "the fallback of alarm ess is in force, and stays" in caplog.text
+
+
+def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = {"patience": 1, "recovery_patience": 2, "return_after": 3}
+    made = panel(ess=alarm | {"action": "fallback", "fallback": FALLBACK})
+    assert judged(made, 0.2) == [True]
+    with caplog.at_level(logging.WARNING):
+        # 0.35 is not inside the stricter bound, and the count begins anew.
+        assert judged(made, 0.5, 0.5, 0.35, 0.5, 0.5) == [False] * 5
+        assert judged(made, 0.5) == [True]
+    assert (made.in_force, made.fallback) == (CONFIGURED, None)
+    assert "quiet for 3 updates, the configured correction is in force again" in caplog.text
+    # And it can fall back again, at once: its patience is one update.
+    assert judged(made, 0.2) == [True]
+
+
+def test_the_first_fallback_holds(caplog: pytest.LogCaptureFixture) -> None:
+    other = {"options": ["product_mask"], "correction": {"masks": {"p": GSM | {"aggregate": "product"}}}}
+    made = panel(
+        ess={"action": "fallback", "fallback": FALLBACK, "patience": 1},
+        mean_weight={"action": "fallback", "fallback": other, "patience": 1},
+    )
+    with caplog.at_level(logging.WARNING):
+        shown = HEALTHY | {"weight/ess": 0.1, "weight/mean": 9.0}
+        assert made.judge(SPEC, shown)
+    assert made.in_force == "ess"
+    assert "alarm mean_weight: the fallback of alarm ess is in force, and stays" in caplog.text
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/mean_weight": 1.0, "alarm/active_correction": 0.0}
+
+
+def test_counts_begin_anew_under_another_correction() -> None:
+    """Two of three updates beyond under the configured one and one under the fallback are not three."""
+    made = panel(
+        ess={"action": "fallback", "fallback": FALLBACK, "patience": 2},
+        mean_weight={"action": "stop", "patience": 3},
+    )
+    judged(made, 0.2, 0.2, **{"weight/mean": 9.0, "rollout_ratio/mean": 9.0})
+    assert made.in_force == "ess"
+    judged(made, 0.9, 0.9, **{"rollout_ratio/mean": 9.0})
+    with pytest.raises(AlarmError, match="rollout_ratio/mean was 9, 9, 9"):
+        judged(made, 0.9, **{"rollout_ratio/mean": 9.0})
+
+
+def test_growth_is_seen_against_its_own_median() -> None:
+    made = panel(mismatch_growth={"action": "stop", "patience": 2, "window": 4})
+    for k3 in (1e-3, 1e-3, 2e-3, 1e-3):
+        judged(made, 0.9, **{"kl/k3": k3})
+    judged(made, 0.9, **{"kl/k3": 6e-3})  # 6 times the median
+    # That one is beyond the band and does not count: the median is 1 still.
+    with pytest.raises(AlarmError, match="kl/k3 over its median was 6, 9 in 2 consecutive updates"):
+        judged(made, 0.9, **{"kl/k3": 9e-3})
+
+
+def test_growth_moves_with_what_is_in_order() -> None:
+    made = panel(mismatch_growth={"action": "stop", "patience": 1, "window": 4})
+    for k3 in (1e-3, 1e-3, 1e-3, 1e-3, 4e-3, 4e-3, 4e-3):  # 4 times the median is inside
+        judged(made, 0.9, **{"kl/k3": k3})
+    # The latest four are 1, 4, 4 and 4; five times the median of 4 is 20.
+    judged(made, 0.9, **{"kl/k3": 19e-3})
+    with pytest.raises(AlarmError, match=r"kl/k3 over its median was 5\.5"):
+        judged(made, 0.9, **{"kl/k3": 22e-3})
+
+
+LASTING = {"action": "fallback", "fallback": FALLBACK, "window": 4, "patience": 2, "recovery_patience": 2}
+
+
+def test_a_mismatch_that_stays_high_keeps_its_fallback() -> None:
+    """Neither a switch nor time makes a fault what it is seen against: that would be a recovery on no evidence."""
+    made = panel(mismatch_growth=LASTING | {"return_after": 3})
+    judged(made, *[0.9] * 8)
+    assert judged(made, *[0.9] * 60, **{"kl/k3": 0.1}) == [False, True] + [False] * 58
+    # Inside the band and not inside the stricter one, 3 times the median: it fires on, and does not learn that either.
+    assert judged(made, *[0.9] * 20, **{"kl/k3": 3e-3}) == [False] * 20
+    assert made.metrics()["alarm/mismatch_growth"] == 1.0
+    assert judged(made, *[0.9] * 3) == [False, False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_without_a_history_growth_says_nothing() -> None:
+    """No calm is counted before there is something to compare with."""
+    made = panel(mismatch_growth=LASTING | {"window": 6})
+    judged(made, *[0.9] * 6)
+    assert (made.state()["alarms"]["mismatch_growth"]["calm"], len(made.state()["past"])) == (0, 6)
+    judged(made, 0.9)
+    assert made.state()["alarms"]["mismatch_growth"]["calm"] == 1
+
+
+# Two alarms -------------------------------------------------------------------------------------------------
+
+PRODUCT = CorrectionSpec.from_mapping({"masks": {"p": GSM | {"aggregate": "product"}}})
+OTHER = {"options": ["product_mask"], "correction": PRODUCT.to_mapping()}
+TWO: dict[str, Any] = {
+    "ess": {"action": "fallback", "fallback": FALLBACK, "patience": 1, "recovery_patience": 1, "return_after": 2},
+    "mean_weight": {
+        "action": "fallback",
+        "fallback": OTHER,
+        "patience": 1,
+        "recovery_patience": 1,
+        "return_after": 2,
+    },
+}
+FAR = {"weight/mean": 9.0, "rollout_ratio/mean": 9.0}
+
+
+def test_when_a_fallback_ends_that_of_an_alarm_that_still_fires_begins(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(**TWO)
+    assert judged(made, 0.2) == [True]
+    assert judged(made, 0.9, **FAR) == [False]
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.9, **FAR) == [True]
+    assert (made.in_force, made.fallback) == ("mean_weight", PRODUCT)
+    assert "alarm ess: quiet for 2 updates, but alarm mean_weight fires." in caplog.text
+    assert "alarm mean_weight: fallback [product_mask] is in force from the next update on" in caplog.text
+    assert judged(made, 0.9, 0.9) == [False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_when_a_fallback_ends_and_the_other_alarm_has_recovered_the_configured_one_is_back() -> None:
+    made = panel(**TWO)
+    judged(made, 0.2)
+    judged(made, 0.35, **FAR)
+    assert judged(made, 0.9, 0.9) == [False, True]
+    assert made.in_force == CONFIGURED
+
+
+def test_one_that_fires_as_the_other_ends_is_not_told_to_wait(caplog: pytest.LogCaptureFixture) -> None:
+    made = panel(**TWO)
+    judged(made, 0.2, 0.9)
+    with caplog.at_level(logging.WARNING):
+        assert judged(made, 0.9, **FAR) == [True]
+    assert made.in_force == "mean_weight"
+    assert "stays" not in caplog.text
+
+
+def test_an_alarm_that_waits_keeps_its_place_in_a_checkpoint() -> None:
+    before, after = panel(**TWO), panel(**TWO)
+    judged(before, 0.2)
+    judged(before, 0.35, **FAR)
+    after.restore(json.loads(json.dumps(before.state())))
+    for made in (before, after):
+        assert judged(made, 0.9, 0.9, **FAR) == [False, True]
+        assert made.in_force == "mean_weight"
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_everything_survives_a_checkpoint() -> None:
+    alarms: dict[str, Any] = {
+        "ess": {"action": "fallback", "fallback": FALLBACK, "patience": 1, "recovery_patience": 2, "return_after": 3},
+        "mismatch_growth": {"window": 3, "patience": 3},
+    }
+    whole = panel(**alarms)
+    sequence = [0.9, 0.2, 0.5, 0.5, 0.5, 0.2, 0.9]
+    expected = judged(whole, *sequence)
+    for place in range(len(sequence)):
+        before, after = panel(**alarms), panel(**alarms)
+        seen = judged(before, *sequence[:place])
+        after.restore(json.loads(json.dumps(before.state())))
+        assert after.in_force == before.in_force
+        assert seen + judged(after, *sequence[place:]) == expected
+        assert after.state() == whole.state()
+    assert expected == [False, True, False, False, True, True, False]
+
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "action": {"action": "fallback", "fallback": FALLBACK, "patience": 2},
+    "bound": {"action": "warn", "patience": 2, "lower": 0.35},
+    "patience": {"action": "warn", "patience": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, after = panel(ess={"action": "warn", "patience": 2}), panel(ess=CHANGED[name])
+    judged(before, 0.1, 0.1)
+    assert before.metrics()["alarm/ess"] == 1.0
+    with caplog.at_level(logging.WARNING):
+        after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    assert "alarm ess: it fired in the checkpoint, and begins anew as it is configured now." in caplog.text
+    assert after.metrics()["alarm/ess"] == 0.0
+    switched = judged(after, 0.1, 0.1)
+    assert after.metrics()["alarm/ess"] == 1.0
+    assert switched == [False, name == "action"]
+
+
+def test_a_stop_that_is_configured_at_a_resume_ends_the_run() -> None:
+    before, after = panel(ess={"action": "warn", "patience": 2}), panel(ess={"action": "stop", "patience": 2})
+    judged(before, 0.1, 0.1)
+    after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    with pytest.raises(AlarmError, match=r"alarm ess: weight/ess was 0\.1, 0\.1 in 2 consecutive updates"):
+        judged(after, 0.1, 0.1)
+
+
+def test_an_alarm_whose_fallback_is_not_taken_up_again_can_ask_for_it_again() -> None:
+    alarm = {"action": "fallback", "fallback": FALLBACK, "patience": 2}
+    before, after = panel(ess=alarm), panel(ess=alarm)
+    judged(before, 0.1, 0.1)
+    after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
+    assert judged(after, 0.1, 0.1) == [False, True]

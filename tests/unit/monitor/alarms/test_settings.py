@@ -1,0 +1,145 @@
+"""What is configured under offpolicy.alarms, and what each mistake is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import SpecError
+from recipe.offpolicy.monitor.alarms.alarm import Band
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, problems, settings_of
+from recipe.offpolicy.preflight.checks import spec_of
+from tests.support.applications import CONFIGS
+from tests.support.corrections import GSM, TIS
+
+KEY = "offpolicy.alarms"
+CORRECTION = {"weight": TIS, "masks": {"gsm": GSM}}
+
+
+def config(changes: dict[str, Any] | None = None, correction: dict[str, Any] | None = None) -> DictConfig:
+    shipped: Any = OmegaConf.load(CONFIGS / "offpolicy_base.yaml")
+    made = OmegaConf.create({"offpolicy": {"alarms": shipped.offpolicy.alarms}, "correction": correction or CORRECTION})
+    OmegaConf.update(made, "actor_rollout_ref.rollout.calculate_log_probs", True)
+    for key, value in (changes or {}).items():
+        OmegaConf.update(made, key, value, merge=False, force_add=True)
+    return made
+
+
+def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> list[str]:
+    made = config(changes, correction)
+    return [str(problem) for problem in problems(made, spec_of(made))]
+
+
+def test_what_is_shipped_is_what_is_taken_by_default() -> None:
+    shipped: Any = OmegaConf.to_container(config().offpolicy.alarms)
+    assert shipped == dict(DEFAULTS)
+    assert list(shipped) == list(DEFAULTS)
+    assert found({}) == []
+
+
+def test_defaults_are_those_of_practice() -> None:
+    alarms = settings_of(config())
+    assert {name: alarm.action for name, alarm in alarms.items()} == dict.fromkeys(DEFAULTS, "warn")
+    assert alarms["ess"].rule.band == Band(0.3, None)
+    assert alarms["mean_weight"].rule.band == Band(0.5, 2.0)
+    assert alarms["nonfinite"].rule.band == Band(None, 0.0)
+
+
+@pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
+def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
+    assert list(settings_of(config({f"{KEY}.ess.action": off}))) == [name for name in DEFAULTS if name != "ess"]
+    assert found({f"{KEY}.ess.action": off}) == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "section": ({KEY: None}, "offpolicy.alarms=null: its keys have no values. Remove this override."),
+    "name": ({f"{KEY}.entropy": {"action": "warn"}}, "no alarm has this name. Choose of ess, mean_weight,"),
+    "null": ({f"{KEY}.ess": None}, "its keys have no values. Set offpolicy.alarms.ess.action=off"),
+    "key": ({f"{KEY}.ess.bound": 1}, "offpolicy.alarms.ess.bound=1: unknown key. Remove offpolicy.alarms.ess.bound."),
+    "action": ({f"{KEY}.ess.action": "page"}, "no action. Set one of off, warn, stop, fallback."),
+    "bound": ({f"{KEY}.ess.lower": "low"}, "offpolicy.alarms.ess.lower=low: not a number."),
+    "patience": ({f"{KEY}.ess.patience": 0}, "a whole number of at least 1"),
+    "half an update": ({f"{KEY}.ess.recovery_patience": 1.5}, "a whole number of at least 1"),
+    "window": ({f"{KEY}.mismatch_growth.window": 1}, "a whole number of at least 2"),
+    "least": (
+        {f"{KEY}.mismatch_growth.least": 0},
+        "nats a token, a number > 0. Set offpolicy.alarms.mismatch_growth.least=0.0001.",
+    ),
+    "open": (
+        {f"{KEY}.ess.lower": None, f"{KEY}.ess.recovery_lower": None},
+        "with both sides open it never fires. Set a bound, or offpolicy.alarms.ess.action=off.",
+    ),
+    "inverted": ({f"{KEY}.mean_weight.lower": 3.0}, "above offpolicy.alarms.mean_weight.upper=2.0"),
+    "half": (
+        {f"{KEY}.ess.recovery_lower": None},
+        "lower and recovery_lower go together. Set both, or neither; offpolicy.alarms.ess.",
+    ),
+    "looser below": ({f"{KEY}.ess.recovery_lower": 0.2}, "looser than offpolicy.alarms.ess.lower=0.3"),
+    "looser above": ({f"{KEY}.mean_weight.recovery_upper": 2.5}, "looser than offpolicy.alarms.mean_weight.upper=2.0"),
+    "nothing": ({f"{KEY}.ess.action": "fallback"}, "nothing to fall back to. Set offpolicy.alarms.ess.fallback="),
+    "not taken": ({f"{KEY}.ess.fallback": ["gsm"]}, "never taken with action=warn"),
+    "no return": ({f"{KEY}.ess.return_after": 9}, "nothing to return from with action=warn"),
+    "too early": (
+        {f"{KEY}.ess.return_after": 2, f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]},
+        "before the alarm has re-armed, after offpolicy.alarms.ess.recovery_patience=3 updates. Set 3 or more.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_mistake_is_named(name: str) -> None:
+    changes, expected = WRONG[name]
+    (problem,) = [text for text in found(changes) if expected in text]
+    assert problem.startswith(KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "value", "said"),
+    [
+        ("kept_share", "lower", 1.5, "it lies between 0 and 1: every value is beyond, and it always fires."),
+        ("kept_share", "lower", 0.0, "no value is beyond, and it never fires."),
+        ("ess", "lower", -3, "it lies between 0 and 1: no value is beyond, and it never fires."),
+        ("ess", "upper", 1.0, "no value is beyond, and it never fires."),
+        ("ess", "upper", -0.1, "every value is beyond, and it always fires."),
+        ("mean_weight", "lower", 0, "it is 0 or more: no value is beyond, and it never fires."),
+        ("nonfinite", "upper", -1, "every value is beyond, and it always fires."),
+    ],
+)
+def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:
+    only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
+    changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
+    made = config(changes)
+    (problem,) = problems(made, spec_of(made))
+    assert problem.key == f"{KEY}.{name}.{bound}"
+    assert said in problem.reason
+    mended = dict(override.split("=") for override in problem.overrides)
+    shipped = {key: DEFAULTS[name][key.rpartition(".")[2]] for key in mended}
+    assert found(changes | shipped) == []
+
+
+@pytest.mark.parametrize(("name", "bound", "value"), [("kept_share", "lower", 1.0), ("ess", "lower", 0.01)])
+def test_bounds_at_the_edge_of_the_range_can_act(name: str, bound: str, value: float) -> None:
+    assert found({f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}) == []
+
+
+def test_an_alarm_that_can_never_fire_is_refused_where_something_hangs_on_it() -> None:
+    weight = {"weight": TIS}
+    assert found({f"{KEY}.kept_share.action": "warn"}, weight) == []
+    (problem,) = found({f"{KEY}.kept_share.action": "stop"}, weight)
+    assert "kept_share.action=stop: the correction has no mask and no weight that rejects, so that all is kept." in (
+        problem
+    )
+    assert found({f"{KEY}.kept_share.action": "stop"}) == []
+
+
+def test_without_rollout_log_probs_nothing_can_stop_the_run() -> None:
+    changes = {f"{KEY}.ess.action": "stop", "actor_rollout_ref.rollout.calculate_log_probs": False}
+    (problem,) = found(changes, {"weight": None, "masks": {}})
+    assert "there is nothing to measure. Set actor_rollout_ref.rollout.calculate_log_probs=true" in problem
+
+
+def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:
+    with pytest.raises(SpecError, match="main_offpolicy has not replaced"):
+        settings_of(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))

@@ -1,0 +1,431 @@
+"""The cap of a weight that follows an ESS: how it moves, how it travels, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, WeightSpec
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.cap_histogram import CAPS, CapSums, widest_cap
+from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule, cap_obstacles, next_cap
+from recipe.offpolicy.monitor.bounds.controller import Calibration
+from recipe.offpolicy.monitor.bounds.histogram import measured
+from recipe.offpolicy.monitor.bounds.settings import plain, problems
+from recipe.offpolicy.preflight.checks import spec_of
+from tests.support.applications import CONFIGS
+from tests.support.corrections import GSM, TIS, band, spec
+from tests.support.drawn import examples
+
+KEY = "offpolicy.calibrate.target_ess"
+CAPPED = spec(weight=TIS)
+SCHEDULE = CapSchedule(target_ess=0.9, rate=0.2, floor=0.1, ceiling=10.0)
+SPREAD = [0.0, 0.0, 0.0, math.log(3.0)] * 5
+"""The ESS is 0.9 under a cap of 1.95325, see ``test_online_calibration_ess``."""
+EVEN, SMALL = [0.0] * 20, [0.0, -3.0] * 10
+
+
+def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
+    shipped: Any = OmegaConf.load(CONFIGS / "offpolicy_base.yaml")
+    calibrate = OmegaConf.merge(shipped.offpolicy.calibrate, {"target_ess": 0.9, "warmup": 1} | values)
+    return OmegaConf.create({"offpolicy": {"calibrate": calibrate}, "correction": correction.to_mapping()})
+
+
+def calibration(correction: CorrectionSpec = CAPPED, **values: Any) -> Calibration:
+    made = Calibration.of(config(correction, **values), correction)
+    assert made is not None
+    return made
+
+
+def seen(log_rho: list[float], correction: CorrectionSpec = CAPPED, **sides: Any) -> dict[str, Statistic]:
+    """One update of rows of one token each, with these log-ratios."""
+    old = torch.tensor(log_rho, dtype=torch.float64)[:, None]
+    ones = torch.ones_like(old)
+    moving: dict[str, Side] = {WEIGHT: "upper", **sides}
+    reading = measured(
+        correction,
+        moving,
+        old_log_prob=old,
+        rollout_log_prob=0 * ones,
+        log_prob=old,
+        response_mask=ones.bool(),
+        advantages=ones,
+    )
+    return dict(fetch([reading])[0])
+
+
+def cap(made: Calibration) -> float:
+    assert made.spec.weight is not None
+    assert made.spec.weight.upper is not None
+    return made.spec.weight.upper
+
+
+def after(log_rho: list[float], times: int = 1, upper: float = 2.0, **changes: Any) -> float:
+    """Log of the cap after ``times`` changes on the same evidence."""
+    schedule = CapSchedule(**(vars(SCHEDULE) | changes))
+    configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
+    sums = sums_of(log_rho)
+    for _ in range(times):
+        current = WeightSpec.from_mapping(current.to_mapping() | next_cap(schedule, configured, current, sums))
+    return math.log(current.upper or math.nan)
+
+
+def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> CapSums:
+    sums = CapSums.of(seen(log_rho, correction))
+    assert sums is not None
+    return sums
+
+
+# The schedule -----------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_limited_by_the_rate_and_ends_where_the_ess_is_the_target() -> None:
+    goal = widest_cap(sums_of(SPREAD), 0.9)
+    assert goal == pytest.approx(math.log(1.95325), rel=0.037)
+    # From a cap of e^1 down by 1.2 a time: 0.833, 0.694, then the edge; and from e^0.5 up.
+    start = math.e
+    assert [after(SPREAD, n, start) for n in range(1, 5)] == pytest.approx([1 / 1.2, 1 / 1.44, goal, goal])
+    assert [after(SPREAD, n, math.exp(0.5)) for n in range(1, 4)] == pytest.approx([0.6, goal, goal])
+
+
+def test_weights_more_even_than_asked_for_take_the_cap_to_its_ceiling() -> None:
+    assert after(EVEN) == pytest.approx(math.log(2.0) * 1.2)
+    assert after(EVEN, 30) == pytest.approx(math.log(2.0) * 10)
+    assert after(EVEN, 30, ceiling=3.0) == pytest.approx(math.log(2.0) * 3)
+    # And no further than where weights are clamped themselves.
+    assert after(EVEN, 60, upper=100.0) == pytest.approx(CAPS[-1])
+    assert cap_obstacles(SCHEDULE, WeightSpec.from_mapping(TIS), sums_of(EVEN)) == {}
+
+
+def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:
+    assert after(SMALL) == pytest.approx(math.log(2.0) / 1.2)
+    assert after(SMALL, 30) == pytest.approx(math.log(2.0) * 0.1)
+    weight = WeightSpec.from_mapping(TIS)
+    found = cap_obstacles(SCHEDULE, weight, sums_of(SMALL))
+    assert set(found) == {"floor"}
+    assert "even a cap of 1.072, the lowest in range, leaves an ESS below 0.9" in found["floor"]
+    assert cap_obstacles(SCHEDULE, weight, sums_of(SPREAD)) == {}
+
+
+def test_too_few_units_say_nothing() -> None:
+    """One of nine weights alone is more than the tenth that may be given up."""
+    assert after([3.0] * 9) == math.log(2.0)
+    assert after([3.0] * 10) == pytest.approx(math.log(2.0) * 1.2)
+    assert cap_obstacles(SCHEDULE, WeightSpec.from_mapping(TIS), sums_of(SMALL[:8])) == {}
+
+
+def test_what_has_not_moved_stays_to_the_bit() -> None:
+    for upper in (1.01, 2.0, 5.0, 1234.5):
+        weight = WeightSpec.from_mapping(TIS | {"upper": upper})
+        schedule = CapSchedule(0.9, 0.2, 1.0, 1.0)
+        assert next_cap(schedule, weight, weight, sums_of(SPREAD)) == {"upper": upper}
+
+
+@examples
+@given(
+    draw.floats(1.001, 1e6),
+    draw.lists(draw.lists(draw.floats(-22.0, 22.0), min_size=0, max_size=20), min_size=1, max_size=8),
+    draw.floats(0.05, 0.95),
+    draw.floats(0.05, 1.0),
+)
+def test_a_cap_stays_in_range_and_near_the_last_one(
+    upper: float, updates: list[list[float]], target: float, rate: float
+) -> None:
+    schedule = CapSchedule(target, rate, 0.1, 10.0)
+    configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
+    start = math.log(upper)
+    for update in updates:
+        sums = sums_of(update)
+        before = math.log(current.upper or math.nan)
+        current = WeightSpec.from_mapping(current.to_mapping() | next_cap(schedule, configured, current, sums))
+        now = math.log(current.upper or math.nan)
+        assert abs(math.log(now / before)) <= math.log1p(rate) + 1e-9
+        assert 0.1 * start * (1 - 1e-9) <= now <= 10.0 * start * (1 + 1e-9)
+        goal = widest_cap(sums, target)
+        # Never away from where the ESS is the target.
+        assert now == before or (now > before) == (goal > before)
+
+
+# The trainer's side -----------------------------------------------------------------------------------------
+
+
+def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -> None:
+    made = calibration(warmup=2, every=2)
+    course = []
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            made.observe(seen(EVEN))
+            course.append(math.log(cap(made)) / math.log(2.0))
+    assert course == pytest.approx([1, 1.2, 1.2, 1.44, 1.44])
+    assert "correction.weight: upper=2 -> upper=2.2974 from the next update on." in caplog.text
+    assert (
+        "Its caps left an ESS of 1.0000 of 40 tokens in 2 update(s); offpolicy.calibrate.target_ess=0.9" in caplog.text
+    )
+
+
+def test_metrics_are_of_the_update_that_was_seen() -> None:
+    made = calibration()
+    names = {f"calibrate/weight/{part}" for part in ("upper", "ess", "target")}
+    assert set(made.metrics()) == names
+    assert math.isnan(made.metrics()["calibrate/weight/ess"])
+    made.observe(seen(SPREAD))
+    shown = made.metrics()
+    assert set(shown) == names
+    assert cap(made) < 2.0 == shown["calibrate/weight/upper"]
+    # (3 + 2)^2 / (4 (3 + 4))
+    assert shown["calibrate/weight/ess"] == pytest.approx(25 / 28)
+    assert shown["calibrate/weight/target"] == 0.9
+    made.observe({})
+    assert set(made.metrics()) == names
+    assert math.isnan(made.metrics()["calibrate/weight/ess"])
+
+
+def test_a_mask_and_the_weight_each_go_their_own_way() -> None:
+    both = spec(weight=TIS, gsm=GSM)
+    made = calibration(both, target_kept=0.9)
+    assert made.settings.moving == {"gsm": "both", WEIGHT: "upper"}
+    log_rho = [0.0] * 20
+    made.observe(seen(log_rho, both, gsm="both"))
+    assert cap(made) == pytest.approx(2.0**1.2)
+    assert math.log(dict(made.spec.masks)["gsm"].upper or math.nan) == pytest.approx(math.log(1.01) / 1.2)
+    alone = calibration(both)
+    assert alone.settings.moving == {WEIGHT: "upper"}
+    alone.observe(seen(log_rho, both))
+    assert (cap(alone), alone.spec.masks) == (cap(made), both.masks)
+
+
+def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    made = calibration(window=1)
+    for log_rho in (SMALL, SMALL, SPREAD, SMALL):
+        made.observe(seen(log_rho))
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all(message.startswith("correction.weight: even a cap of 1.072") for message in warned)
+
+
+def test_state_survives_a_checkpoint() -> None:
+    updates = [seen(log_rho) for log_rho in (SPREAD, EVEN, SMALL, [0.3, 1.7] * 20, SPREAD)]
+    whole = calibration(window=3, every=2)
+    for update in updates:
+        whole.observe(update)
+    for place in range(len(updates) + 1):
+        before, resumed = calibration(window=3, every=2), calibration(window=3, every=2)
+        for update in updates[:place]:
+            before.observe(update)
+        resumed.restore(json.loads(json.dumps(before.state())), same_keys=True)
+        assert resumed.bounds == before.bounds
+        for update in updates[place:]:
+            resumed.observe(update)
+        assert (resumed.spec, resumed.state()) == (whole.spec, whole.state())
+    assert whole.spec != CAPPED
+
+
+# How a cap travels ------------------------------------------------------------------------------------------
+
+
+def test_a_cap_comes_back_to_the_bit_and_leaves_the_rest() -> None:
+    correction = spec(weight=TIS | {"kind": "clip", "lower": 0.5}, gsm=GSM)
+    assert read_bounds(correction, (WEIGHT,)) == {WEIGHT: {"upper": 2.0}}
+    assert read_bounds(correction, ("gsm",)) == {"gsm": {"lower": 0.99, "upper": 1.01}}
+    moved = replace_bounds(correction, {WEIGHT: {"upper": 3.1}})
+    assert moved.weight is not None
+    assert (moved.weight.lower, moved.weight.upper, moved.masks) == (0.5, 3.1, correction.masks)
+    assert replace_bounds(moved, json.loads(json.dumps(read_bounds(correction, (WEIGHT,))))) == correction
+
+
+def test_a_cap_of_no_weight_and_one_that_none_can_have() -> None:
+    with pytest.raises(KeyError, match=r"bounds for correction\.weight"):
+        replace_bounds(spec(gsm=GSM), {WEIGHT: {"upper": 2.0}})
+    with pytest.raises(SpecError, match=r"correction\.weight\.upper"):
+        replace_bounds(CAPPED, {WEIGHT: {"upper": -1.0}})
+
+
+def test_a_mask_with_the_name_of_the_weight_is_a_mask() -> None:
+    correction = spec(weight=TIS, weight_=GSM)
+    assert read_bounds(correction, ("weight_",)) == {"weight_": {"lower": 0.99, "upper": 1.01}}
+    named = CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}})
+    assert read_bounds(named, ("weight",)) == {"weight": {"lower": 0.99, "upper": 1.01}}
+    assert replace_bounds(named, {"weight": {"upper": 1.5}}).weight == named.weight
+
+
+def test_the_fingerprint_leaves_out_the_cap_alone() -> None:
+    correction = spec(weight=TIS, gsm=GSM)
+    moved = replace_bounds(correction, {WEIGHT: {"upper": 3.0}})
+    assert compute_fingerprint(moved, (WEIGHT,)) == compute_fingerprint(correction, (WEIGHT,))
+    assert compute_fingerprint(moved, ()) != compute_fingerprint(correction, ())
+    clip = TIS | {"kind": "clip"}
+    others = [
+        compute_fingerprint(correction, ()),
+        compute_fingerprint(correction, (WEIGHT, "gsm")),
+        compute_fingerprint(spec(weight=TIS, gsm=band(0.99, 1.02)), (WEIGHT,)),
+        compute_fingerprint(spec(weight=TIS | {"level": "sequence"}, gsm=GSM), (WEIGHT,)),
+        compute_fingerprint(spec(weight=clip | {"lower": 0.5}, gsm=GSM), (WEIGHT,)),
+        compute_fingerprint(spec(weight=clip | {"lower": 0.4}, gsm=GSM), (WEIGHT,)),
+    ]
+    assert len({compute_fingerprint(correction, (WEIGHT,)), *others}) == 7
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def run_config(folder: Path, **calibrate: Any) -> DictConfig:
+    return OmegaConf.create(
+        {
+            "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
+            "correction": CAPPED.to_mapping(),
+            "offpolicy": {
+                "resume_changed_correction": False,
+                "alarms": {name: {"action": "off"} for name in ALARMS},
+                "calibrate": calibrate,
+            },
+        }
+    )
+
+
+def saved(folder: Path, made: DictConfig, steering: Steering) -> None:
+    with saving(made, 4, CAPPED, steering.state()):
+        (folder / "global_step_4" / "actor").mkdir(parents=True)
+        (folder / "global_step_4" / "actor" / "model.pt").touch()
+
+
+def resumed(made: DictConfig) -> Steering:
+    state = before_loading(made, CAPPED, partial(differences, made))
+    assert state is not None
+    steering = Steering(CAPPED, made)
+    steering.restore(state)
+    return steering
+
+
+def test_a_resume_goes_on_with_the_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = run_config(tmp_path, target_ess=0.9, warmup=1)
+    steering = Steering(CAPPED, made)
+    assert steering.moving == {WEIGHT: "upper"}
+    for _ in range(3):
+        assert not steering.after_update({}, seen(EVEN))
+    saved(tmp_path, made, steering)
+    with caplog.at_level(logging.INFO):
+        again = resumed(made)
+    assert "resuming with correction.weight at {'upper': 3.3" in caplog.text
+    assert (again.spec, again.bounds) == (steering.spec, steering.bounds)
+    assert again.bounds[WEIGHT]["upper"] == pytest.approx(2.0**1.728)
+    for one in (steering, again):
+        one.after_update({}, seen(SPREAD))
+    assert again.state() == steering.state()
+
+
+def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> None:
+    made = run_config(tmp_path, target_ess=0.9, warmup=1)
+    steering = Steering(CAPPED, made)
+    steering.after_update({}, seen(EVEN))
+    saved(tmp_path, made, steering)
+    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, 0\.8 now"):
+        resumed(run_config(tmp_path, target_ess=0.8, warmup=1))
+    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, null now"):
+        resumed(run_config(tmp_path))
+    other = run_config(tmp_path, target_ess=0.8, warmup=1)
+    other.offpolicy.resume_changed_correction = True
+    again = resumed(other)
+    # What was measured does not depend on the target, but it goes the way of all keys: forgotten, and the cap kept.
+    assert (again.bounds, again.state()["calibration"]["window"]) == (steering.bounds, [])
+
+
+def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
+    """Its keys have no target_ess, as those of a run today that does not set it."""
+    masked = config(spec(gsm=GSM), target_kept=0.9, target_ess=None)
+    assert "target_ess" not in plain(masked)
+    assert plain(config(CAPPED))["target_ess"] == 0.9
+    state = {"calibrate": plain(masked), "fallback": None, "alarms": {"in_force": "configured"}}
+    assert differences(masked, state) == []
+
+
+# Keys -------------------------------------------------------------------------------------------------------
+
+
+def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
+    made = config(correction, **values)
+    return [(problem.key, str(problem)) for problem in problems(made, spec_of(made))]
+
+
+@pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])
+def test_a_target_outside_of_0_to_1(target: Any) -> None:
+    ((key, message),) = found(CAPPED, target_ess=target)
+    assert key == KEY
+    assert message.endswith("above 0 and below 1. Set 0.9, or null.")
+
+
+@pytest.mark.parametrize("target", [0.01, 0.5, 0.99])
+def test_any_share_between_is_taken(target: float) -> None:
+    assert found(CAPPED, target_ess=target) == []
+
+
+REJECT = {"level": "token", "kind": "reject", "lower": None, "upper": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("correction", "values", "expected"),
+    [
+        (spec(weight=TIS), {}, ""),
+        (spec(weight=TIS | {"kind": "clip", "lower": 0.5}), {}, ""),
+        (spec(weight=TIS | {"normalize": True}), {}, ""),
+        (spec(weight=TIS | {"ratio": "full"}), {}, ""),
+        (spec(weight=TIS, gsm=GSM), {"target_kept": 0.98}, ""),
+        (spec(gsm=GSM), {}, "correction.weight=null: there is no cap that could move."),
+        (spec(gsm=GSM), {"target_kept": 0.98}, "or stack a weight that truncates"),
+        (spec(weight=REJECT), {}, "correction.weight.kind=reject drops what lies beyond its bounds"),
+        (spec(weight=TIS | {"upper": None}), {}, "correction.weight.upper=null: there is no cap that could move."),
+        (spec(weight=TIS | {"upper": 1.0}), {}, "correction.weight.upper=1: a cap moves by factors"),
+        (spec(weight=TIS | {"kind": "clip", "lower": 1.2}), {}, "correction.weight.lower=1.2: the cap comes near to 1"),
+        (
+            CorrectionSpec.from_mapping({"weight": TIS | {"level": "sequence"}, "skyrl_compat": True}),
+            {},
+            "skyrl_compat=true lets masks decide what a weight of level sequence sees",
+        ),
+        (CorrectionSpec.from_mapping({"weight": TIS, "skyrl_compat": True}), {}, ""),
+        (
+            CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}}),
+            {"target_kept": 0.98},
+            "both would be offpolicy/calibrate/weight. Set offpolicy.calibrate.target_ess=null, or rename the mask.",
+        ),
+        (CorrectionSpec.from_mapping({"weight": TIS, "masks": {"weight": GSM}}), {}, ""),
+    ],
+)
+def test_what_cannot_follow_an_ess(correction: CorrectionSpec, values: dict[str, Any], expected: str) -> None:
+    messages = found(correction, **values)
+    if not expected:
+        assert messages == []
+        return
+    ((key, message),) = messages
+    assert key == KEY
+    assert expected in message
+    assert message.startswith(f"{KEY}=0.9: ")
+    assert f"Set {KEY}=null, or " in message
+
+
+def test_a_kept_share_alone_is_still_refused_without_a_mask_and_points_here() -> None:
+    ((key, message),) = found(CAPPED, target_kept=0.98, target_ess=None)
+    assert key == "offpolicy.calibrate.target_kept"
+    assert f"{KEY} moves the cap of a weight" in message
+
+
+def test_ranks_add_up_before_the_cap_is_decided() -> None:
+    """Neither half alone would say what both say together."""
+    whole, halves = calibration(), calibration()
+    whole.observe(seen([0.0] * 30 + [1.5] * 10))
+    halves.observe(merge_all([seen([0.0] * 30), seen([1.5] * 10)]))
+    assert halves.bounds == whole.bounds
+    assert cap(halves) < 2.0

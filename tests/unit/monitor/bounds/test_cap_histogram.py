@@ -1,0 +1,193 @@
+"""The ESS of raw weights under any cap: that of the metric, exact at each edge, falling, and in sums that add up."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as draw
+
+from recipe.offpolicy.correction import CorrectionSpec, Statistic
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.moving_bounds import WEIGHT
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.monitor.bounds.cap_histogram import (
+    CAPS,
+    ESS,
+    SQUARE,
+    TOKENS,
+    TOTAL,
+    UNITS,
+    CapSums,
+    ess_by_cap,
+    widest_cap,
+)
+from recipe.offpolicy.monitor.bounds.histogram import measured
+from tests.support.corrections import TIS, spec, tensor
+from tests.support.drawn import Rows, batches, decide, examples, weights
+
+CLIP = dict(level="token", kind="clip", lower=0.5, upper=2.0)
+
+
+def shown(correction: CorrectionSpec, rows: Rows) -> dict[str, Statistic]:
+    """What a worker measures of the weight."""
+    reading = measured(
+        correction,
+        {WEIGHT: "upper"},
+        old_log_prob=rows.old,
+        rollout_log_prob=rows.mu,
+        log_prob=rows.pi,
+        response_mask=rows.mask,
+        advantages=rows.advantages,
+        segment_ids=rows.turns,
+        versions=rows.versions,
+    )
+    return dict(fetch([reading])[0])
+
+
+def rows_of(log_rho: list[list[float]], drift: float = 0.0, mask: Any = None) -> Rows:
+    """Rows with these log-ratios of pi_old and mu, in float64, and pi ``drift`` nats above pi_old."""
+    mu = tensor([[-8.0] * len(row) for row in log_rho], torch.float64)
+    old = mu + tensor(log_rho, torch.float64)
+    there = torch.ones_like(mu, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+    ones = torch.ones_like(mu)
+    return Rows(mu, old, old + drift, there, ones, ones.long(), ones.long())
+
+
+def sums_of(values: dict[str, Any] | None, log_rho: list[list[float]], **given_: Any) -> CapSums:
+    sums = CapSums.of(shown(spec(weight=values or TIS), rows_of(log_rho, **given_)))
+    assert sums is not None
+    return sums
+
+
+def ess(sample: list[float]) -> float:
+    return sum(sample) ** 2 / (len(sample) * sum(w * w for w in sample))
+
+
+def test_edges() -> None:
+    assert CAPS[0] == pytest.approx(1e-5)
+    assert 19.5 < CAPS[-1] < 20.0
+    assert all(0 < after / before - 1 < 0.037 for before, after in pairwise(CAPS))
+
+
+def test_the_cap_of_four_tokens_by_hand() -> None:
+    """Weights 1, 1, 1 and 3. Under a cap c in [1, 3] the ESS is (3 + c)^2 / (4 (3 + c^2)); it is 0.9 at c = 1.95325,
+    the greater root of 2.6 c^2 - 6 c + 1.8, and 0.75 without a cap."""
+    sums = sums_of(None, [[0.0, 0.0, 0.0, math.log(3.0)]])
+    goal = widest_cap(sums, 0.9)
+    assert goal <= math.log(1.953254) < goal * 10 ** (1 / 64)
+    assert goal in CAPS
+    assert ess_by_cap(sums)[-1] == pytest.approx(0.75)
+    assert widest_cap(sums, 0.75) == math.inf
+    assert widest_cap(sums, 0.7) == math.inf
+    # At c = 1 all are alike: only just above it, at the first edges, is the ESS above 1 - 1e-6.
+    assert 0 < widest_cap(sums, 1 - 1e-6) < 0.01
+
+
+def test_small_weights_that_no_cap_lifts() -> None:
+    # Weights 1 and e^-3: (1 + 0.0498)^2 / (2 (1 + 0.0025)) = 0.55 under every cap above 1.
+    log_rho = [[0.0, -3.0]]
+    assert widest_cap(sums_of(None, log_rho), 0.6) == 0.0
+    assert widest_cap(sums_of(None, log_rho), 0.5) == math.inf
+    # The lower bound of 0.5 makes it 1.5^2 / (2 * 1.25) = 0.9.
+    assert ess_by_cap(sums_of(CLIP, log_rho))[-1] == pytest.approx(0.9)
+
+
+def test_what_is_summed_by_hand() -> None:
+    """Two rows as units: a product of 1.5 over two tokens, and 3 on one token; the fourth token is in no mask."""
+    values = TIS | {"level": "sequence", "upper": 2.0}
+    log_rho = [[math.log(1.25), math.log(1.2)], [math.log(3.0), 9.0]]
+    seen = shown(spec(weight=values), rows_of(log_rho, mask=[[True, True], [True, False]]))
+    assert set(seen) == {TOKENS, TOTAL, SQUARE, UNITS, ESS}
+    assert seen[UNITS].parts == (2.0,)
+
+    def bins(name: str) -> list[float]:
+        return [float(part) for part in seen[name].parts if part]
+
+    assert bins(TOKENS) == [2.0, 1.0]
+    assert bins(TOTAL) == pytest.approx([2 * 1.5, 3.0])
+    assert bins(SQUARE) == pytest.approx([2 * 2.25, 9.0])
+    # Under the cap of 2: 1.5, 1.5 and 2.
+    assert seen[ESS].value() == pytest.approx(ess([1.5, 1.5, 2.0]))
+
+
+def test_a_weight_on_the_whole_ratio_sees_the_drift() -> None:
+    full = TIS | {"ratio": "full"}
+    log_rho = [[0.2, 0.2]]
+    first = next(place for place, n in enumerate(sums_of(full, log_rho, drift=0.3).tokens) if n)
+    assert CAPS[first - 1] < 0.5 <= CAPS[first]
+    first = next(place for place, n in enumerate(sums_of(None, log_rho, drift=0.3).tokens) if n)
+    assert CAPS[first - 1] < 0.2 <= CAPS[first]
+
+
+def test_nothing_is_known_of_no_token() -> None:
+    assert math.isnan(widest_cap(sums_of(None, [[0.5]], mask=[[False]]), 0.9))
+    assert CapSums.of({}) is None
+
+
+def capped() -> Any:
+    return weights().filter(lambda one: one is not None and one["kind"] != "reject" and one["upper"] is not None)
+
+
+@examples
+@given(batch=batches(), values=capped())
+def test_the_ess_in_force_is_the_metric(batch: Rows, values: dict[str, Any]) -> None:
+    """Of every level, aggregate, ratio and kind, normalised or not."""
+    correction = spec(weight=values)
+    metric = decide(correction, batch).statistics["weight/ess"].value()
+    assert shown(correction, batch)[ESS].value() == pytest.approx(metric, rel=1e-5, nan_ok=True)
+
+
+@examples
+@given(batch=batches(), values=capped(), place=draw.integers(0, len(CAPS) - 1))
+def test_the_ess_under_another_cap_is_the_metric_of_a_run_with_that_cap(
+    batch: Rows, values: dict[str, Any], place: int
+) -> None:
+    assume(batch.mask.any())
+    sums = CapSums.of(shown(spec(weight=values), batch))
+    assert sums is not None
+    other = spec(weight=values | {"upper": math.exp(CAPS[place])})
+    assert ess_by_cap(sums)[place] == pytest.approx(decide(other, batch).statistics["weight/ess"].value(), rel=1e-5)
+
+
+@examples
+@given(
+    draw.lists(draw.floats(-25.0, 25.0), min_size=1, max_size=40),
+    draw.sampled_from([TIS, CLIP]),
+    draw.floats(0.01, 0.99),
+)
+def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
+    log_rho: list[float], values: dict[str, Any], target: float
+) -> None:
+    sums = sums_of(values, [log_rho])
+    course = ess_by_cap(sums)
+    assert len(course) == len(CAPS) + 1
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(course))
+    goal = widest_cap(sums, target)
+    edges = (*CAPS, math.inf)
+    for edge, value in zip(edges, course, strict=True):
+        assert value >= target * (1 - 1e-9) if edge <= goal else value < target
+
+
+@examples
+@given(draw.lists(draw.floats(-3.0, 6.0), min_size=1, max_size=40), draw.floats(0.01, 0.98), draw.floats(0.0, 0.01))
+def test_a_higher_target_has_no_wider_cap(log_rho: list[float], target: float, more: float) -> None:
+    sums = sums_of(None, [log_rho])
+    assert widest_cap(sums, target + more) <= widest_cap(sums, target)
+
+
+@examples
+@given(batch=batches(), values=capped(), cut=draw.integers(0, 4))
+def test_parts_add_up_to_the_whole(batch: Rows, values: dict[str, Any], cut: int) -> None:
+    correction = spec(weight=values)
+    whole, parts = shown(correction, batch), [shown(correction, batch[:cut]), shown(correction, batch[cut:])]
+    merged = merge_all(parts)
+    for name, statistic in whole.items():
+        assert merged[name].reduction is statistic.reduction
+        assert [float(p) for p in merged[name].parts] == pytest.approx([float(p) for p in statistic.parts], rel=1e-12)
+    assert merged[TOKENS] == whole[TOKENS]
+    assert sum(float(n) for n in whole[TOKENS].parts) == batch.mask.sum()

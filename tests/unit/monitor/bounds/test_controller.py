@@ -1,0 +1,342 @@
+"""Bounds that follow a run: what they do with its updates, how they travel, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
+from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.monitor.bounds.controller import Calibration
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
+from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
+from recipe.offpolicy.preflight.checks import spec_of
+from tests.support.applications import CONFIGS
+from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+
+KEY = "offpolicy.calibrate"
+
+
+def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
+    shipped: Any = OmegaConf.load(CONFIGS / "offpolicy_base.yaml")
+    calibrate = OmegaConf.merge(shipped.offpolicy.calibrate, values)
+    return OmegaConf.create({"offpolicy": {"calibrate": calibrate}, "correction": correction.to_mapping()})
+
+
+def calibration(correction: CorrectionSpec, **values: Any) -> Calibration:
+    made = Calibration.of(config(correction, **({"target_kept": 0.9, "warmup": 1} | values)), correction)
+    assert made is not None
+    return made
+
+
+def seen(*distances: float, name: str = "gsm", kept: float = 0.0) -> dict[str, Statistic]:
+    """One update in which units of the mask lay this far from agreement."""
+    counted = torch.ones(len(distances), dtype=torch.bool)
+    return {
+        f"{name}/distance": histogram(torch.tensor(distances, dtype=torch.float64), counted),
+        f"{name}/kept": Statistic(Reduction.MEAN, (kept, float(len(distances)))),
+    }
+
+
+def upper(made: Calibration, name: str = "gsm") -> float:
+    return math.log(dict(made.spec.masks)[name].upper or math.nan)
+
+
+SYMMETRIC = spec(gsm=band(math.exp(-0.01), math.exp(0.01)))
+
+
+def test_without_a_target_there_is_nothing() -> None:
+    assert Calibration.of(config(SYMMETRIC), SYMMETRIC) is None
+    assert Calibration.of(OmegaConf.create({}), SYMMETRIC) is None
+
+
+def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -> None:
+    made = calibration(SYMMETRIC, warmup=2, every=2, rate=0.5)
+    course = []
+    for _ in range(5):
+        made.observe(seen(*[0.1] * 10, kept=3.0))
+        course.append(upper(made))
+    # Changes after updates 2 and 4, by 1.5 each.
+    assert course == pytest.approx([0.01, 0.015, 0.015, 0.0225, 0.0225])
+    with caplog.at_level(logging.INFO):
+        made.observe(seen(*[0.1] * 10, kept=3.0))
+    assert "correction.masks.gsm: lower=0.977" in caplog.text
+    assert "kept 0.3000 of 60 rows that it looks at, in 6 update(s); offpolicy.calibrate.target_kept=0.9" in caplog.text
+
+
+def test_the_window_forgets() -> None:
+    made = calibration(SYMMETRIC, window=2, rate=0.5, warmup=0, every=1)
+    for _ in range(3):
+        made.observe(seen(*[0.1] * 10))
+    # From 0.01 by 1.5 a time: 0.03375. Then rows at 0.02 alone are left after two updates, and it comes back to them.
+    assert upper(made) == pytest.approx(0.03375)
+    made.observe(seen(*[0.02] * 10))
+    assert upper(made) == pytest.approx(0.03375 * 1.5)  # half of the window lies at 0.1
+    made.observe(seen(*[0.02] * 10))
+    assert upper(made) == pytest.approx(0.03375)
+    made.observe(seen(*[0.02] * 10))
+    assert upper(made) == pytest.approx(0.0225)
+
+
+def test_metrics_are_of_the_update_that_was_seen() -> None:
+    made = calibration(SYMMETRIC)
+    names = {"calibrate/gsm/lower", "calibrate/gsm/upper", "calibrate/gsm/kept", "calibrate/gsm/target"}
+    assert set(made.metrics()) == names
+    made.observe(seen(*[0.1] * 10, kept=4.0))
+    shown = made.metrics()
+    assert set(shown) == names
+    # The bounds have moved for the next update; the share that was kept is of those before.
+    assert upper(made) == pytest.approx(0.012)
+    assert math.log(shown["calibrate/gsm/upper"]) == pytest.approx(0.01)
+    assert shown["calibrate/gsm/kept"] == 0.4
+    assert shown["calibrate/gsm/target"] == 0.9
+    assert set(calibration(spec(opsm=opsm(0.1))).metrics()) == {
+        f"calibrate/opsm/{part}" for part in ("lower", "delta", "kept", "target")
+    }
+
+
+def test_an_update_that_reported_nothing_moves_nothing() -> None:
+    made = calibration(SYMMETRIC)
+    made.observe({})
+    assert made.spec == SYMMETRIC
+    assert math.isnan(made.metrics()["calibrate/gsm/kept"])
+
+
+def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    """Fresh rows at 0.04 nats under a delta of 0.02; then at 0.01, and at 0.04 again."""
+    made = calibration(spec(opsm=opsm(0.02)), window=1, rate=0.2)
+
+    def update(noise: float) -> None:
+        made.observe(seen(*[0.02] * 10, name="opsm") | {"opsm/noise": seen(*[noise] * 100)["gsm/distance"]})
+
+    def warned() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+    update(0.04)
+    (message,) = warned()
+    assert message.startswith("correction.masks.opsm: backend noise alone reaches 0.04")
+    assert "the lower bound lies at 0.02: it goes there by a factor of at most 1.2 a time" in message
+    assert dict(made.spec.masks)["opsm"].delta == pytest.approx(0.024)
+    update(0.04)
+    assert len(warned()) == 1
+    update(0.01)
+    update(0.04)
+    assert len(warned()) == 2
+    # A hundred times further than the ceiling of ten times 0.02.
+    update(20.0)
+    assert "gets no further than 0.2" in warned()[2]
+
+
+def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    made = calibration(SYMMETRIC, side="upper")
+    for _ in range(3):
+        made.observe(seen(*[0.005] * 8, *[math.inf] * 2))
+    assert made.spec == SYMMETRIC
+    (record,) = caplog.records
+    assert "correction.masks.gsm: 2 of 10 that it looks at lie beyond a bound that does not move" in record.getMessage()
+
+
+def test_each_named_mask_goes_its_own_way() -> None:
+    made = calibration(spec(gsm=GSM, icepop=band(0.5, 2.0, level="token"), p=GSM), of=["gsm", "icepop"])
+    made.observe(seen(*[1.0] * 10) | seen(*[0.1] * 10, name="icepop"))
+    assert set(made.bounds) == {"gsm", "icepop"}
+    assert upper(made) == pytest.approx(math.log(1.01) * 1.2)
+    assert upper(made, "icepop") == pytest.approx(math.log(2.0) / 1.2)
+    assert dict(made.spec.masks)["p"].upper == 1.01
+
+
+def test_state_survives_a_checkpoint() -> None:
+    correction = spec(opsm=opsm(0.1))
+
+    def of_opsm(*distances: float) -> dict[str, Statistic]:
+        return seen(*distances, name="opsm") | {"opsm/noise": seen(*[0.05] * 200)["gsm/distance"]}
+
+    updates = [of_opsm(*[d] * 20) for d in (0.3, 0.02, 0.7, 0.04, 0.2)]
+    whole = calibration(correction, window=3, every=2)
+    for update in updates:
+        whole.observe(update)
+    for place in range(len(updates) + 1):
+        before, after = calibration(correction, window=3, every=2), calibration(correction, window=3, every=2)
+        for update in updates[:place]:
+            before.observe(update)
+        after.restore(json.loads(json.dumps(before.state())), same_keys=True)
+        assert after.bounds == before.bounds
+        for update in updates[place:]:
+            after.observe(update)
+        assert (after.spec, after.state()) == (whole.spec, whole.state())
+    assert whole.spec != correction
+
+
+def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogCaptureFixture) -> None:
+    before = calibration(spec(gsm=band(math.exp(-0.01), math.exp(0.01)), opsm=opsm(0.1)), of=["gsm", "opsm"])
+    for _ in range(3):
+        before.observe(seen(*[0.5] * 20) | seen(*[0.5] * 20, name="opsm") | {"opsm/noise": seen()["gsm/distance"]})
+    state = json.loads(json.dumps(before.state()))
+    after = calibration(spec(gsm=band(math.exp(-0.01), math.exp(0.01)), opsm=band(0.9, None)), of=["gsm"])
+    after.restore(state, same_keys=True)
+    assert after.bounds["gsm"] == before.bounds["gsm"] != calibration(SYMMETRIC).bounds["gsm"]
+    one_sided = calibration(spec(gsm=band(None, 1.01)), of=["gsm"])
+    configured = one_sided.bounds
+    with caplog.at_level(logging.WARNING):
+        one_sided.restore(state, same_keys=True)
+    assert one_sided.bounds == configured
+    assert one_sided.state()["window"] == []
+    assert "correction.masks.gsm: the checkpoint has it at lower=" in caplog.text
+
+
+# How bounds travel ------------------------------------------------------------------------------------------
+
+
+def test_bounds_come_back_to_the_bit() -> None:
+    correction = spec(gsm=band(0.99, 1.01), opsm=opsm(0.1), k3=band(None, 0.01, aggregate="k3_mean"))
+    names = ("gsm", "opsm", "k3")
+    bounds = read_bounds(correction, names)
+    assert bounds == {
+        "gsm": {"lower": 0.99, "upper": 1.01},
+        "opsm": {"delta": 0.1},
+        "k3": {"lower": None, "upper": 0.01},
+    }
+    assert replace_bounds(correction, json.loads(json.dumps(bounds))) == correction
+    moved = replace_bounds(correction, {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}})
+    assert read_bounds(moved, ("gsm", "opsm")) == {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}}
+    assert replace_bounds(moved, bounds) == correction
+
+
+def test_bounds_of_no_mask_and_bounds_that_none_can_have() -> None:
+    with pytest.raises(KeyError, match="bounds for icepop"):
+        replace_bounds(SYMMETRIC, {"icepop": {"lower": 0.5, "upper": 2.0}})
+    with pytest.raises(SpecError, match=r"correction\.masks\.gsm"):
+        replace_bounds(SYMMETRIC, {"gsm": {"lower": 1.2, "upper": 1.1}})
+
+
+def test_the_fingerprint_is_of_the_structure() -> None:
+    correction = spec(weight=TIS, gsm=band(0.99, 1.01), opsm=opsm(0.1))
+    names = ("gsm", "opsm")
+    moved = replace_bounds(correction, {"gsm": {"lower": 0.9, "upper": 1.2}, "opsm": {"delta": 0.2}})
+    assert compute_fingerprint(moved, names) == compute_fingerprint(correction, names)
+    assert compute_fingerprint(correction, ()) == correction.fingerprint()
+    # Whatever does not move is in it: other masks, the weight, an open side, the way to bound, which masks move.
+    others = [
+        compute_fingerprint(correction, ("gsm",)),
+        compute_fingerprint(correction, ()),
+        compute_fingerprint(spec(weight=TIS | {"upper": 3.0}, gsm=band(0.99, 1.01), opsm=opsm(0.1)), names),
+        compute_fingerprint(spec(weight=TIS, gsm=band(0.99, 1.01), opsm=opsm(0.1, when="any")), names),
+        compute_fingerprint(spec(weight=TIS, gsm=band(None, 1.01), opsm=opsm(0.1)), names),
+        compute_fingerprint(
+            spec(weight=TIS, gsm=band(0.99, 1.01), opsm=band(0.9, None, ratio="full", when="negative")), names
+        ),
+    ]
+    assert len({compute_fingerprint(correction, names), *others}) == 7
+
+
+# Keys -------------------------------------------------------------------------------------------------------
+
+
+def found(correction: CorrectionSpec, **values: Any) -> list[str]:
+    made = config(correction, **({"target_kept": 0.98} | values))
+    return [str(problem) for problem in problems(made, spec_of(made))]
+
+
+def test_what_is_shipped_is_what_is_taken_by_default() -> None:
+    shipped: Any = OmegaConf.to_container(config(SYMMETRIC).offpolicy.calibrate)
+    assert shipped == DEFAULTS
+    assert found(SYMMETRIC, target_kept=None) == []
+    assert found(SYMMETRIC) == []
+    assert plain(config(SYMMETRIC)) == {"target_kept": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"target": 0.98}, "target=0.98: unknown key. Remove offpolicy.calibrate.target."),
+        ({"target_kept": 98}, "target_kept=98: a share of what a mask looks at"),
+        ({"target_kept": 1.0}, "from 0.5 to below 1. Set 0.98, or null."),
+        ({"target_kept": "high"}, "target_kept=high: a share"),
+        ({"side": "left"}, "side=left: no side of a band. Set one of both, upper, lower."),
+        ({"of": 3}, "of=3: not a list of masks."),
+        ({"every": 0}, "every=0: a count of updates, a whole number of at least 1."),
+        ({"window": 2.5}, "window=2.5: a count of updates"),
+        ({"warmup": -1}, "warmup=-1: a count of updates, a whole number of at least 0."),
+        ({"rate": 0}, "rate=0: a factor less one, above 0 and at most 1. Set offpolicy.calibrate.rate=0.2."),
+        ({"floor": 2}, "floor=2: a multiple of the configured bound's distance"),
+        ({"ceiling": 0.5}, "ceiling=0.5: a multiple of the configured bound's distance"),
+        ({"noise_kept": 1}, "noise_kept=1: a share of rows"),
+        ({"of": ["icepop"]}, "of=icepop: no mask of the correction. Choose of gsm."),
+        ({"side": "lower", "of": ["gsm"]}, ""),
+    ],
+)
+def test_each_mistake_is_named(values: dict[str, Any], expected: str) -> None:
+    messages = found(SYMMETRIC, **values)
+    if not expected:
+        assert messages == []
+        return
+    (message,) = messages
+    assert message.startswith(KEY)
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("correction", "values", "expected"),
+    [
+        (spec(weight=TIS), {}, "the correction has no mask whose bounds could move"),
+        (spec(gsm=GSM, p=GSM), {}, "2 masks have bounds that could move: gsm, p. Set offpolicy.calibrate.of=[gsm]"),
+        (spec(gsm=GSM, p=GSM), {"of": ["p"]}, ""),
+        (spec(m2po=M2PO), {}, "0 masks have bounds that could move: none."),
+        (spec(gsm=GSM, m2po=M2PO), {}, ""),
+        (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget is cut by batch"),
+        (spec(opsm=opsm(0.1)), {"side": "upper"}, "0 masks have bounds that could move"),
+        (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at agreement, and moves by factors"),
+        (
+            CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "bypass"}),
+            {},
+            "nothing tells backend noise from drift",
+        ),
+        (CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "reuse"}), {}, ""),
+        (
+            CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "skyrl_compat": True}),
+            {},
+            "skyrl_compat=true lets one mask decide what another sees",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated(correction: CorrectionSpec, values: dict[str, Any], expected: str) -> None:
+    messages = found(correction, **values)
+    assert len(messages) == bool(expected)
+    assert not expected or expected in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"rate": 0.5}, "target_kept or target_ess"),
+        ({"side": "upper"}, "target_kept or target_ess"),
+        ({"every": 2}, "target_kept or target_ess"),
+        ({"target_ess": 0.9, "of": ["gsm"]}, "target_kept"),
+        ({"target_ess": 0.9, "noise_kept": 0.9}, "target_kept"),
+    ],
+)
+def test_keys_that_nothing_reads_without_a_target(values: dict[str, Any], needed: str) -> None:
+    stacked = spec(weight=TIS, gsm=GSM)
+    (message,) = found(stacked, target_kept=None, **values)
+    *_, name = values
+    assert message.startswith(f"{KEY}.{name}=")
+    assert f"nothing reads it without offpolicy.calibrate.{needed}." in message
+    assert found(stacked, **({"target_kept": 0.98} | values)) == []
+
+
+def test_without_its_keys() -> None:
+    made = config(SYMMETRIC)
+    made.offpolicy.calibrate = None
+    (problem,) = problems(made, spec_of(made))
+    assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
+
+
+def test_bins_are_fine_enough_for_the_narrowest_bounds_in_use() -> None:
+    # 0.999 to 1.001 is 1e-3 nats, and delta 1e-4 has been used.
+    assert EDGES[0] < 1e-4 / 10

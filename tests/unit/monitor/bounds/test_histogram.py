@@ -1,0 +1,293 @@
+"""How far units lie from agreement: the same decision as the mask's, and parts that add up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from recipe.offpolicy.analysis.calibration.parts import parts_of
+from recipe.offpolicy.analysis.calibration.scores import scores_of
+from recipe.offpolicy.correction import CorrectionSpec, Statistic
+from recipe.offpolicy.correction.aggregates import extremes
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.masks import outside
+from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.correction.units import partition_units
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Side, histogram, measured, moving_sides, quantile
+from recipe.offpolicy.recording import Step
+from tests.support.acted import varied_rows
+from tests.support.corrections import band, opsm, spec, tensor
+from tests.support.drawn import Rows, batches, examples
+from tests.support.recordings import NONE
+
+AGGREGATES = [
+    ("product", 0.5, 2.0),
+    ("geometric", 0.9, 1.1),
+    ("any", 0.8, 1.5),
+    ("k1_sum", -0.1, 0.1),
+    ("k1_mean", -0.1, 0.1),
+    ("k1_max", -0.1, 0.1),
+    ("k2_sum", None, 0.1),
+    ("k2_mean", None, 0.1),
+    ("k2_max", None, 0.1),
+    ("k3_sum", None, 0.1),
+    ("k3_mean", None, 0.1),
+    ("k3_max", None, 0.1),
+    ("tv_sum", None, 0.1),
+    ("tv_mean", None, 0.1),
+    ("tv_max", None, 0.1),
+    ("binary_tv", -0.1, 0.1),
+]
+
+
+def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> dict[str, Statistic]:
+    """``measured`` of rows given as nested lists, advantages by row or token; all tokens are in the mask by default."""
+    mu, old = tensor(given["mu"]), tensor(given["old"])
+    pi = tensor(given.get("pi", given["old"]))
+    advantages = tensor(given.get("advantages", [1.0] * len(mu)))
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(mu.shape)
+    staleness = given.get("staleness")
+    reading = measured(
+        correction,
+        sides,
+        old_log_prob=old,
+        rollout_log_prob=mu,
+        log_prob=pi,
+        response_mask=torch.as_tensor(given.get("mask", torch.ones_like(mu, dtype=torch.bool).tolist())),
+        advantages=advantages,
+        staleness=None if staleness is None else torch.as_tensor(staleness),
+    )
+    (found,) = fetch([reading])
+    return dict(found)
+
+
+def bins(statistic: Statistic) -> dict[int, float]:
+    """Bin -> count, of those that hold something."""
+    return {place: float(count) for place, count in enumerate(statistic.parts) if count}
+
+
+def bin_of(distance: float) -> int:
+    return next((place for place, edge in enumerate(EDGES) if distance <= edge), len(EDGES))
+
+
+def test_edges() -> None:
+    assert (EDGES[0], EDGES[-1]) == pytest.approx((1e-7, 1e3))
+    assert len(EDGES) == 641
+    assert EDGES[1] / EDGES[0] == pytest.approx(10 ** (1 / 64))
+
+
+@examples
+@given(batch=batches())
+def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
+    valid = find_valid_tokens(batch.mask, batch.old, batch.mu)
+    log_rho = compute_log_ratio(batch.old, batch.mu, valid)
+    for level in ("token", "sequence", "turn"):
+        for aggregate, lower, upper in AGGREGATES:
+            mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
+            units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
+            values = extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
+            below, above = (value.float() for value in values)
+            least, greatest = mask.limits
+            beyond = units.spread((below < least) | (above > greatest))
+            expected = outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
+            assert torch.equal(beyond & valid, expected & valid), (aggregate, level)
+
+
+def test_rows_are_counted_by_how_wide_the_bounds_would_have_to_be() -> None:
+    # Mean log ratios of four rows: 0.02, -0.05, 0 and 0.3.
+    old = [[-0.96, -1.0], [-1.0, -1.1], [-1.0, -1.0], [-0.7, -0.7]]
+    seen = shown(spec(gsm=band(0.99, 1.01)), {"gsm": "both"}, mu=[[-1.0, -1.0]] * 4, old=old)
+    assert set(seen) == {"gsm/distance", "gsm/kept"}
+    assert bins(seen["gsm/distance"]) == {bin_of(0.02): 1.0, bin_of(0.05): 1.0, 0: 1.0, bin_of(0.3): 1.0}
+    # log 1.01 = 0.00995: only the third row lies inside.
+    assert seen["gsm/kept"].parts == (1.0, 4.0)
+
+
+def test_tokens_and_turns_are_units_of_their_own() -> None:
+    mu, old = [[-1.0, -1.0, -1.0]], [[-0.88, -1.2, -1.0]]
+    by_token = shown(spec(m=band(0.5, 2.0, level="token", aggregate="any")), {"m": "both"}, mu=mu, old=old)
+    assert bins(by_token["m/distance"]) == {bin_of(0.12): 1.0, bin_of(0.2): 1.0, 0: 1.0}
+    # A row counts by its token furthest out, on either side.
+    by_row = shown(spec(m=band(0.5, 2.0, aggregate="any")), {"m": "both"}, mu=mu, old=old)
+    assert bins(by_row["m/distance"]) == {bin_of(0.2): 1.0}
+
+
+def test_one_side_moves_and_the_other_rejects_as_it_stands() -> None:
+    # Ratios e^0.12, e^-0.12 and e^-0.9 in the band [0.5, 2], whose lower bound is -0.69 nats.
+    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.12], [-1.9]])
+    correction = spec(m=band(0.5, 2.0))
+    assert bins(shown(correction, {"m": "upper"}, **given)["m/distance"]) == {
+        bin_of(0.12): 1.0,
+        0: 1.0,
+        len(EDGES): 1.0,
+    }
+    assert bins(shown(correction, {"m": "lower"}, **given)["m/distance"]) == {
+        0: 1.0,
+        bin_of(0.12): 1.0,
+        bin_of(0.9): 1.0,
+    }
+
+
+def test_only_where_the_mask_looks() -> None:
+    given: dict[str, Any] = dict(mu=[[-1.0]] * 2, old=[[-1.3]] * 2, advantages=[1.0, -1.0])
+    seen = shown(spec(opsm=opsm(0.1)), {"opsm": "both"}, **given)
+    assert bins(seen["opsm/distance"]) == {bin_of(0.3): 1.0}
+    assert seen["opsm/kept"].parts == (0.0, 1.0)
+    # The noise does not ask for the sign.
+    assert bins(seen["opsm/noise"]) == {bin_of(0.3): 2.0}
+
+
+def test_a_mask_that_picks_tokens_is_counted_by_token() -> None:
+    # Mean log ratios of the rows: -0.3 and 0. Of the first two tokens have A < 0, of the second one.
+    given: dict[str, Any] = dict(
+        mu=[[-1.0] * 3] * 2, old=[[-1.3] * 3, [-1.0] * 3], advantages=[[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]
+    )
+    seen = shown(spec(opsm=opsm(0.1, sign="token")), {"opsm": "both"}, **given)
+    assert bins(seen["opsm/distance"]) == {bin_of(0.3): 2.0, 0: 1.0}
+    assert seen["opsm/kept"].parts == (1.0, 3.0)
+    assert bins(seen["opsm/noise"]) == {bin_of(0.3): 3.0, 0: 3.0}
+
+
+@pytest.mark.parametrize("sign", ["row", "token"])
+@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
+def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
+    rows = varied_rows(30, seed=1)
+    rows = replace(rows, advantages=np.random.default_rng(2).standard_normal(rows.tokens).astype(np.float32))
+    correction = spec(opsm=opsm(0.01, level=level, sign=sign))
+    (part,) = parts_of(correction)
+    offline = scores_of([Step(rows, NONE, ())], correction, [part])[0][part.key]
+    padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+    (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
+    kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)
+    assert online["opsm/kept"].parts == (float(kept.sum()), float(offline.looked.sum()))
+    assert 0 < kept.sum() < offline.looked.sum() < len(offline)
+
+
+def test_noise_is_of_rows_whose_weights_are_equal_and_of_pi_old() -> None:
+    # pi has moved to -1.5; backend noise is mu / pi_old, 0.12 and 0.2 nats, and the second row is stale.
+    given: dict[str, Any] = dict(
+        mu=[[-1.0]] * 2, old=[[-1.12], [-1.2]], pi=[[-1.5]] * 2, advantages=[-1.0] * 2, staleness=[0, 2]
+    )
+    seen = shown(spec(opsm=opsm(0.1)), {"opsm": "both"}, **given)
+    assert bins(seen["opsm/noise"]) == {bin_of(0.12): 1.0}
+    assert bins(seen["opsm/distance"]) == {bin_of(0.5): 2.0}
+    assert "m/noise" not in shown(spec(m=opsm(0.1, ratio="ppo")), {"m": "both"}, **given)
+
+
+def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
+    # Fresh rows at 0.12, -0.005 and -0.2 nats; the lower bound 0.99, -0.01 nats, rejects the third whatever upper is.
+    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.005], [-1.2]])
+    correction = spec(m=band(0.99, 1.02, ratio="full"))
+    one_side = shown(correction, {"m": "upper"}, **given)
+    assert bins(one_side["m/noise"]) == {bin_of(0.12): 1.0, 0: 1.0}
+    assert bins(one_side["m/distance"]) == {bin_of(0.12): 1.0, 0: 1.0, len(EDGES): 1.0}
+    both = shown(correction, {"m": "both"}, **given)
+    assert bins(both["m/noise"]) == {bin_of(0.12): 1.0, bin_of(0.005): 1.0, bin_of(0.2): 1.0}
+
+
+def test_tokens_that_are_not_finite_and_rows_without_any_are_left_out() -> None:
+    seen = shown(
+        spec(gsm=band(0.99, 1.01)),
+        {"gsm": "both"},
+        mu=[[-1.0, math.nan], [-1.0, -1.0], [math.inf, -1.0]],
+        old=[[-0.88, -1.0], [-1.0, -1.0], [-1.0, -1.0]],
+        mask=[[True, True], [False, False], [True, False]],
+    )
+    assert bins(seen["gsm/distance"]) == {bin_of(0.12): 1.0}
+
+
+@examples
+@given(batch=batches(), cut=draw.integers(0, 6))
+def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
+    correction = spec(gsm=band(0.9, 1.1), opsm=opsm(0.1), icepop=band(0.5, 2.0, level="token"))
+    sides: dict[str, Side] = {"gsm": "both", "opsm": "both", "icepop": "upper"}
+
+    def of(part: Rows) -> dict[str, Statistic]:
+        reading = measured(
+            correction,
+            sides,
+            old_log_prob=part.old,
+            rollout_log_prob=part.mu,
+            log_prob=part.pi,
+            response_mask=part.mask,
+            advantages=part.advantages,
+        )
+        (found,) = fetch([reading])
+        return dict(found)
+
+    assert merge_all([of(batch[:cut]), of(batch[cut:])]) == of(batch)
+
+
+@examples
+@given(
+    draw.lists(draw.floats(0.0, 1e4), min_size=1, max_size=60),
+    draw.lists(draw.booleans(), min_size=60, max_size=60),
+    draw.sampled_from([0.5, 0.9, 0.98]),
+)
+def test_the_quantile_keeps_the_share_and_no_edge_below_does(
+    distances: list[float], chosen: list[bool], share: float
+) -> None:
+    counted = torch.tensor(chosen[: len(distances)])
+    edge = quantile(histogram(torch.tensor(distances, dtype=torch.float64), counted).parts, share)
+    inside = [d for d, c in zip(distances, counted.tolist(), strict=True) if c]
+    if not inside:
+        assert math.isnan(edge)
+        return
+    assert sum(d <= edge for d in inside) >= share * len(inside) * (1 - 1e-12)
+    below = max((e for e in EDGES if e < edge), default=None)
+    assert below is None or sum(d <= below for d in inside) < share * len(inside)
+
+
+def test_a_share_of_whole_counts_is_not_missed_by_rounding() -> None:
+    # 0.98 x 50 is 49.00000000000001 in floats; 49 rows at 0.01 and one at 1.
+    distances = torch.tensor([0.01] * 49 + [1.0])
+    assert quantile(histogram(distances, torch.ones(50, dtype=torch.bool)).parts, 0.98) == pytest.approx(0.01, rel=0.04)
+
+
+def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = dict(mu=[[-1.0]], old=[[-1.1]], advantages=[-1.0])
+    moved: list[int] = []
+    as_list = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        moved.append(tensor.numel())
+        return as_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    correction = spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))
+    seen = shown(correction, {"gsm": "both", "opsm": "both"}, **given)
+    # The mask that ``shown`` makes, then three histograms and two shares.
+    assert moved == [1, 3 * (len(EDGES) + 1) + 2 * 2]
+    assert set(seen) == {"gsm/distance", "gsm/kept", "opsm/distance", "opsm/kept", "opsm/noise"}
+    assert all(isinstance(part, float) for statistic in seen.values() for part in statistic.parts)
+
+
+def test_nan_lies_beyond_all() -> None:
+    counts = histogram(torch.tensor([math.nan, math.inf, 1e9]), torch.ones(3, dtype=torch.bool))
+    assert bins(counts) == {len(EDGES): 3.0}
+
+
+@pytest.mark.parametrize(
+    ("mask", "side", "expected"),
+    [
+        (band(0.99, 1.01), "both", ("lower", "upper")),
+        (band(0.99, 1.01), "upper", ("upper",)),
+        (band(None, 1.01), "both", ("upper",)),
+        (band(None, 1.01), "lower", ()),
+        (band(1.0, 1.01), "both", ("upper",)),
+        (opsm(0.1), "both", ("lower",)),
+        (opsm(0.0), "both", ()),
+        (band(0.0, 0.1, aggregate="k3_mean"), "both", ("upper",)),
+    ],
+)
+def test_which_bounds_move(mask: dict[str, Any], side: Side, expected: tuple[str, ...]) -> None:
+    assert moving_sides(spec(m=mask).masks[0][1], side) == expected

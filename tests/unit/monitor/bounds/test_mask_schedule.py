@@ -1,0 +1,260 @@
+"""The next bounds of a mask: by hand, and whatever is drawn they stay in order, in range and near the last ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from recipe.offpolicy.correction import MaskSpec
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram, quantile
+from recipe.offpolicy.monitor.bounds.mask_schedule import (
+    Evidence,
+    Schedule,
+    distances_of,
+    next_bounds,
+    obstacles,
+    written,
+)
+from tests.support.corrections import band, opsm, spec
+from tests.support.drawn import examples
+
+SCHEDULE = Schedule(target_kept=0.9, side="both", rate=0.5, floor=0.1, ceiling=10.0, noise_kept=0.9)
+
+
+def mask_of(values: dict[str, Any]) -> MaskSpec:
+    return spec(m=values).masks[0][1]
+
+
+def counts(*distances: float) -> list[float]:
+    values = torch.tensor(distances, dtype=torch.float64)
+    return [float(n) for n in histogram(values, torch.ones(len(distances), dtype=torch.bool)).parts]
+
+
+def moved(mask: MaskSpec, bounds: dict[str, float | None]) -> MaskSpec:
+    return MaskSpec.from_mapping(mask.to_mapping() | bounds, key="correction.masks.m")
+
+
+def after(
+    values: dict[str, Any], distances: list[float], noise: list[float] | None = None, times: int = 1, **changes: Any
+) -> dict[str, float]:
+    """Distances of the bounds after ``times`` changes on the same evidence."""
+    schedule = Schedule(**(vars(SCHEDULE) | changes))
+    configured = current = mask_of(values)
+    evidence = Evidence(counts(*distances), None if noise is None else counts(*noise))
+    for _ in range(times):
+        current = moved(current, next_bounds(schedule, configured, current, evidence))
+    return distances_of(current)
+
+
+SYMMETRIC = band(math.exp(-0.1), math.exp(0.1))
+
+
+def test_a_change_is_limited_by_the_rate_and_ends_at_the_quantile() -> None:
+    # Nine rows at 0.3 nats and one at 5: 0.3 keeps nine of ten. From 0.1: 0.15, 0.225, then 0.3 to the bin's edge.
+    rows = [0.3] * 9 + [5.0]
+    edge = quantile(counts(*rows), 0.9)
+    assert 0.3 <= edge < 0.3 * 10 ** (1 / 64)
+    for times, expected in ((1, 0.15), (2, 0.225), (3, edge), (9, edge)):
+        assert after(SYMMETRIC, rows, times=times) == pytest.approx({"lower": expected, "upper": expected})
+
+
+def test_it_narrows_as_it_widens() -> None:
+    # From 0.1 by 1.5 a time: 0.0667, 0.0444, then the floor of a tenth of 0.1 is further than the rows at 0.03.
+    edge = quantile(counts(*[0.03] * 10), 0.9)
+    for times, expected in ((1, 0.1 / 1.5), (2, 0.1 / 2.25), (3, edge)):
+        assert after(SYMMETRIC, [0.03] * 10, times=times)["upper"] == pytest.approx(expected)
+
+
+def test_range_around_what_was_configured() -> None:
+    assert after(SYMMETRIC, [1e-6] * 10, times=20) == pytest.approx({"lower": 0.01, "upper": 0.01})
+    assert after(SYMMETRIC, [50.0] * 10, times=20) == pytest.approx({"lower": 1.0, "upper": 1.0})
+
+
+def hindered(values: dict[str, Any], distances: list[float], noise: list[float] | None = None, **changes: Any) -> str:
+    """Kinds of what is in the way of bounds that are as configured."""
+    mask, schedule = mask_of(values), Schedule(**(vars(SCHEDULE) | changes))
+    evidence = Evidence(counts(*distances), None if noise is None else counts(*noise))
+    return " ".join(sorted(obstacles(schedule, mask, mask, evidence)))
+
+
+def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
+    """As with side=upper, where the lower bound alone rejects two of ten and one of ten is to be dropped."""
+    rows = [0.3] * 8 + [math.inf] * 2
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(0.1)
+    assert hindered(SYMMETRIC, rows, side="upper") == "share"
+    # One of ten may be lost to it: then the bound has to keep all the others.
+    rows = [0.3] * 9 + [math.inf]
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(quantile(counts(0.3), 0.9))
+    assert hindered(SYMMETRIC, rows, side="upper") == ""
+
+
+def test_both_sides_become_symmetric() -> None:
+    # [0.5, 5] is -0.69 and 1.61 nats; both go to where nine of ten rows lie.
+    rows = [1.0] * 9 + [7.0]
+    edge = quantile(counts(*rows), 0.9)
+    assert after(band(0.5, 5.0), rows, times=5) == pytest.approx({"lower": edge, "upper": edge})
+
+
+def test_one_side_leaves_the_other_to_the_bit() -> None:
+    mask = mask_of(band(0.5, 5.0))
+    bounds = next_bounds(Schedule(**(vars(SCHEDULE) | {"side": "upper"})), mask, mask, Evidence(counts(*[0.1] * 10)))
+    assert bounds == {"lower": 0.5, "upper": pytest.approx(math.exp(math.log(5.0) / 1.5))}
+
+
+def test_bounds_that_are_differences_move_as_they_are() -> None:
+    mask = band(None, 0.01, aggregate="k3_mean")
+    assert after(mask, [0.02] * 10)["upper"] == pytest.approx(0.015)
+    assert distances_of(mask_of(mask))["lower"] == math.inf
+
+
+def test_delta_moves_as_delta() -> None:
+    mask = mask_of(opsm(0.1))
+    bounds = next_bounds(SCHEDULE, mask, mask, Evidence(counts(*[0.5] * 10), counts(*[0.01] * 10)))
+    assert bounds == {"delta": pytest.approx(0.15)}
+
+
+def test_too_few_units_say_nothing() -> None:
+    # One in ten is to be dropped: nine units hold no tenth.
+    assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
+    assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)
+
+
+def test_not_below_the_backend_noise() -> None:
+    """OPSM's delta is to tell stale rows from fresh ones, which noise alone is not to drop."""
+    # The target would let 0.1 shrink to 0.0667, and nine of ten fresh rows lie within 0.08.
+    noise = [0.08] * 9 + [3.0]
+    edge = quantile(counts(*noise), 0.9)
+    assert after(opsm(0.1), [0.01] * 10, noise, times=9)["lower"] == pytest.approx(edge)
+    # A delta below the noise goes up to it, by 1.5 a time: 0.02, 0.03, 0.045, 0.0675, the edge.
+    course = [after(opsm(0.02), [0.001] * 10, noise, times=n)["lower"] for n in range(6)]
+    assert course == pytest.approx([0.02, 0.03, 0.045, 0.0675, edge, edge])
+
+
+@pytest.mark.parametrize("distances", [[], [math.inf] * 10])
+def test_noise_lifts_a_bound_whatever_is_known_of_the_share(distances: list[float]) -> None:
+    assert after(opsm(0.02), distances, [0.08] * 10)["lower"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("noise", [3.0, 500.0, math.inf])
+def test_noise_lifts_no_bound_past_the_ceiling(noise: float) -> None:
+    # Ten times 0.1 is the ceiling, six steps of 1.5 away.
+    assert after(opsm(0.1), [0.05] * 10, [noise] * 10)["lower"] == pytest.approx(0.15)
+    assert after(opsm(0.1), [0.05] * 10, [noise] * 10, times=9)["lower"] == pytest.approx(1.0)
+    assert hindered(opsm(0.1), [0.05] * 10, [noise] * 10) == "ceiling"
+
+
+def test_noise_that_decides_in_place_of_the_target_is_an_obstacle() -> None:
+    assert hindered(opsm(0.1), [0.01] * 10, [0.01] * 10) == ""
+    # Beyond the bound in force, and beyond the one that the target would go to: 0.0667.
+    assert hindered(opsm(0.1), [0.3] * 10, [0.2] * 10) == "noise"
+    assert hindered(opsm(0.1), [0.01] * 10, [0.08] * 10) == "noise"
+    assert hindered(opsm(0.1), [0.01] * 10, []) == ""
+    assert hindered(SYMMETRIC, [0.01] * 10) == ""
+
+
+def test_without_rows_of_equal_weights_a_bound_does_not_narrow() -> None:
+    assert after(opsm(0.1), [0.01] * 10, [])["lower"] == 0.1
+    assert after(opsm(0.1), [0.5] * 10, [])["lower"] == pytest.approx(0.15)
+
+
+def test_what_has_not_moved_stays_to_the_bit() -> None:
+    for values in (band(0.99, 1.01), band(None, 1.01), opsm(0.1), band(-0.3, 0.1, aggregate="k1_mean")):
+        mask = mask_of(values)
+        assert moved(mask, written(mask, distances_of(mask))) == mask
+
+
+MASKS = draw.sampled_from(
+    [
+        band(0.99, 1.01),
+        band(0.5, 5.0),
+        band(None, 2.0),
+        opsm(0.1),
+        band(None, 0.01, aggregate="k3_mean"),
+        band(-0.2, 0.2, aggregate="binary_tv"),
+        band(1e-4, 100.0, aggregate="any"),
+    ]
+)
+LOG_DISTANCES = draw.lists(draw.floats(-8.0, 4.0) | draw.just(math.inf), min_size=0, max_size=40)
+
+
+@examples
+@given(MASKS, draw.lists(draw.tuples(LOG_DISTANCES, LOG_DISTANCES), min_size=1, max_size=12), draw.floats(0.05, 1.0))
+def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
+    values: dict[str, Any], updates: list[tuple[list[float], list[float]]], rate: float
+) -> None:
+    schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate}))
+    configured = current = mask_of(values)
+    start = distances_of(configured)
+    for update, fresh in updates:
+        noise = counts(*(10**d for d in fresh)) if configured.ratio == "full" else None
+        bounds = next_bounds(schedule, configured, current, Evidence(counts(*(10**d for d in update)), noise))
+        following = moved(current, bounds)
+        before, now = distances_of(current), distances_of(following)
+        for side, distance in now.items():
+            if math.isinf(start[side]):
+                assert math.isinf(distance)
+                continue
+            # The neutral value, distance 0, stays inside, and so no bound crosses the other.
+            assert distance > 0
+            if distance == before[side]:
+                continue
+            assert before[side] / (1 + rate) <= distance * (1 + 1e-9)
+            assert distance <= before[side] * (1 + rate) * (1 + 1e-9)
+            assert start[side] * schedule.floor <= distance * (1 + 1e-9)
+            assert distance <= start[side] * schedule.ceiling * (1 + 1e-9)
+            if noise is not None and distance < before[side]:
+                assert distance >= quantile(noise, 0.9) * (1 - 1e-9)
+        current = following
+
+
+@examples
+@given(
+    draw.sampled_from(
+        [opsm(0.1), opsm(1e-3), band(0.9, 1.2, ratio="full"), band(0.9, 1.2, ratio="full", level="token")]
+    ),
+    draw.lists(draw.tuples(draw.floats(-8.0, 4.0), draw.floats(-8.0, 4.0) | draw.just(math.inf)), min_size=1),
+    draw.floats(0.05, 1.0),
+    draw.sampled_from(["both", "lower"]),
+)
+def test_no_noise_moves_a_bound_faster_than_the_rate_or_past_the_ceiling(
+    values: dict[str, Any], updates: list[tuple[float, float]], rate: float, side: Any
+) -> None:
+    schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate, "side": side}))
+    configured = current = mask_of(values)
+    start = distances_of(configured)
+    for goal, noise in updates:
+        evidence = Evidence(counts(*[10**goal] * 10), counts(*[10**noise] * 10))
+        following = moved(current, next_bounds(schedule, configured, current, evidence))
+        before, now = distances_of(current), distances_of(following)
+        for name in ("lower", "upper"):
+            if math.isfinite(start[name]):
+                assert abs(math.log(now[name] / before[name])) <= math.log1p(rate) + 1e-9
+                assert now[name] <= start[name] * schedule.ceiling * (1 + 1e-9)
+        current = following
+
+
+@examples
+@given(draw.integers(0, 1000), draw.floats(-4.0, -1.0), draw.sampled_from([0.8, 0.9, 0.98]))
+def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
+    seed: int, center: float, target: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sample = 10 ** (center + 0.3 * torch.randn(500, generator=generator, dtype=torch.float64))
+    schedule = Schedule(target, "both", 0.3, 1e-4, 1e4, 0.99)
+    configured = current = mask_of(SYMMETRIC)
+    evidence = Evidence(counts(*sample.tolist()))
+    course = [0.1]
+    for _ in range(60):
+        current = moved(current, next_bounds(schedule, configured, current, evidence))
+        course.append(distances_of(current)["upper"])
+    assert course in (sorted(course), sorted(course, reverse=True))
+    exact = float(sample.sort().values[math.ceil(target * 500 - 1e-9) - 1])
+    assert exact * (1 - 1e-9) <= course[-1] <= exact * 10 ** (1 / 64) * (1 + 1e-9)
+    kept = float((sample <= course[-1]).double().mean())
+    assert target - 1e-9 <= kept <= target + float((abs(sample / exact - 1) < 0.04).double().mean())
+    assert course[-1] in [pytest.approx(edge) for edge in EDGES]

@@ -1,0 +1,237 @@
+"""Shares of backend, staleness and drift: hand-worked numbers, and identities that hold for any batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.offpolicy.analysis.attribution.decomposition import decompose
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
+from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics
+from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, compute_shares, estimate_floor
+from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, compute_sums_by_row
+
+MU = math.log(0.3)  # all in the bin 0.1-0.5
+
+
+def k3(value: float) -> float:
+    return math.expm1(value) - value
+
+
+def sums_of(
+    gap: list[list[float]], drift: list[list[float]], staleness: list[int] | None, mu: float = MU
+) -> np.ndarray:
+    """Sums of rows with these log pi_old/mu and log pi/pi_old, all valid."""
+    g, d = torch.tensor(gap, dtype=torch.float64), torch.tensor(drift, dtype=torch.float64)
+    base = torch.full_like(g, mu)
+    age = None if staleness is None else torch.tensor(staleness)
+    return compute_sums_by_row(base, base + g, base + g + d, torch.ones_like(g), age).numpy()
+
+
+def test_fresh_rows_worked_by_hand() -> None:
+    """G = 0.1, -0.1 and D = 0.2, 0: L = 0.3, -0.1 with mean 0.1 and variance (0.04 + 0.04) / 2 = 0.04.
+
+    Cov(G, L) = (0.1 x 0.2 + -0.1 x -0.2) / 2 = 0.02, a half; so is that of D.
+    """
+    of_variance, of_kl = compute_shares(sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0]).sum(0))
+    assert of_variance.whole == pytest.approx(0.04)
+    assert of_variance.backend == pytest.approx(0.5)
+    assert of_variance.staleness == pytest.approx(0.0, abs=1e-12)
+    assert of_variance.drift == pytest.approx(0.5)
+    # KL: k3(L) = k3(0.3) + k3(-0.1) in all, of which k3(0.1) + k3(-0.1) before the drift.
+    assert of_kl.whole == pytest.approx((k3(0.3) + k3(-0.1)) / 2)
+    assert of_kl.backend == pytest.approx((k3(0.1) + k3(-0.1)) / (k3(0.3) + k3(-0.1)))
+    assert of_kl.rollout == of_kl.backend
+
+
+def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
+    """20 fresh tokens with G = +-0.1, 20 stale ones with G = +-0.3, no drift.
+
+    Var(L) = (20 x 0.01 + 20 x 0.09) / 40 = 0.05. Backend: 0.01 of each token, fresh or stale, so 0.01 / 0.05 = 0.2.
+    """
+    half = LEAST_TOKENS // 2
+    table = sums_of([[0.1, -0.1] * half, [0.3, -0.3] * half], [[0.0] * 2 * half] * 2, [0, 2]).sum(0)
+    of_variance, of_kl = compute_shares(table)
+    assert of_variance.whole == pytest.approx(0.05)
+    assert of_variance.backend == pytest.approx(0.2)
+    assert of_variance.staleness == pytest.approx(0.8)
+    assert of_variance.drift == pytest.approx(0.0, abs=1e-12)
+    backend, stale = k3(0.1) + k3(-0.1), k3(0.3) + k3(-0.3)
+    assert of_kl.backend == pytest.approx(2 * backend / (backend + stale))
+    assert of_kl.staleness == pytest.approx((stale - backend) / (backend + stale))
+
+
+def test_a_mean_of_the_backend_moves_with_what_is_correlated_with_it() -> None:
+    """A constant backend of 0.1 has no variance of its own, in fresh or in stale rows."""
+    table = sums_of([[0.1] * LEAST_TOKENS, [0.1, 0.5] * (LEAST_TOKENS // 2)], [[0.0] * LEAST_TOKENS] * 2, [0, 1]).sum(0)
+    of_variance, _ = compute_shares(table)
+    # L is 0.1 in fresh rows, 0.1 and 0.5 in stale ones: mean 0.2, variance (3 x 0.01 + 0.09) / 4 = 0.03, all staleness.
+    assert of_variance.whole == pytest.approx(0.03)
+    assert of_variance.backend == pytest.approx(0.0, abs=1e-12)
+    assert of_variance.staleness == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "why"), [([1, 1], "no fresh row"), (None, "versions not told"), ([0, -1], "one row of unknown age")]
+)
+def test_without_fresh_rows_backend_and_staleness_are_not_identified(staleness: list[int] | None, why: str) -> None:
+    rows = [[0.1, -0.2] * LEAST_TOKENS] * 2
+    of_variance, of_kl = compute_shares(sums_of(rows, [[0.05] * len(rows[0])] * 2, staleness).sum(0))
+    for split in (of_variance, of_kl):
+        assert split.backend is None, why
+        assert split.staleness is None
+        assert split.rollout + split.drift == pytest.approx(1.0)
+
+
+def test_too_few_fresh_tokens_at_the_probability_of_stale_ones() -> None:
+    """Fresh tokens at probability 0.3, stale ones at 0.0001: nothing is known of the backend there."""
+    fresh = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
+    stale = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1], mu=math.log(1e-4))
+    assert compute_shares((fresh + stale).sum(0))[0].backend is None
+    # One stale token in 41 there is borne: it is taken to be like the nearest bin.
+    few = sums_of([[0.1]], [[0.0]], [1], mu=math.log(1e-4))
+    many = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [1])
+    assert compute_shares((fresh + few + many).sum(0))[0].backend is not None
+
+
+def test_floor_by_probability() -> None:
+    low = sums_of([[0.4, -0.4] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.05))
+    high = sums_of([[0.01, -0.01] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0], mu=math.log(0.95))
+    floor = estimate_floor((low + high).sum(0))
+    assert floor is not None
+    assert floor.known.tolist() == [False, False, True, False, False, True]
+    # The bins between take the nearer one.
+    assert floor.variance == pytest.approx([0.16, 0.16, 0.16, 0.16, 1e-4, 1e-4])
+
+
+def test_a_floor_that_is_none_is_from_nowhere() -> None:
+    """Rows of unknown age have no fresh token; two fresh tokens are too few for a floor, and show the backend alone."""
+    unknown = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], None)
+    assert choose_floor(unknown.sum(0), None) == (None, "")
+    assert decompose(unknown).floor_from == ""
+    few = sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0])
+    assert choose_floor(few.sum(0), None) == (None, "")
+    assert decompose(few).floor_from == "own rows"
+    known = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
+    floor, source = choose_floor(known.sum(0), None)
+    assert floor is not None
+    assert source == "own rows"
+
+
+def test_nothing_to_share() -> None:
+    of_variance, of_kl = compute_shares(np.zeros(SHAPE))
+    assert math.isnan(of_variance.whole)
+    assert of_kl.backend is None
+    equal, _ = compute_shares(sums_of([[0.0, 0.0]], [[0.0, 0.0]], [0]).sum(0))
+    assert equal.whole == 0.0
+    assert math.isnan(equal.drift)
+
+
+def test_tokens_that_do_not_count() -> None:
+    """Padding and log-probs that are not finite stay out, whatever stands there."""
+    mu = torch.tensor([[MU, math.nan, MU, 1e30]])
+    table = compute_sums_by_row(
+        mu, torch.full((1, 4), MU + 0.1), torch.full((1, 4), MU), torch.tensor([[1, 1, 1, 0]]), None
+    )
+    assert table[..., COLUMNS.index("tokens")].sum() == 2
+    assert torch.isfinite(table).all()
+
+
+def test_bins_end_where_their_names_say() -> None:
+    for probability, name in ((0.0009, BINS[0]), (0.0011, BINS[1]), (0.05, BINS[2]), (0.7, BINS[4]), (0.95, BINS[5])):
+        table = sums_of([[0.0]], [[0.0]], [0], mu=math.log(probability))[0]
+        assert table[AGES.index("fresh"), :, 0].tolist() == [float(name == other) for other in BINS]
+
+
+rows_of_numbers = st.lists(
+    st.tuples(st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=4, max_size=4), st.integers(-1, 3)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(rows_of_numbers)
+def test_shares_sum_to_one(rows: list[tuple[list[tuple[float, float]], int]]) -> None:
+    table = sums_of(
+        [[gap for gap, _ in tokens] for tokens, _ in rows],
+        [[d for _, d in tokens] for tokens, _ in rows],
+        [age for _, age in rows],
+    ).sum(0)
+    for split in compute_shares(table):
+        if not split.whole > 1e-6:
+            continue
+        assert split.rollout + split.drift == pytest.approx(1.0, abs=1e-6)
+        if split.backend is not None and split.staleness is not None:
+            assert split.backend + split.staleness == pytest.approx(split.rollout, abs=1e-6)
+
+
+@given(rows_of_numbers, st.randoms())
+def test_the_order_of_rows_does_not_matter(rows: list[tuple[list[tuple[float, float]], int]], random: object) -> None:
+    def of(order: list[tuple[list[tuple[float, float]], int]]) -> list[float]:
+        table = sums_of(
+            [[gap for gap, _ in tokens] for tokens, _ in order],
+            [[d for _, d in tokens] for tokens, _ in order],
+            [age for _, age in order],
+        ).sum(0)
+        return [getattr(split, part) for split in compute_shares(table) for part in ("whole", "rollout", "drift")]
+
+    shuffled = list(rows)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert of(rows) == pytest.approx(of(shuffled), rel=1e-6, abs=1e-9, nan_ok=True)
+
+
+def test_statistics_add_up_over_micro_batches() -> None:
+    """Halves of a batch reported apart give what the whole does."""
+    generator = torch.Generator().manual_seed(0)
+    gap, drift = 0.1 * torch.randn(2, 16, 24, dtype=torch.float64, generator=generator)
+    staleness = [0, 1] * 8
+    table = sums_of(gap.tolist(), drift.tolist(), staleness)
+    halves = [build_share_statistics(part.sum(0).ravel().tolist()) for part in (table[:5], table[5:])]
+    together = {name: statistic.value() for name, statistic in merge_all(halves).items()}
+    whole = {
+        name: statistic.value() for name, statistic in build_share_statistics(table.sum(0).ravel().tolist()).items()
+    }
+    assert together == pytest.approx(whole)
+    assert set(whole) == {
+        f"attribution/{of}_share/{part}"
+        for of in ("variance", "kl")
+        for part in ("rollout", "backend", "staleness", "drift")
+    }
+    assert whole["attribution/variance_share/rollout"] == pytest.approx(
+        whole["attribution/variance_share/backend"] + whole["attribution/variance_share/staleness"]
+    )
+
+
+def test_a_statistic_of_what_is_not_identified_is_no_number() -> None:
+    table = sums_of([[0.1, -0.1]], [[0.1, 0.0]], [3]).sum(0)
+    values = {name: statistic.value() for name, statistic in build_share_statistics(table.ravel().tolist()).items()}
+    assert math.isnan(values["attribution/kl_share/backend"])
+    assert math.isfinite(values["attribution/kl_share/rollout"])
+
+
+def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
+    """Fresh G = +-0.1, later stale G = +-0.3 alone: the backend's share is 0.01 / 0.09."""
+    half = LEAST_TOKENS // 2
+    fresh, stale = (
+        build_share_statistics(sums_of([[g, -g] * half], [[0.0] * 2 * half], [age]).ravel().tolist())
+        for g, age in ((0.1, 0), (0.3, 1))
+    )
+    floor = RecentFloor()
+    assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
+    floor.add(fresh)
+    values = floor.compute_shares(stale)
+    assert values["attribution/variance_share/backend"] == pytest.approx(1 / 9)
+    assert values["attribution/variance_share/staleness"] == pytest.approx(8 / 9)
+    assert set(values) == set(stale)
+    # What came too long ago is forgotten.
+    for _ in range(RECENT):
+        floor.add(stale)
+    assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
+    assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
+    assert floor.compute_shares({}) == {}

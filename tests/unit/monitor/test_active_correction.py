@@ -1,0 +1,271 @@
+"""What is in force between updates, and that a run which is resumed goes on with it or says why not."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.alarms.panel import AlarmError
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.histogram import histogram
+from tests.support.corrections import TIS, band, spec
+
+CONFIGURED = spec(gsm=band(0.99, 1.01))
+SAFER = spec(weight=TIS)
+OTHER = spec(weight=TIS | {"upper": 3.0})
+GOOD, BAD = {"rollout_ratio/ess": 0.9, "weight/ess": 0.9}, {"rollout_ratio/ess": 0.1, "weight/ess": 0.1}
+
+
+def config(folder: Path = Path("."), *, correction: CorrectionSpec = CONFIGURED, **changes: Any) -> DictConfig:
+    """A run with a fallback and moving bounds; ``changes`` are put in by dotted key, ``__`` for the dot."""
+    alarm = {"action": "fallback", "patience": 1, "recovery_patience": 1, "return_after": 2}
+    fallback = {"options": ["tis_token"], "correction": SAFER.to_mapping()}
+    made = OmegaConf.create(
+        {
+            "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
+            "correction": correction.to_mapping(),
+            "offpolicy": {
+                "resume_changed_correction": False,
+                "alarms": {name: {"action": "off"} for name in ALARMS} | {"ess": alarm | {"fallback": fallback}},
+                "calibrate": {"target_kept": 0.9, "warmup": 1},
+            },
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(made, key.replace("__", "."), value, merge=False, force_add=True)
+    return made
+
+
+def seen(distance: float = 0.1) -> dict[str, Statistic]:
+    """Ten rows at one distance from agreement."""
+    distances = histogram(torch.full((10,), distance, dtype=torch.float64), torch.ones(10, dtype=torch.bool))
+    return {"gsm/distance": distances, "gsm/kept": Statistic(Reduction.MEAN, (5.0, 10.0))}
+
+
+def steering(made: DictConfig | None = None) -> Steering:
+    return Steering(CONFIGURED, config() if made is None else made)
+
+
+def test_without_alarms_and_calibration_it_is_the_configured_one() -> None:
+    plain = Steering(CONFIGURED, OmegaConf.create({"offpolicy": {}}))
+    assert plain.spec == CONFIGURED
+    assert (plain.moving, plain.bounds) == ({}, {})
+    assert not plain.after_update(BAD, {})
+    assert plain.metrics() == {"alarm/active_correction": 0.0}
+
+
+def test_bounds_move_while_the_configured_correction_is_in_force() -> None:
+    made = steering()
+    assert made.moving == {"gsm": "both"}
+    assert made.bounds == {"gsm": {"lower": 0.99, "upper": 1.01}}
+    assert not made.after_update(GOOD, seen())
+    moved = made.bounds["gsm"]["upper"]
+    assert moved is not None
+    assert moved > 1.01
+    assert dict(made.spec.masks)["gsm"].upper == moved
+
+
+def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
+    made = steering()
+    made.after_update(GOOD, seen())
+    bounds, keys = made.bounds, set(made.metrics())
+    assert made.after_update(BAD, seen())
+    assert made.spec == SAFER
+    assert (made.moving, made.bounds) == ({}, {})
+    # What is shown is of the update that was made, under the configured correction.
+    assert made.metrics()["alarm/active_correction"] == 0.0
+    assert made.metrics()["calibrate/gsm/kept"] == 0.5
+    assert not made.after_update(GOOD, {})
+    assert set(made.metrics()) == keys
+    assert made.metrics()["alarm/active_correction"] == 1.0
+    assert math.isnan(made.metrics()["calibrate/gsm/kept"])
+    assert made.after_update(GOOD, {})
+    assert made.bounds == bounds
+    # What was seen before the fallback is forgotten: ten rows are new evidence.
+    assert not made.after_update(GOOD, seen(1e-3))
+    upper = made.bounds["gsm"]["upper"]
+    assert upper is not None
+    assert upper < (bounds["gsm"]["upper"] or 0.0)
+
+
+def test_a_stop_goes_through() -> None:
+    made = steering(config(offpolicy__alarms__ess={"action": "stop", "patience": 1}))
+    with pytest.raises(AlarmError, match="alarm ess"):
+        made.after_update(BAD, seen())
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, made: Steering) -> None:
+    """A checkpoint of step 4, written while ``made`` decided."""
+    with saving(config(folder), 4, CONFIGURED, made.state()):
+        (folder / "global_step_4" / "actor").mkdir(parents=True)
+        (folder / "global_step_4" / "actor" / "model.pt").touch()
+
+
+def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> Steering:
+    """As the trainers do it."""
+    state = before_loading(made, correction, partial(differences, made))
+    steering = Steering(correction, made)
+    if state is not None:
+        steering.restore(state)
+    return steering
+
+
+def test_a_resume_goes_on_with_the_bounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = steering()
+    for _ in range(3):
+        made.after_update(GOOD, seen())
+    saved(tmp_path, made)
+    with caplog.at_level(logging.INFO):
+        again = resumed(config(tmp_path))
+    assert "resuming with correction.masks.gsm at {'lower': " in caplog.text
+    assert (again.spec, again.bounds) == (made.spec, made.bounds)
+    for one in (made, again):
+        one.after_update(GOOD, seen(0.002))
+    assert again.state() == made.state()
+
+
+def test_a_resume_goes_on_with_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = steering()
+    made.after_update(GOOD, seen())
+    bounds = made.bounds
+    made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    with caplog.at_level(logging.WARNING):
+        again = resumed(config(tmp_path))
+    assert "resuming with the fallback of alarm ess in force: " in caplog.text
+    assert (again.spec, again.moving) == (SAFER, {})
+    # After two quiet updates the configured one is back, under its bounds.
+    assert [again.after_update(GOOD, {}), again.after_update(GOOD, {})] == [False, True]
+    assert again.bounds == bounds
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "no calibration": (
+        {"offpolicy__calibrate": {"target_kept": None}},
+        "offpolicy.calibrate.target_kept: 0.9 in the checkpoint, null now",
+    ),
+    "another target": (
+        {"offpolicy__calibrate__target_kept": 0.95},
+        "offpolicy.calibrate.target_kept: 0.9 in the checkpoint, 0.95 now",
+    ),
+    "another pace": ({"offpolicy__calibrate__rate": 0.5}, "offpolicy.calibrate.rate: 0.2 in the checkpoint, 0.5 now"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_schedule_stops_unless_it_is_meant(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes, expected = CHANGES[name]
+    made = steering()
+    made.after_update(GOOD, seen())
+    saved(tmp_path, made)
+    with pytest.raises(CheckpointError) as stopped:
+        resumed(config(tmp_path, **changes))
+    assert expected in str(stopped.value)
+    with caplog.at_level(logging.WARNING):
+        again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
+    assert expected in caplog.text
+    # With a schedule at all the bounds go on from where they were; without one they are the configured ones.
+    assert again.spec == (CONFIGURED if name == "no calibration" else made.spec)
+
+
+def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
+    """With both sides a row at -0.1 nats lies 0.1 out; with side=upper the lower bound rejects it."""
+    made = steering()
+    made.after_update(GOOD, seen())
+    saved(tmp_path, made)
+    changed: dict[str, Any] = {"offpolicy__calibrate__side": "upper", "offpolicy__resume_changed_correction": True}
+    again = resumed(config(tmp_path, **changed))
+    assert (again.bounds, again.state()["calibration"]["window"]) == (made.bounds, [])
+    # Ten rows in agreement are all the evidence; ten more at 0.1 nats would have made it wider.
+    again.after_update(GOOD, seen(1e-5))
+    assert (again.bounds["gsm"]["upper"] or math.nan) < (made.bounds["gsm"]["upper"] or math.nan)
+    assert len(resumed(config(tmp_path)).state()["calibration"]["window"]) == 1
+
+
+@pytest.mark.parametrize("action", ["fallback", "stop"])
+def test_what_an_alarm_that_fired_is_to_do_from_now_on_is_done(action: str, tmp_path: Path) -> None:
+    made = steering(config(offpolicy__alarms__ess={"action": "warn", "patience": 1}))
+    for _ in range(3):
+        made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    if action == "fallback":
+        again = resumed(config(tmp_path))
+        assert again.after_update(BAD, seen())
+        assert again.spec == SAFER
+    else:
+        again = resumed(config(tmp_path, offpolicy__alarms__ess={"action": "stop", "patience": 1}))
+        with pytest.raises(AlarmError, match="alarm ess"):
+            again.after_update(BAD, seen())
+
+
+def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) -> None:
+    made = steering()
+    made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    changes: dict[str, Any] = {"offpolicy__alarms__ess__fallback__correction": OTHER.to_mapping()}
+    again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
+    assert again.spec == CONFIGURED
+    assert again.after_update(BAD, seen())
+    assert again.spec == OTHER
+
+
+def test_a_schedule_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+    plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
+    saved(tmp_path, Steering(CONFIGURED, plain))
+    assert resumed(plain).spec == CONFIGURED
+    with pytest.raises(CheckpointError, match=r"offpolicy\.calibrate\.target_kept: null in the checkpoint, 0\.9 now"):
+        resumed(config(tmp_path))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_fallback_that_is_not_configured_any_more(
+    gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = steering()
+    made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    changes: dict[str, Any] = {"offpolicy__alarms__ess": {"action": "warn"}}
+    if not gone:
+        changes = {"offpolicy__alarms__ess__fallback__correction": OTHER.to_mapping()}
+    with pytest.raises(CheckpointError) as stopped:
+        resumed(config(tmp_path, **changes))
+    now = "not there now" if gone else "3.0 now"
+    assert f"offpolicy.alarms.ess.fallback.weight.upper: 2.0 in the checkpoint, {now}" in str(stopped.value)
+    with caplog.at_level(logging.WARNING):
+        again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
+    assert again.spec == CONFIGURED
+    assert "the fallback of alarm ess was in force: the configured one is now." in caplog.text
+
+
+def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = steering()
+    made.after_update(BAD, seen())
+    saved(tmp_path, made)
+    wider = spec(gsm=band(0.9, 1.1))
+    changed = config(tmp_path, correction=wider, offpolicy__resume_changed_correction=True)
+    with caplog.at_level(logging.WARNING):
+        again = resumed(changed, wider)
+    assert again.spec == wider
+    assert "alarms and moved bounds of global_step_4 are of that other correction, and begin anew." in caplog.text
+
+
+def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:
+    with saving(config(tmp_path), 4, CONFIGURED):
+        (tmp_path / "global_step_4").mkdir(parents=True)
+    plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
+    assert resumed(plain).spec == CONFIGURED
+    with pytest.raises(CheckpointError, match="target_kept"):
+        resumed(config(tmp_path))

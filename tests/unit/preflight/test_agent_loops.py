@@ -1,0 +1,164 @@
+"""Agent loops of the user's own: what is seen in their source, and that nothing else is claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, Problem
+from recipe.offpolicy.preflight.checks.agent_loop_source import log_probs_of
+from recipe.offpolicy.preflight.checks.agent_loops import agent_loops
+from tests.support.corrections import GSM, spec
+
+HEAD = "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput\n"
+TOOLS = "from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop\n"
+WITHOUT = "AgentLoopOutput(prompt_ids=[], response_ids=[])"
+MASKED = spec(gsm=GSM)
+
+# The module of a loop, and what is seen of the class Loop in it.
+SOURCES = {
+    "given": (
+        f"{HEAD}class Loop(AgentLoopBase):\n  def run(self): return AgentLoopOutput(response_logprobs=[])",
+        "returned",
+    ),
+    "left out": (f"{HEAD}class Loop(AgentLoopBase):\n  def run(self): return {WITHOUT}", "left out"),
+    "given as nothing": (
+        f"{HEAD}class Loop(AgentLoopBase):\n  def run(self): return AgentLoopOutput(response_logprobs=None)",
+        "left out",
+    ),
+    "set afterwards": (
+        f"{HEAD}class Loop(AgentLoopBase):\n  def run(self):\n    o = {WITHOUT}\n    o.response_logprobs = []",
+        "returned",
+    ),
+    "by a function": (
+        f"{HEAD}def made(): return {WITHOUT}\nclass Loop(AgentLoopBase):\n  def run(self): return made()",
+        "left out",
+    ),
+    "by a function that is not used": (
+        f"{HEAD}def made(): return {WITHOUT}\nclass Loop(AgentLoopBase): ...",
+        "unknown",
+    ),
+    "by another module": ("from of_mine.made import made\nclass Loop:\n  def run(self): return made()", "left out"),
+    "by a module beside it": ("from .made import made\nclass Loop:\n  def run(self): return made()", "left out"),
+    "inherited": ("from .base import Base\nclass Loop(Base): ...", "left out"),
+    "by keywords that are not seen": (
+        f"{HEAD}class Loop(AgentLoopBase):\n  def run(self, **k): return AgentLoopOutput(**k)",
+        "unknown",
+    ),
+    "verl's own": (f"{TOOLS}class Loop(ToolAgentLoop):\n  def tool(self): ...", "returned"),
+    "verl's own, and another": (
+        f"{HEAD}{TOOLS}class Loop(ToolAgentLoop):\n  def run(self):\n    return {WITHOUT} or super().run()",
+        "unknown",
+    ),
+    "no such class": ("x = 1", "unknown"),
+    "not Python": ("class", "unknown"),
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of the user's, whose modules would end the test if they were imported."""
+    package = tmp_path / "of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "made.py").write_text(f"{HEAD}raise SystemExit\ndef made(): return {WITHOUT}\n")
+    (package / "base.py").write_text(f"{HEAD}class Base(AgentLoopBase):\n  def run(self): return {WITHOUT}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    return package / "loop.py"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_the_source_of_a_loop_shows(name: str, module: Path) -> None:
+    source, seen = SOURCES[name]
+    module.write_text(f"raise SystemExit\n{source}\n" if name != "not Python" else source)
+    assert log_probs_of("of_mine.loop.Loop").log_probs == seen
+
+
+def test_where_it_is_left_out_is_told(module: Path) -> None:
+    module.write_text(f"{HEAD}\nclass Loop(AgentLoopBase):\n  def run(self):\n    return {WITHOUT}\n")
+    assert log_probs_of("of_mine.loop.Loop").where == f"{module}, line 5"
+
+
+def config(**agent: object) -> DictConfig:
+    return OmegaConf.create(
+        {"actor_rollout_ref": {"rollout": {"agent": agent}}, "data": {"custom_cls": {"path": None}}}
+    )
+
+
+def problems(agent: DictConfig, correction: CorrectionSpec = MASKED) -> list[Problem]:
+    return list(agent_loops(agent, correction))
+
+
+def listed(folder: Path, *names: str) -> str:
+    """A file of loops beside the package."""
+    file = folder / "agent.yaml"
+    file.write_text("".join(f"- {{name: {name}, _target_: of_mine.{name}.Loop}}\n" for name in names))
+    return file.name
+
+
+@pytest.mark.parametrize("default", ["single_turn_agent", "tool_agent"])
+def test_verls_own_loops_are_known(default: str, module: Path) -> None:
+    assert problems(config(default_agent_loop=default, agent_loop_config_path=None)) == []
+    assert problems(OmegaConf.create({"actor_rollout_ref": {"rollout": {}}})) == []
+
+
+def test_nothing_is_asked_where_nothing_reads_mu(module: Path) -> None:
+    assert problems(config(agent_loop_config_path="/none.yaml"), CorrectionSpec()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        ("a: 1", "not a list of agent loops"),
+        ("- {name: x}", "not a list of agent loops"),
+        ("- [", "not a list of agent loops"),
+    ],
+)
+def test_a_file_that_verl_cannot_read_is_wrong(content: str | None, said: str, module: Path) -> None:
+    path = module.parent.parent / "agent.yaml"
+    if content is not None:
+        path.write_text(content)
+    for given in ("agent.yaml", str(path)):
+        (problem,) = problems(config(agent_loop_config_path=given, default_agent_loop="mine"))
+        assert (problem.verdict, problem.value) == ("WRONG", given)
+        assert said in problem.reason
+
+
+def test_a_loop_that_nobody_registers_is_wrong_and_mended(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(default_agent_loop="mine", agent_loop_config_path=None)
+    (problem,) = problems(asked)
+    assert problem.verdict == "WRONG"
+    assert problem.overrides == ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "of_mine")
+    (problem,) = problems(asked)
+    assert (problem.verdict, "of_mine may register it, which was not looked at" in problem.reason) == ("NOTE", True)
+
+
+def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
+    module.write_text(f"{SOURCES['left out'][0]}\n")
+    (module.parent / "other.py").write_text(f"{SOURCES['given'][0]}\n")
+    alone = listed(module.parent.parent, "loop")
+    for default in ("single_turn_agent", "loop"):
+        (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=alone))
+        assert problem.verdict == "INERT"
+        assert problem.reason == (
+            f"the loop loop (of_mine.loop.Loop) makes its output without response_logprobs ({module}, line 3): "
+            "no mu arrives."
+        )
+    both = listed(module.parent.parent, "loop", "other")
+    verdicts = {"single_turn_agent": "NOTE", "other": "NOTE", "loop": "INERT"}
+    for default, verdict in verdicts.items():
+        (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=both))
+        assert problem.verdict == verdict
+
+
+def test_what_was_not_looked_at_is_a_note(module: Path) -> None:
+    (problem,) = problems(config(agent_loop_config_path=listed(module.parent.parent, "nowhere")))
+    assert (problem.verdict, "is not seen in its source" in problem.reason) == ("NOTE", True)
+    (problem,) = problems(config(agent_loop_manager_class="of_mine.Manager", default_agent_loop="mine"))
+    assert (problem.verdict, "which was not looked at" in problem.reason) == ("NOTE", True)

@@ -1,0 +1,140 @@
+"""The probe of verl's policy losses: it takes those that weigh each token's term, and says why it refuses others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+from verl.workers.config import PolicyLossConfig
+
+from recipe.offpolicy.preflight.base_loss_probe import probe
+from tests.support.training_worker import actor_config
+
+WEIGHTED = "not w times its gradient without them"
+SPLIT = "changes with the split into micro-batches"
+IGNORED = "ignores the weights"
+
+
+def config(loss_mode: str = "vanilla", **changes: Any) -> Any:
+    return actor_config(policy_loss=PolicyLossConfig(loss_mode=loss_mode), **changes)
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "cispo", "gpg", "dppo_tv", "dppo_kl", "sapo"])
+def test_losses_that_take_a_weight(loss_mode: str) -> None:
+    assert probe(config(loss_mode)) is None
+
+
+@pytest.mark.parametrize(("loss_mode", "reason"), [("geo_mean", WEIGHTED), ("bypass_mode", IGNORED), ("kl_cov", SPLIT)])
+def test_losses_that_do_not(loss_mode: str, reason: str) -> None:
+    wrong = probe(config(loss_mode))
+    assert wrong is not None
+    assert reason in wrong
+
+
+def test_the_answer_does_not_depend_on_the_random_state() -> None:
+    """clip_cov picks tokens at random, so that no two gradients of it can be compared."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert probe(config("clip_cov")) is not None
+        assert probe(config("vanilla")) is None
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_every_aggregation(loss_mode: str, mode: str) -> None:
+    assert probe(config(loss_mode, loss_agg_mode=mode)) is None
+
+
+def test_sums_need_a_scale_that_is_not_the_micro_batch() -> None:
+    """verl divides by the padded width where none is given, which differs from split to split."""
+    wrong = probe(config(loss_agg_mode="seq-mean-token-sum-norm"))
+    assert wrong is not None
+    assert SPLIT in wrong
+    assert probe(config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=64)) is None
+
+
+@pytest.mark.parametrize("estimator", ["kl", "abs", "mse", "low_var_kl"])
+def test_a_kl_term_is_left_alone(estimator: str) -> None:
+    """Its gradient stays where weights are 0; the policy term's is what is judged."""
+    assert probe(config(use_kl_loss=True, kl_loss_type=estimator, kl_loss_coef=0.1)) is None
+
+
+def test_a_kl_term_hides_nothing() -> None:
+    wrong = probe(config("geo_mean", use_kl_loss=True, kl_loss_coef=0.1))
+    assert wrong is not None
+    assert WEIGHTED in wrong
+
+
+def test_asymmetric_and_tight_clips() -> None:
+    assert probe(config(clip_ratio_low=0.1, clip_ratio_high=0.3)) is None
+    assert probe(config(clip_ratio_low=0.0, clip_ratio_high=0.0)) is None
+
+
+def test_the_configuration_is_left_as_it_was() -> None:
+    """ppo_loss writes batch sizes into the configuration that it is given."""
+    one = config()
+    before = dict(one.global_batch_info)
+    probe(one)
+    assert one.global_batch_info == before
+
+
+@pytest.fixture
+def registered(request: pytest.FixtureRequest) -> Any:
+    """A policy loss of the test's own under verl's registry: what it does with the weights is the parameter."""
+    what = request.param
+
+    @register_policy_loss("of_the_test")
+    def loss(
+        old_log_prob: Any,
+        log_prob: Any,
+        advantages: Any,
+        response_mask: Any,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Any = None,
+    ) -> Any:
+        term = -advantages * torch.exp(log_prob - old_log_prob)
+        scale = config.global_batch_info
+        if what == "applies":
+            term = term * rollout_is_weights
+        elif what == "squares":
+            term = term * rollout_is_weights.square()
+        elif what == "clamps":
+            term = term * rollout_is_weights.clamp(max=1.0)
+        elif what == "averages":
+            term = term * rollout_is_weights.mean(-1, keepdim=True)
+        elif what == "normalises by the kept":
+            response_mask = response_mask * (rollout_is_weights > 0)
+            term = term * rollout_is_weights
+            scale = {**scale, "batch_num_tokens": response_mask.sum()}
+        elif what == "means over micro-batches":
+            term, scale = term * rollout_is_weights, {}
+        return agg_loss(loss_mat=term, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **scale), {}
+
+    yield what
+    del POLICY_LOSS_REGISTRY["of_the_test"]
+
+
+@pytest.mark.parametrize("registered", ["applies"], indirect=True)
+def test_a_loss_of_the_users_own(registered: str) -> None:
+    assert probe(config("of_the_test")) is None
+
+
+@pytest.mark.parametrize(
+    ("registered", "reason"),
+    [
+        ("ignores", IGNORED),
+        ("squares", WEIGHTED),
+        ("clamps", WEIGHTED),
+        ("averages", WEIGHTED),
+        ("normalises by the kept", WEIGHTED),
+        ("means over micro-batches", SPLIT),
+    ],
+    indirect=["registered"],
+)
+def test_ways_to_get_it_wrong(registered: str, reason: str) -> None:
+    wrong = probe(config("of_the_test"))
+    assert wrong is not None
+    assert reason in wrong

@@ -1,0 +1,151 @@
+"""Fallbacks are named like the correction itself, mean what their files say, and are checked as strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.monitor.alarms.settings import settings_of
+from recipe.offpolicy.preflight.fallbacks import check, resolve
+from recipe.offpolicy.preflight.old_log_prob import correction_of
+from tests.support.applications import NEEDED, application, changed, without_verl
+from tests.support.corrections import GSM, TIS
+
+KEY = "offpolicy.alarms.ess"
+TAKEN = f"{KEY}.action=fallback"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return without_verl(tmp_path)
+
+
+def resolved(folder: Path, *overrides: str) -> DictConfig:
+    with application(TAKEN, *overrides, folder=folder) as config:
+        resolve(config)
+        return config
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(SpecError) as error:
+        resolved(folder, *overrides)
+    return str(error.value)
+
+
+def test_a_stack_is_composed_from_its_files(folder: Path) -> None:
+    config = resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,gsm]", "correction.masks.gsm.upper=1.5")
+    alarm = settings_of(config)["ess"]
+    # The override is of the configured correction.
+    assert alarm.fallback == CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}})
+    assert alarm.options == ("tis_token", "gsm")
+    assert config.correction.masks.gsm.upper == 1.5
+
+
+def test_one_name_needs_no_list(folder: Path) -> None:
+    alarm = settings_of(resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token"))["ess"]
+    assert alarm.fallback == CorrectionSpec.from_mapping({"weight": TIS})
+
+
+def test_what_is_said_of_the_rollout_holds_for_the_fallback(folder: Path) -> None:
+    allowed = resolved(
+        folder, "correction=gsm", f"{KEY}.fallback=tis_token", "correction.allow_truncated_sampling=true"
+    )
+    fallback = settings_of(allowed)["ess"].fallback
+    assert fallback is not None
+    assert fallback.allow_truncated_sampling
+
+
+def test_resolving_twice_changes_nothing(folder: Path) -> None:
+    config = resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token")
+    before = OmegaConf.to_container(config)
+    resolve(config)
+    assert OmegaConf.to_container(config) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("nothing_like_it", "no such option. Choose one of"),
+        ("[tis_token,mis_token]", "both set correction.weight"),
+        ("none", "none is no safer correction"),
+        ("auto", "auto is no safer correction"),
+        ("[gsm,3]", "expected names of corrections"),
+        ("opsm", "masks.opsm.delta=???: required and not set"),
+    ],
+)
+def test_what_cannot_be_a_fallback(folder: Path, value: str, expected: str) -> None:
+    message = refused(folder, "correction=gsm", f"{KEY}.fallback={value}")
+    assert message.startswith(f"{KEY}.fallback=")
+    assert expected in message
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[DictConfig]:
+    """With verl's own keys, which checks read."""
+    with application("correction=gsm", TAKEN, f"{KEY}.fallback=[tis_token,gsm]", *NEEDED) as config:
+        resolve(config)
+        yield config
+
+
+GSM_SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+
+
+def checked(config: DictConfig) -> list[dict[str, Any]]:
+    """The corrections that the start-up checks are asked about."""
+    seen: list[Any] = []
+    spec = CorrectionSpec.from_mapping(correction_of(config))
+    check(config, spec, lambda other: seen.append(OmegaConf.to_container(other.correction)))
+    return seen
+
+
+def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) -> None:
+    from recipe.offpolicy.correction.problem import CheckError
+    from recipe.offpolicy.preflight.examination import run_checks
+
+    assert checked(whole) == [CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}}).to_mapping()]
+    before = OmegaConf.to_container(whole)
+    check(whole, GSM_SPEC, run_checks)
+    assert OmegaConf.to_container(whole) == before
+    # A cap below 1 leaves out the weight of policies that agree: that is refused where it is configured, and here.
+    wrong = changed(whole, {f"{KEY}.fallback.correction.weight.upper": 0.5})
+    with pytest.raises(CheckError) as stopped:
+        check(wrong, GSM_SPEC, run_checks)
+    assert str(stopped.value).startswith(
+        "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run, were it "
+        "configured: the bounds leave out 1"
+    )
+    # What is configured is not the fallback, so that an override of it would mend nothing.
+    assert stopped.value.problems[0].overrides == ()
+
+
+def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictConfig) -> None:
+    """A cap that follows an ESS stands still under a fallback, which may have no weight."""
+    from recipe.offpolicy.preflight.examination import run_checks
+
+    wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
+    moving = {"offpolicy.calibrate.target_ess": 0.9, "offpolicy.calibrate.warmup": 1}
+    check(changed(whole, {**moving, f"{KEY}.fallback.correction": wider.to_mapping()}), GSM_SPEC, run_checks)
+
+
+def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:
+    same = changed(whole, {f"{KEY}.fallback.correction": GSM_SPEC.to_mapping()})
+    with pytest.raises(SpecError, match="the correction that is configured"):
+        checked(same)
+
+
+def test_forward_passes_cannot_change_in_a_run(whole: DictConfig) -> None:
+    bypass = {"proximal": "bypass", "masks": {"gsm": GSM | {"ratio": "full"}}}
+    other = changed(whole, {f"{KEY}.fallback.correction": CorrectionSpec.from_mapping(bypass).to_mapping()})
+    with pytest.raises(SpecError, match=r"correction\.proximal=bypass is not the run's, recompute"):
+        checked(other)
+
+
+def test_denominator_and_baseline_may_change(whole: DictConfig) -> None:
+    kept = {"masks": {"gsm": GSM}, "denominator": "kept", "baseline": "exclude"}
+    other = changed(whole, {f"{KEY}.fallback.correction": CorrectionSpec.from_mapping(kept).to_mapping()})
+    assert [seen["denominator"] for seen in checked(other)] == ["kept"]

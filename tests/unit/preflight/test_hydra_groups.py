@@ -1,0 +1,256 @@
+"""Options compose and stack; two that set one key, and a group that is deleted, stop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.hydra_groups import (
+    AUTO,
+    EMPTY,
+    check_stack,
+    chosen_options,
+    option_values,
+    own_keys_for_us,
+    recomposed,
+)
+from tests.support.applications import DELTAS, OPTIONS, application, without_verl
+from tests.support.corrections import GSM, TIS, opsm
+
+# The key that two options share; all other pairs may be stacked.
+CONFLICTS = {
+    ("opsm", "opsm_trl"): "correction.masks.opsm.",
+    ("tis_token", "tis_sequence"): "correction.weight.",
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "tis_token": {"weight": TIS, "masks": {}},
+    "tis_sequence": {"weight": TIS | {"level": "sequence", "upper": 5.0}, "masks": {}},
+    "gsm": {"weight": None, "masks": {"gsm": GSM}},
+    "opsm": {"weight": None, "masks": {"opsm": opsm(0.1)}},
+    "opsm_trl": {"weight": None, "masks": {"opsm": opsm(0.5)}},
+    "opsm_factored": {
+        "weight": None,
+        "masks": {"opsm_mismatch": opsm(0.1, "rollout"), "opsm_staleness": opsm(0.1, "ppo")},
+    },
+}
+PAIRS = list(itertools.combinations(EXPECTED, 2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_verl(tmp_path_factory.mktemp("configs"))
+
+
+def deltas(*options: str) -> list[str]:
+    return [override for option in options for override in DELTAS.get(option, [])]
+
+
+@pytest.mark.parametrize("option", EXPECTED)
+def test_each_option_alone(option: str, folder: Path) -> None:
+    """The defaults are the published ones: 2.0, 5.0 and [0.99, 1.01]."""
+    with application(f"correction={option}", *deltas(option), folder=folder) as config:
+        assert chosen_options() == [option]
+        check_stack(chosen_options())
+        assert spec_of(config) == CorrectionSpec.from_mapping(EXPECTED[option])
+
+
+@pytest.mark.parametrize("option", DELTAS)
+def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path) -> None:
+    with application(f"correction={option}", folder=folder) as config, pytest.raises(SpecError) as caught:
+        spec_of(config)
+    key = DELTAS[option][0].split("=")[0]
+    assert f"{key}=???: required" in str(caught.value)
+    assert f"Set {key}=" in str(caught.value)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_each_pair(pair: tuple[str, str], folder: Path) -> None:
+    """Either order of a pair that shares no key makes the same correction; else both orders stop."""
+    specs = []
+    for one, two in (pair, pair[::-1]):
+        with application(f"correction=[{one},{two}]", *deltas(*pair), folder=folder) as config:
+            assert chosen_options() == [one, two]
+            if pair in CONFLICTS:
+                with pytest.raises(SpecError) as caught:
+                    check_stack(chosen_options())
+                message = str(caught.value)
+                assert f"correction=[{one},{two}]" in message
+                assert CONFLICTS[pair] in message
+                assert f"{one} and {two} both set" in message
+                assert "Choose one" in message
+            else:
+                check_stack(chosen_options())
+                specs.append(spec_of(config))
+    if specs:
+        weight = next((EXPECTED[o]["weight"] for o in pair if EXPECTED[o]["weight"]), None)
+        both = {"weight": weight, "masks": EXPECTED[pair[0]]["masks"] | EXPECTED[pair[1]]["masks"]}
+        assert specs == [CorrectionSpec.from_mapping(both)] * 2
+
+
+def paths(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from paths(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def share_a_key(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return any(a[: len(b)] == b[: len(a)] for a in paths(one) for b in paths(two))
+
+
+def test_every_pair_that_shares_a_key_conflicts(folder: Path) -> None:
+    """Whatever else there is to choose: two options stack exactly if no key of theirs, or above it, is set by both."""
+    stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl_")]
+    seen = set()
+    with application(folder=folder):
+        values = {option: option_values(option) for option in stackable}
+        for pair in itertools.combinations(stackable, 2):
+            shared = share_a_key(values[pair[0]], values[pair[1]])
+            if shared:
+                with pytest.raises(SpecError, match=f"{pair[0]} and {pair[1]} both set"):
+                    check_stack(pair)
+            else:
+                check_stack(pair)
+            seen.add(shared)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("option", sorted(EMPTY | {AUTO}))
+@pytest.mark.parametrize("order", ["{},gsm", "gsm,{}", "tis_token,{}"])
+def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
+    options = order.format(option)
+    with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError) as caught:
+        check_stack(chosen_options())
+    assert f"correction=[{options}]: {option} with others. Leave {option} out" in str(caught.value)
+
+
+def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
+    """As written: with what the user has to give, and from the user's own folders too."""
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "mine.yaml").write_text("alpha: ${oc.env:NO_SUCH_VARIABLE}\n")
+    with application(f"hydra.searchpath=[file://{tmp_path}]", folder=folder):
+        assert option_values("gsm") == {"masks": {"gsm": GSM}}
+        assert option_values("opsm") == {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}}
+        assert option_values("none") == {"weight": None}
+        assert option_values("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
+        with pytest.raises(SpecError, match=r"correction=gmask: no such option\. Choose one of .*gsm.*mine"):
+            option_values("gmask")
+
+
+@pytest.mark.parametrize("chosen", ["correction=auto", "correction=[auto]", "correction=gsm", None])
+def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folder: Path) -> None:
+    """Whatever was chosen first, and with every other override in force."""
+    overrides = [
+        "++correction.weight.upper=3.0",
+        "++correction.masks.gsm.upper=1.02",
+        "+correction.masks.mine={ratio: ppo}",
+    ]
+    with application("correction=[skyrl_recommended,bypass]", *overrides, folder=folder) as config:
+        at_once = config.correction
+    with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
+        before = config.copy()
+        later = recomposed(["skyrl_recommended", "bypass"])
+        assert config == before
+    assert later == at_once
+    assert later.weight.upper == 3.0
+    assert later.masks.gsm.upper == 1.02
+    assert set(later.masks) == {"gsm", "outlier", "mine"}
+    assert later.proximal == "bypass"
+
+
+def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
+    with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
+        assert recomposed(["mine", "gsm"]).alpha == 0.25
+
+
+def test_a_conflict_among_three(folder: Path) -> None:
+    message = r"tis_token and tis_sequence both set correction\.weight\."
+    with (
+        application("correction=[tis_token,gsm,tis_sequence]", folder=folder),
+        pytest.raises(SpecError, match=message),
+    ):
+        check_stack(chosen_options())
+
+
+def test_the_default_is_none(folder: Path) -> None:
+    with application(folder=folder) as config:
+        assert chosen_options() == ["none"]
+        assert spec_of(config).is_none
+
+
+def test_a_users_own_value_wins_over_an_option(folder: Path) -> None:
+    with application("correction=tis_token", "correction.weight.upper=3", folder=folder) as config:
+        check_stack(chosen_options())
+        weight = spec_of(config).weight
+    assert weight is not None
+    assert weight.upper == 3.0
+
+
+def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:
+    """They stack like the shipped ones, and conflict like them."""
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "mine.yaml").write_text("weight:\n  upper: 3.0\n")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    with application(path, "correction=[gsm,mine]", folder=folder):
+        check_stack(chosen_options())
+    message = r"tis_token and mine both set correction\.weight\.upper"
+    with (
+        application(path, "correction=[tis_token,mine]", folder=folder),
+        pytest.raises(SpecError, match=message),
+    ):
+        check_stack(chosen_options())
+
+
+def test_a_value_that_hides_a_mapping_conflicts(folder: Path, tmp_path: Path) -> None:
+    """``masks: null`` after gsm would delete its mask."""
+    (tmp_path / "correction").mkdir()
+    (tmp_path / "correction" / "bare.yaml").write_text("masks: null\n")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    for order in ("gsm,bare", "bare,gsm"):
+        with application(path, f"correction=[{order}]", folder=folder), pytest.raises(SpecError, match="both set"):
+            check_stack(chosen_options())
+
+
+@pytest.mark.parametrize("overrides", [["~correction"], ["correction=[]"]])
+def test_a_deleted_group(overrides: list[str], folder: Path) -> None:
+    with application(*overrides, folder=folder), pytest.raises(SpecError, match="Set correction=none"):
+        chosen_options()
+
+
+@pytest.mark.parametrize("argument", ["correction=null", "correction=NULL", "correction=", "correction = null"])
+def test_null_is_refused_before_hydra_sees_it(argument: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        own_keys_for_us(["trainer.nnodes=1", argument])
+    assert "correction=null" in str(caught.value)
+    assert "Set correction=none" in str(caught.value)
+
+
+def test_a_group_given_twice_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"given 2 times.*: correction=gsm correction=tis_token\. .*'correction=\[one,other\]'"
+    ):
+        own_keys_for_us(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
+
+
+def test_only_our_keys_are_forced() -> None:
+    theirs = ["correction=none", "trainer.x=null", "+correction.masks.a=null"]
+    ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
+    assert own_keys_for_us([]) == []
+    assert own_keys_for_us([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
+
+
+def test_what_is_changed_in_a_configuration_is_not_in_the_next(folder: Path) -> None:
+    """Tests share the YAML that they compose of."""
+    with application("correction=gsm", folder=folder) as config:
+        config.correction.masks.gsm.upper = 9.0
+    with application("correction=gsm", folder=folder) as config:
+        assert config.correction.masks.gsm.upper == 1.01

@@ -1,0 +1,300 @@
+"""``correction.proximal=auto``: when the forward pass for pi_old is left out, and what is said where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.replay import check_replayable
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.fault_tolerance.checkpoints import before_loading, saving
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.dropout import noise_of, noisy
+from recipe.offpolicy.preflight.old_log_prob import choose, correction_of, one_mini_batch
+from tests.support.corrections import GSM, TIS, opsm
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
+Configuration = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., str]:
+    """Folders that hold a model's configuration and nothing else."""
+
+    def made(**values: Any) -> str:
+        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(QWEN2 | values))
+        return str(folder)
+
+    return made
+
+
+@pytest.fixture
+def configuration(model: Callable[..., str]) -> Configuration:
+    """One gradient step on each batch, and nothing in the way of ``reuse``."""
+
+    def made(changes: dict[str, Any] | None = None, **correction: Any) -> DictConfig:
+        config = OmegaConf.create(
+            {
+                "correction": {"weight": TIS, "masks": {}, "proximal": "auto", **correction},
+                "offpolicy": {"shadow": [], "alarms": {"ess": {"action": "warn", "fallback": None}}},
+                "data": {"train_batch_size": 8},
+                "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "rollout_correction": None},
+                "trainer": {
+                    "use_v1": True,
+                    "v1": {"trainer_mode": "sync", "separate_async": {"parameter_sync_step": 2}},
+                },
+                "actor_rollout_ref": {
+                    "model": {"path": model(), "override_config": {}, "trust_remote_code": False},
+                    "actor": {
+                        "strategy": "fsdp2",
+                        "ppo_mini_batch_size": 8,
+                        "ppo_epochs": 1,
+                        "shuffle": False,
+                        "use_dynamic_bsz": False,
+                        "ppo_micro_batch_size_per_gpu": 4,
+                        "ppo_max_token_len_per_gpu": 100,
+                        "fsdp_config": {},
+                    },
+                    "rollout": {
+                        "n": 2,
+                        "log_prob_use_dynamic_bsz": False,
+                        "log_prob_micro_batch_size_per_gpu": 4,
+                        "log_prob_max_token_len_per_gpu": 200,
+                        "agent": {"default_agent_loop": "single_turn_agent"},
+                    },
+                },
+            }
+        )
+        for key, value in (changes or {}).items():
+            OmegaConf.update(config, key, value, force_add=True, merge=False)
+        return config
+
+    return made
+
+
+def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -> None:
+    choice = choose(configuration())
+    assert choice.proximal == "reuse"
+    assert choice.said == (
+        "correction.proximal=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
+    )
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "the V0 trainer": {"trainer.use_v1": False},
+    "FSDP1": {f"{ACTOR}.strategy": "fsdp"},
+    "asynchronous rollouts": {"trainer.v1.trainer_mode": "colocate_async"},
+    "an update a synchronisation": {
+        "trainer.v1.trainer_mode": "separate_async",
+        "trainer.v1.separate_async.parameter_sync_step": 1,
+    },
+    "dynamic micro-batches of one size": {
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 100,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None,
+    },
+    "a shadow of masks": {"offpolicy.shadow": {"gsm": {"masks": {"gsm": GSM}}}},
+    "a fallback that reuses as well": {
+        "offpolicy.alarms.ess.fallback": {"options": ["x"], "correction": {"proximal": "reuse"}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_nor_do_these(name: str, configuration: Configuration) -> None:
+    assert choose(configuration(ALIKE[name])).proximal == "reuse"
+
+
+# One change each, and what is said of it.
+APART: dict[str, tuple[dict[str, Any], str]] = {
+    "megatron": ({f"{ACTOR}.strategy": "megatron"}, "strategy=megatron"),
+    "several updates, one pi_old": (
+        {
+            "trainer.v1.trainer_mode": "separate_async",
+            "trainer.v1.separate_async.parameter_sync_step": 4,
+        },
+        "pi_old is that of the first of 4 updates",
+    ),
+    "a loop of one's own": ({f"{ROLLOUT}.agent.default_agent_loop": "mine"}, "agent loop mine"),
+    "shuffled rows": ({f"{ACTOR}.shuffle": True}, f"{ACTOR}.shuffle=true"),
+    "replayed routes": ({f"{ACTOR}.fsdp_config.router_replay.mode": "R3"}, "routes of the two passes"),
+    "KL in the reward": ({"algorithm.use_kl_in_reward": True}, "the KL in the reward reads it"),
+    "an estimator that reads it": ({"algorithm.adv_estimator": "optimal_token_baseline"}, "optimal_token_baseline"),
+    "an estimator of one's own": ({"algorithm.adv_estimator": "mine"}, "adv_estimator=mine may read it"),
+    "sums of squares": ({f"{ACTOR}.calculate_sum_pi_squared": True}, "calculate_sum_pi_squared=true"),
+    "verl's own": ({"algorithm.rollout_correction": {"rollout_is": "token"}}, "verl's own correction"),
+    "normalised weights": ({"correction.weight.normalize": True}, "correction.weight.normalize=true"),
+    "a budget": (
+        {
+            "correction.masks.m2": {
+                "ratio": "rollout",
+                "level": "token",
+                "aggregate": "second_moment",
+                "budget": 0.04,
+                "when": "any",
+            }
+        },
+        "correction.masks.m2",
+    ),
+    "kept rows": ({"correction.masks.gsm": GSM, "correction.denominator": "kept"}, "correction.denominator=kept"),
+    "rejected siblings": ({"correction.masks.gsm": GSM, "correction.baseline": "exclude"}, "correction.baseline"),
+    "a mask on pi / pi_old": ({"correction.masks.x": opsm(0.1) | {"ratio": "ppo"}}, "correction.masks.x.ratio=ppo"),
+    "a normalised shadow": ({"offpolicy.shadow": {"w": {"weight": TIS | {"normalize": True}}}}, "the shadow w"),
+    "a shadow by name alone": ({"offpolicy.shadow": ["gsm"]}, "the shadow gsm"),
+    "a fallback": (
+        {"offpolicy.alarms.ess.fallback": {"options": ["gsm"], "correction": {"masks": {"gsm": GSM}}}},
+        "the fallback of alarm ess",
+    ),
+    "other micro-batches": (
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
+        "log_prob_micro_batch_size_per_gpu=8 with",
+    ),
+    "micro-batches of no size": (
+        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None},
+        "log_prob_micro_batch_size_per_gpu=None",
+    ),
+    "dynamic in one pass": ({f"{ACTOR}.use_dynamic_bsz": True}, "log_prob_use_dynamic_bsz=False with"),
+    "other dynamic sizes": (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
+        "log_prob_max_token_len_per_gpu=200 with",
+    ),
+    "dropout": ({f"{MODEL}.override_config.attention_dropout": 0.1}, "attention_dropout=0.1 in training"),
+    "a model that is not at hand": ({f"{MODEL}.path": "nobody/nothing"}, "nobody/nothing is not at hand"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> None:
+    changes, said = APART[name]
+    choice = choose(configuration(changes))
+    assert choice.proximal == "recompute"
+    assert choice.said.startswith("correction.proximal=auto is recompute, although a batch gets one gradient step: ")
+    assert said in choice.said
+    assert choice.said.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data.train_batch_size": 16},
+        {f"{ACTOR}.ppo_epochs": 2},
+        {"data.train_batch_size": "8"},
+        {"correction.weight": None},
+        {"correction.weight.upper": -1.0},
+    ],
+)
+def test_where_there_is_nothing_to_choose_nothing_is_said(
+    changes: dict[str, Any], configuration: Configuration
+) -> None:
+    choice = choose(configuration(changes))
+    assert (choice.proximal, choice.said) == ("recompute", "")
+
+
+@pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
+def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
+    with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
+        correction_of(configuration(proximal=given))
+    assert caught.value.problem.overrides == (f"correction.proximal={mend}",)
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
+def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration: Configuration) -> None:
+    config = configuration({"correction.weight.ratio": "full"}, proximal=proximal)
+    assert correction_of(config)["proximal"] == proximal
+    assert spec_of(config).proximal == proximal
+
+
+def test_a_correction_never_sees_auto(configuration: Configuration) -> None:
+    assert spec_of(configuration()).proximal == "reuse"
+    assert spec_of(configuration({f"{ACTOR}.ppo_epochs": 3})).proximal == "recompute"
+    with pytest.raises(SpecError, match="Set one of recompute"):
+        CorrectionSpec.from_mapping({"proximal": "auto"})
+
+
+def test_more_rows_than_a_mini_batch_stop_the_run(configuration: Configuration) -> None:
+    config = configuration()
+    spec = spec_of(config)
+    one_mini_batch(spec, config, 16)
+    with pytest.raises(SpecError, match=r"a batch of 32 rows came, and a mini-batch takes 16.*proximal=recompute"):
+        one_mini_batch(spec, config, 32)
+    one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
+
+
+def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, tmp_path: Path) -> None:
+    """Other micro-batches alone change the one into the other."""
+    config = configuration(
+        {
+            "trainer.default_local_dir": str(tmp_path / "run"),
+            "trainer.resume_mode": "auto",
+            "trainer.resume_from_path": None,
+        }
+    )
+    by = {name: CorrectionSpec.from_mapping({"weight": TIS, "proximal": name}) for name in ("reuse", "recompute")}
+    with saving(config, 1, by["reuse"]):
+        actor = tmp_path / "run" / "global_step_1" / "actor"
+        actor.mkdir(parents=True)
+        (actor / "model.pt").touch()
+    for spec in by.values():
+        assert before_loading(config, spec) is None
+
+
+def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
+    """Options do not name a source of pi_old, and with one gradient step the recorded pi is one."""
+    with composer():
+        mapping = composed_mapping(["correction=tis_token"])
+    assert mapping["proximal"] == "recompute"
+    rows: Any = SimpleNamespace(oldest_version=np.zeros(1), newest_version=np.zeros(1))
+    spec = CorrectionSpec.from_mapping(mapping)
+    check_replayable(spec, CorrectionSpec.from_mapping({"weight": TIS, "proximal": "reuse"}), rows)
+    with pytest.raises(SpecError, match="so that pi_old was not computed"):
+        check_replayable(spec, CorrectionSpec.from_mapping({"proximal": "bypass"}), rows)
+
+
+NOISY: list[tuple[dict[str, Any], list[str]]] = [
+    ({"attention_dropout": 0.0, "hidden_dropout": "0", "dropout": None}, []),
+    ({"attention_dropout": 0.1, "resid_pdrop": 0.2}, ["attention_dropout", "resid_pdrop"]),
+    ({"text_config": {"router_jitter_noise": 0.01}}, ["text_config.router_jitter_noise"]),
+    ({"classifier_dropout": 0.1, "summary_first_dropout": 0.1}, []),
+    ({"dropout_layers": "none"}, []),
+]
+
+
+@pytest.mark.parametrize(("values", "names"), NOISY)
+def test_what_makes_a_forward_pass_random(values: dict[str, Any], names: list[str]) -> None:
+    assert [name for name, _ in noisy(values)] == names
+
+
+def test_defaults_of_the_models_class_count(configuration: Configuration, model: Callable[..., str]) -> None:
+    """GPT-2 has dropout unless its configuration says otherwise."""
+    gpt2 = configuration({f"{MODEL}.path": model(model_type="gpt2")})
+    assert "=0.1 in training" in noise_of(gpt2)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        OmegaConf.update(gpt2, f"{MODEL}.override_config.{name}", 0.0, force_add=True)
+    assert noise_of(gpt2) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("external_lib", "my.models"), ("lora_adapter_path", "/adapter")],
+)
+def test_what_may_change_the_model(key: str, value: str, configuration: Configuration) -> None:
+    assert f"{key}={value} may change the model" in noise_of(configuration({f"{MODEL}.{key}": value}))
+
+
+def test_code_of_the_models_own_is_not_known(configuration: Configuration, model: Callable[..., str]) -> None:
+    path = model(auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    assert noise_of(configuration({f"{MODEL}.path": path})) == ""  # verl takes the library's class
+    own = configuration({f"{MODEL}.path": path, f"{MODEL}.trust_remote_code": True})
+    assert "code of its own" in noise_of(own)

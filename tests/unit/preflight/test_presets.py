@@ -1,0 +1,299 @@
+"""The options of the group ``correction``: each is what its paper or framework recommends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
+
+from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
+from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
+from tests.support.corrections import GSM, TIS, band, opsm, run, tensor
+
+from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
+
+FACTORIES = [option.removeprefix("verl_") for option in OPTIONS if option.startswith("verl_")]
+
+
+def loaded(option: str, **changes: Any) -> CorrectionSpec:
+    """One option by itself, with 0.1 for the budgets that it leaves open."""
+    config = OmegaConf.load(CONFIGS / "correction" / f"{option}.yaml")
+    for override in DELTAS.get(option, []):
+        key, value = override.removeprefix("correction.").split("=")
+        OmegaConf.update(config, key, float(value))
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    values: Any = OmegaConf.to_container(config)
+    return CorrectionSpec.from_mapping(values)
+
+
+def weight(level: str, kind: str, lower: float | None, upper: float | None, **more: Any) -> dict[str, Any]:
+    return {"weight": TIS | {"level": level, "kind": kind, "lower": lower, "upper": upper} | more}
+
+
+def masks(**masks: dict[str, Any]) -> dict[str, Any]:
+    return {"masks": masks}
+
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "auto": {},
+    "resampling": {},
+    "verl_disabled": {},
+    "bypass": {"proximal": "bypass"},
+    "reuse": {"proximal": "reuse"},
+    "loglinear": {"proximal": "loglinear", "alpha": 0.5},
+    "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
+    "tis_token": weight("token", "truncate", None, 2.0),
+    "tis_token_clip": weight("token", "clip", 0.2, 5.0),
+    "tis_sequence": weight("sequence", "truncate", None, 5.0),
+    "tis_geometric": weight("sequence", "truncate", None, 5.0, aggregate="geometric"),
+    "tis_turn": weight("turn", "truncate", None, 5.0),
+    "mis_token": weight("token", "reject", 0.5, 5.0),
+    "mis_sequence": weight("sequence", "reject", 0.5, 2.0),
+    "decoupled_ppo": weight("token", "truncate", None, 5.0),
+    "gsm": masks(gsm=GSM),
+    "gsm_turn": masks(gsm_turn=GSM | {"level": "turn"}),
+    "product_mask": masks(product=band(0.5, 2.0, aggregate="product")),
+    "outlier": masks(outlier=band(1e-4, 100.0, aggregate="any")),
+    "icepop": masks(icepop=band(0.5, 2.0, level="token", aggregate="product")),
+    "icepop_wide": masks(icepop=band(0.5, 5.0, level="token", aggregate="product")),
+    "k3_mask": masks(k3=band(None, 0.01, aggregate="k3_mean")),
+    "m2po": masks(m2po=dict(ratio="rollout", level="token", aggregate="second_moment", budget=0.04, when="any")),
+    "dppo_tv": masks(
+        dppo_positive=band(
+            None, 0.2, ratio="full", level="token", aggregate="binary_tv", when="positive", sign="token"
+        ),
+        dppo_negative=band(
+            -0.2, None, ratio="full", level="token", aggregate="binary_tv", when="negative", sign="token"
+        ),
+    ),
+    "opsm": masks(opsm=opsm(0.1)),
+    "opsm_trl": masks(opsm=opsm(0.5)),
+    "opsm_token": masks(opsm=opsm(0.1, sign="token")),
+    "opsm_slime": masks(opsm=opsm(1e-4, "ppo", sign="token")),
+    "opsm_factored": masks(opsm_mismatch=opsm(0.1, "rollout"), opsm_staleness=opsm(0.1, "ppo")),
+    "yao2025_tis": weight("token", "truncate", None, 2.0),
+    "liu2025_mis": weight("sequence", "reject", None, 2.0),
+    "deepseek_v32_opsm": masks(opsm=opsm(0.1)),
+    "skyrl_recommended": weight("token", "truncate", None, 2.0)
+    | masks(gsm=GSM, outlier=band(1e-4, 100.0, aggregate="any")),
+    "trl_default": weight("sequence", "reject", None, 3.0),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_verl(tmp_path_factory.mktemp("configs"))
+
+
+def test_every_option_is_held_by_a_test() -> None:
+    """By its values below, or by the factory of verl's that it is named after."""
+    assert set(OPTIONS) == set(EXPECTED) | {f"verl_{name}" for name in FACTORIES}
+
+
+@pytest.mark.parametrize("option", EXPECTED)
+def test_each_option_is_what_is_published(option: str) -> None:
+    assert loaded(option) == CorrectionSpec.from_mapping(EXPECTED[option])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_composes(option: str, folder: Path) -> None:
+    """It sets its own keys and nothing besides."""
+    with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:
+        assert spec_of(config) == loaded(option)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_says_what_it_is(option: str) -> None:
+    assert (CONFIGS / "correction" / f"{option}.yaml").read_text().startswith("# ")
+
+
+def test_those_that_correct_nothing() -> None:
+    assert {option for option in OPTIONS if loaded(option).is_none} == EMPTY | {AUTO}
+
+
+@pytest.mark.parametrize(("name", "same"), [("yao2025_tis", "tis_token"), ("deepseek_v32_opsm", "opsm")])
+def test_papers_by_two_names(name: str, same: str) -> None:
+    assert loaded(name) == loaded(same)
+
+
+@pytest.mark.parametrize("stack", [("decoupled_ppo", "loglinear", "outlier"), ("tis_turn", "gsm_turn", "kl_clip")])
+def test_building_blocks_stack(stack: tuple[str, ...], folder: Path) -> None:
+    """Each sets its own keys only, so that a stack is all of them."""
+    together: dict[str, Any] = {}
+    for option in stack:
+        together |= EXPECTED[option]
+    with application(f"correction=[{','.join(stack)}]", folder=folder) as config:
+        assert spec_of(config) == CorrectionSpec.from_mapping(together)
+
+
+# Numbers ------------------------------------------------------------------------------------------------------
+
+
+def ratios(option: str, rho: list[list[float]], pi_over_old: float = 1.0, **more: Any) -> StepStage:
+    """Both stages where pi_old / mu is ``rho`` and pi / pi_old the same everywhere."""
+    old = torch.full((len(rho), len(rho[0])), math.log(0.01), dtype=torch.float64)
+    mu = old - tensor(rho, torch.float64).log()
+    return run(loaded(option), mu=mu, old=old, pi=old + math.log(pi_over_old), dtype=torch.float64, **more)
+
+
+def applied(step: StepStage) -> list[list[float]]:
+    """Weight x keep."""
+    return [[round(float(value), 9) for value in row] for row in step.weight * step.keep]
+
+
+ROW = [0.1, 0.4, 1.0, 3.0, 8.0]  # its product is 0.96
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("tis_token", [0.1, 0.4, 1.0, 2.0, 2.0]),
+        ("tis_token_clip", [0.2, 0.4, 1.0, 3.0, 5.0]),
+        ("decoupled_ppo", [0.1, 0.4, 1.0, 3.0, 5.0]),
+        ("mis_token", [0.0, 0.0, 1.0, 3.0, 0.0]),
+        ("icepop", [0.0, 0.0, 1.0, 0.0, 0.0]),
+        ("icepop_wide", [0.0, 0.0, 1.0, 1.0, 0.0]),
+        ("tis_sequence", [0.96] * 5),
+        ("mis_sequence", [0.96] * 5),
+        ("tis_geometric", [round(0.96**0.2, 9)] * 5),
+    ],
+)
+def test_weights_and_token_masks(option: str, expected: list[float]) -> None:
+    assert applied(ratios(option, [ROW])) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("option", "product", "expected"),
+    [
+        ("tis_sequence", 6.0, 5.0),
+        ("trl_default", 3.1, 0.0),
+        ("trl_default", 2.9, 2.9),
+        ("trl_default", 0.01, 0.01),
+        ("liu2025_mis", 2.1, 0.0),
+        ("liu2025_mis", 0.01, 0.01),
+        ("mis_sequence", 2.1, 0.0),
+        ("mis_sequence", 0.49, 0.0),
+        ("product_mask", 2.1, 0.0),
+        ("product_mask", 1.9, 1.0),
+        ("verl_decoupled_seq_is_rs", 2.1, 0.0),
+        ("verl_decoupled_seq_is_rs", 1.9, 1.9),
+    ],
+)
+def test_rows_of_a_given_product(option: str, product: float, expected: float) -> None:
+    assert applied(ratios(option, [[product / 2.0, 2.0]])) == [[expected, expected]]
+
+
+def test_a_geometric_mask_looks_past_the_length() -> None:
+    """1.001^2000 = 7.38: the product mask drops the row, the geometric mean is 1.001."""
+    row = [[1.001] * 2000]
+    assert not ratios("product_mask", row).keep.any()
+    assert ratios("gsm", row).keep.all()
+    assert not ratios("gsm", [[1.011] * 10]).keep.any()
+
+
+def test_one_outlier_drops_its_row() -> None:
+    """Two that cancel leave the geometric mean at 1."""
+    rows = [[1.0, 99.0, 1 / 99.0], [1.0, 101.0, 1 / 101.0], [1.0, 1.0, 0.9e-4]]
+    assert ratios("outlier", rows).keep.tolist() == [[True] * 3, [False] * 3, [False] * 3]
+    assert ratios("gsm", rows[:2]).keep.all()
+
+
+def test_a_divergence_mask_sees_what_cancels() -> None:
+    """k3(e^0.2) = 0.0214 and k3(e^-0.2) = 0.0187 have the mean 0.0201; those of 0.1 have 0.0050."""
+    rows = [[math.exp(0.2), math.exp(-0.2)], [math.exp(0.1), math.exp(-0.1)]]
+    assert ratios("k3_mask", rows).keep.tolist() == [[False, False], [True, True]]
+    assert ratios("gsm", rows).keep.all()
+
+
+@pytest.mark.parametrize(
+    ("option", "pi_over_old", "kept"),
+    [
+        ("opsm_trl", math.exp(-0.51), [[True] * 2, [False] * 2]),
+        ("opsm_trl", math.exp(-0.49), [[True] * 2, [True] * 2]),
+        ("opsm_slime", math.exp(-2e-4), [[True] * 2, [False] * 2]),
+        ("opsm_slime", math.exp(-0.5e-4), [[True] * 2, [True] * 2]),
+        ("opsm_factored", math.exp(-0.11), [[True] * 2, [False] * 2]),
+    ],
+)
+def test_off_policy_sequence_masks(option: str, pi_over_old: float, kept: list[list[bool]]) -> None:
+    """Only rows of negative advantage, where pi has moved away from what was sampled."""
+    assert ratios(option, [[1.0, 1.0]] * 2, pi_over_old, advantages=[1.0, -1.0]).keep.tolist() == kept
+
+
+def test_an_advantage_of_its_own() -> None:
+    """One row of mean advantage 0: opsm keeps it, opsm_token drops its negative token."""
+    advantages = torch.tensor([[1.0, -1.0]])
+    stale = math.exp(-0.2)
+    assert ratios("opsm", [[1.0, 1.0]], stale, advantages=advantages).keep.tolist() == [[True, True]]
+    assert ratios("opsm_token", [[1.0, 1.0]], stale, advantages=advantages).keep.tolist() == [[True, False]]
+
+
+def test_a_bound_on_the_probability() -> None:
+    """From 0.3: up to 0.49 is within 0.2 and to 0.51 is not, and the way that pi moves matters."""
+    mu = torch.full((4, 1), math.log(0.3), dtype=torch.float64)
+    pi = tensor([[0.49], [0.51], [0.51], [0.09]], torch.float64).log()
+    step = run(loaded("dppo_tv"), mu=mu, old=mu, pi=pi, advantages=[1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    assert step.keep.tolist() == [[True], [False], [True], [False]]
+
+
+# Peers ----------------------------------------------------------------------------------------------------------
+
+
+def same(one: CorrectionSpec, two: CorrectionSpec) -> bool:
+    """Equal up to the masks' names; bounds to within rounding, for 1 / 1.001 may be rounded twice."""
+
+    def rounded(spec: CorrectionSpec) -> dict[str, Any]:
+        mapping = spec.to_mapping()
+        shown = sorted(
+            repr({k: round(v, 12) if isinstance(v, float) else v for k, v in mask.items()})
+            for mask in mapping["masks"].values()
+        )
+        return mapping | {"masks": shown}
+
+    return rounded(one) == rounded(two)
+
+
+def test_every_factory_of_verl_is_an_option() -> None:
+    made = {name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod)}
+    assert made - {"from_dict"} == set(FACTORIES)
+    assert len(FACTORIES) == 19
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_verls_factories(name: str) -> None:
+    factory = getattr(RolloutCorrectionConfig, name)
+    assert same(loaded(f"verl_{name}"), from_verl(factory()))
+
+
+def test_verls_factories_differ() -> None:
+    """So that the comparison above can fail; of one pair, only the base loss is another."""
+    specs = {name: loaded(f"verl_{name}") for name in FACTORIES}
+    equal = {frozenset(pair) for pair in itertools.combinations(FACTORIES, 2) if same(*(specs[n] for n in pair))}
+    assert equal == {frozenset({"bypass_ppo_clip_geo_rs", "bypass_pg_geo_rs"})}
+
+
+def test_trls_defaults() -> None:
+    assert same(loaded("trl_default"), from_trl({}))
+
+
+def test_skyrls_recommendation() -> None:
+    keys = {
+        "tis_ratio_type": "token",
+        "token_tis_ratio_clip_high": 2.0,
+        "sequence_mask_metric": "geometric",
+        "geo_mask_high": 1.01,
+        "geo_mask_low": 0.99,
+        "outlier_token_is_threshold_low": 1e-4,
+        "outlier_token_is_threshold_high": 100,
+    }
+    assert same(loaded("skyrl_recommended"), from_skyrl(keys))

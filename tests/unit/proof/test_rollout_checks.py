@@ -1,0 +1,99 @@
+"""What is looked at of each rollout, nested as V1 has it and padded as V0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from recipe.offpolicy.batch.micro_batch import sampled_checksums
+from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column
+from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
+from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
+
+ROWS, WIDTH = 64, 12
+
+
+def rollout(*, nested: bool, seed: int = 0) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(WIDTH) < torch.randint(6, WIDTH + 1, (ROWS, 1), generator=generator)
+    old = -2.0 * torch.rand(ROWS, WIDTH, generator=generator)
+    columns = {
+        "responses": torch.randint(0, 99, (ROWS, WIDTH), generator=generator),
+        "response_mask": mask.long(),
+        "rollout_log_probs": old + 0.01 * torch.randn(ROWS, WIDTH, generator=generator).clamp(max=0.0),
+        "old_log_probs": old,
+    }
+    if nested:
+        columns = {
+            name: torch.nested.as_nested_tensor(
+                [row[valid] for row, valid in zip(column, mask, strict=True)], layout=torch.jagged
+            )
+            for name, column in columns.items()
+        }
+    return TensorDict(columns, batch_size=ROWS)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_healthy_rollout(nested: bool) -> None:
+    watch, rows = RolloutChecker(), rollout(nested=nested)
+    assert watch.check_sampled(rows) == sampled_checksums(rows)
+    watch.check_aligned(rows, groups=[str(row // 8) for row in range(ROWS)])
+    assert watch.metrics()["alignment/concordance_rows"] > 0.95
+    assert watch.metrics().keys() == {f"alignment/concordance_{kind}" for kind in ("rows", "siblings", "tokens")}
+
+
+def test_both_layouts_have_the_same_checksums() -> None:
+    assert RolloutChecker().check_sampled(rollout(nested=True)) == RolloutChecker().check_sampled(rollout(nested=False))
+
+
+def test_missing() -> None:
+    rows = rollout(nested=True).exclude("rollout_log_probs")
+    with pytest.raises(RolloutLogProbError, match="came without them, it has old_log_probs, response_mask, responses"):
+        RolloutChecker().check_sampled(rows)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_zeros(nested: bool) -> None:
+    rows = rollout(nested=nested)
+    rows["rollout_log_probs"] = rows["rollout_log_probs"] * 0
+    watch = RolloutChecker()
+    watch.check_sampled(rows)
+    with pytest.raises(RolloutLogProbError, match="64 of 64 rows hold nothing but zeros"):
+        watch.check_aligned(rows)
+
+
+def test_rows_permuted_at_the_source() -> None:
+    rows = rollout(nested=False)
+    rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
+    watch = RolloutChecker()
+    watch.check_sampled(rows)  # nothing is wrong with them as far as they go
+    with pytest.raises(AlignmentError, match="those of other rows"):
+        watch.check_aligned(rows)
+
+
+def test_what_workers_counted() -> None:
+    rows = rollout(nested=False)
+    mu, old, mask = (rows[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
+    halves = [tally_agreements(old[part], mu[part], mask[part]) for part in (slice(0, 32), slice(32, 64))]
+    watch = RolloutChecker()
+    watch.check_tallies([*halves, None])
+    assert watch.metrics()["alignment/concordance_rows"] > 0.95
+    shifted = [tally_agreements(old[part], mu[part].roll(1, -1), mask[part]) for part in (slice(0, 32), slice(32, 64))]
+    with pytest.raises(AlignmentError, match="off by one token"):
+        RolloutChecker().check_tallies(shifted)
+
+
+def test_a_store_in_which_some_rows_lack_them() -> None:
+    with pytest.raises(RolloutLogProbError, match="stopped arriving"), name_missing_column():
+        raise ValueError("Some fields are not ready in all the requested keys!")
+    with pytest.raises(ValueError, match="were not found"), name_missing_column():
+        raise ValueError("keys or partition were not found!")
+
+
+def test_the_store_still_says_so() -> None:
+    import inspect
+
+    from transfer_queue import interface
+
+    assert "fields are not ready" in inspect.getsource(interface.async_kv_batch_get)

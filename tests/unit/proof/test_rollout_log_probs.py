@@ -1,0 +1,78 @@
+"""Log-probs that stop arriving are named by what came instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipe.offpolicy.proof.rollout_log_probs import (
+    RolloutLogProbError,
+    build_missing_error,
+    check_arrived,
+    check_zeros,
+)
+
+MASK = torch.ones(4, 10)
+MU = -torch.rand(4, 10, generator=torch.Generator().manual_seed(0)) - 0.01
+
+
+def test_log_probs_pass() -> None:
+    check_arrived(MU, MASK)
+    check_arrived(MU.bfloat16(), MASK)
+    check_zeros(MU, MU - 1.0, MASK)
+
+
+@pytest.mark.parametrize(
+    ("mu", "match"),
+    [
+        (torch.full((4, 10), torch.nan), "40 of 40 are not finite"),
+        (torch.where(torch.arange(10) < 6, -torch.inf, MU), "24 of 40 are not finite"),
+        (torch.full((4, 10), -1.0), "all 40 are -1"),
+        (-MU, "above 0"),
+    ],
+)
+def test_what_is_no_log_prob(mu: torch.Tensor, match: str) -> None:
+    with pytest.raises(RolloutLogProbError, match=match):
+        check_arrived(mu, MASK)
+
+
+def test_padding_is_not_read() -> None:
+    mask = torch.zeros(4, 10)
+    mask[:, :5] = 1
+    check_arrived(torch.where(mask.bool(), MU, torch.nan), mask)
+    check_arrived(torch.full((4, 10), torch.nan), torch.zeros(4, 10))
+
+
+def test_some_that_are_not_finite_are_left_to_the_statistics() -> None:
+    check_arrived(torch.where(torch.arange(10) < 4, torch.nan, MU), MASK)
+
+
+def test_zeros_of_an_engine_that_is_sure_pass() -> None:
+    # All probabilities round to 1: the trainer says so too.
+    check_arrived(torch.zeros(4, 10), MASK)
+    check_zeros(torch.zeros(4, 10), torch.full((4, 10), -0.01), MASK)
+
+
+def test_zeros_where_the_trainer_is_unsure() -> None:
+    trainer = torch.full((4, 10), -0.5)
+    with pytest.raises(RolloutLogProbError, match="4 of 4 rows hold nothing but zeros"):
+        check_zeros(torch.zeros(4, 10), trainer, MASK)
+    one = MU.clone()
+    one[2] = 0.0
+    with pytest.raises(RolloutLogProbError, match="1 of 4 rows hold nothing but zeros"):
+        check_zeros(one, trainer, MASK)
+
+
+def test_short_rows_of_zeros_tell_together() -> None:
+    trainer, mask = torch.full((16, 2), -0.5), torch.ones(16, 2)
+    with pytest.raises(RolloutLogProbError, match="16 of 16 rows"):
+        check_zeros(torch.zeros(16, 2), trainer, mask)
+    # One of them, with two tokens, is no sign.
+    mu = torch.full((16, 2), -0.4)
+    mu[3] = 0.0
+    check_zeros(mu, trainer, mask)
+
+
+def test_missing_names_what_is_there() -> None:
+    assert "came without them, it has responses, uid" in str(build_missing_error("responses, uid"))
+    assert "calculate_log_probs=true" in str(build_missing_error("responses"))

@@ -1,0 +1,186 @@
+"""mu against the trainer's policy: whole batches whose log-probs are not their own are found, healthy ones are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipe.offpolicy.proof.token_alignment import (
+    AlignmentChecker,
+    AlignmentError,
+    AlignmentTally,
+    PairCounts,
+    compute_chance_limit,
+    tally_agreements,
+)
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batch(
+    generator: torch.Generator, rows: int = 128, width: int = 10, noise: float = 0.005, drift: float = 0.0
+) -> Batch:
+    """(log pi_old, log mu, mask): most tokens sure, the rest exponential; noise grows with -log p, as engines' does."""
+    sure = torch.rand(rows, width, generator=generator) > 0.3
+    size = torch.empty(rows, width).exponential_(generator=generator) * 2.0 * torch.rand(rows, 1, generator=generator)
+    old = -torch.where(sure, 0.001 * torch.rand(rows, width, generator=generator), size)
+    error = noise * (old.abs() + 0.02).sqrt() * torch.randn(rows, width, generator=generator)
+    lengths = torch.randint(width // 2 + 1, width + 1, (rows,), generator=generator)
+    return old, old + error - drift, torch.arange(width) < lengths[:, None]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_counts_by_hand() -> None:
+    # Column 0: the trainer finds row 0 likelier, mu too. Column 1: the trainer row 0, mu row 1. Column 2 differs by
+    # less than the margin. A pair counts twice, as (0, 1) and as (1, 0).
+    trainer = torch.tensor([[-0.25, -0.20, -0.27], [-1.0, -2.0, -0.35]])
+    mu = torch.tensor([[-0.2, -3.0, -0.30], [-1.5, -1.0, -2.00]])
+    count = tally_agreements(trainer, mu, torch.ones(2, 3)).rows
+    assert count.pairs[1] == 4
+    assert count.agreeing[1] == 2
+    assert count.rows == 2
+    assert count.concordance() == 0.0
+    # With mu of the token after: column 0 against mu's column 1, column 1 against mu's column 2.
+    assert count.pairs[2] == 4
+    assert count.agreeing[2] == 2
+    # Neighbouring tokens: (0, 1) and (1, 2) of row 1 only disagree in sign with mu: -1.0 > -2.0 and -1.5 < -1.0.
+    tokens = tally_agreements(trainer, mu, torch.ones(2, 3)).tokens
+    assert tokens.pairs[1] == 2
+    assert tokens.agreeing[1] == 0
+
+
+def test_padding_and_what_is_not_finite_are_not_read() -> None:
+    old, mu, mask = batch(generator())
+    mask = mask.clone()
+    spoiled = torch.where(mask, mu, -50.0 * torch.rand(mu.shape, generator=generator(1)))
+    assert tally_agreements(old, spoiled, mask) == tally_agreements(old, mu, mask)
+    holes = torch.rand(mu.shape, generator=generator(2)) < 0.1
+    assert tally_agreements(old, torch.where(holes, torch.nan, mu), mask) == tally_agreements(old, mu, mask & ~holes)
+
+
+def test_tallies_add_up() -> None:
+    one, other = PairCounts((1, 2, 3), (0, 1, 2), 4), PairCounts((10, 20, 30), (5, 6, 7), 8)
+    assert one + other == PairCounts((11, 22, 33), (5, 7, 9), 12)
+    assert AlignmentTally(one) + AlignmentTally(other, one) == AlignmentTally(one + other, one)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.005, 0.3, 1.0])
+@pytest.mark.parametrize(("rows", "width"), [(128, 10), (16, 8), (8, 4), (512, 1), (1, 2000), (64, 200)])
+def test_healthy_batches_pass(rows: int, width: int, noise: float) -> None:
+    # Up to noise of one nat at log p = -1, far beyond what staleness does; with a drift common to all tokens.
+    watch, source = AlignmentChecker(), generator(rows + width)
+    for _ in range(40):
+        watch.judge(tally_agreements(*batch(source, rows, width, noise, drift=0.5)))
+
+
+def test_a_policy_that_is_sure_of_everything_passes() -> None:
+    # Nothing but rounding is left to compare: no pair differs by the margin.
+    watch, source = AlignmentChecker(), generator()
+    for _ in range(20):
+        mask = torch.ones(128, 10)
+        old, mu = (-0.03 * torch.rand(128, 10, generator=source) for _ in range(2))
+        assert watch.judge(tally_agreements(old, mu, mask)) == {}
+
+
+def first_error(batches: list[AlignmentTally]) -> tuple[int, str]:
+    watch = AlignmentChecker()
+    for number, one in enumerate(batches, start=1):
+        try:
+            watch.judge(one)
+        except AlignmentError as error:
+            return number, str(error)
+    raise AssertionError("nothing was found")
+
+
+@pytest.mark.parametrize(("by", "where"), [(1, "after"), (-1, "before")])
+@pytest.mark.parametrize(
+    ("rows", "width", "within"), [(128, 10, 1), (16, 8, 6), (8, 6, 12), (1, 2000, 12), (64, 200, 1)]
+)
+def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: str) -> None:
+    for seed in range(10):
+        source = generator(seed)
+        batches = []
+        for _ in range(within):
+            old, mu, mask = batch(source, rows, width)
+            batches.append(tally_agreements(old, mu.roll(by, -1), mask))
+        _, message = first_error(batches)
+        assert "off by one token" in message
+        assert f"mu of the token {where}" in message
+
+
+@pytest.mark.parametrize(("rows", "width", "within"), [(128, 10, 3), (16, 8, 32), (512, 1, 2), (64, 200, 4)])
+@pytest.mark.parametrize("other", ["permuted", "another batch"])
+def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str) -> None:
+    for seed in range(20):
+        source, batches = generator(seed), []
+        for _ in range(within):
+            old, mu, mask = batch(source, rows, width)
+            permuted = mu[torch.randperm(rows, generator=source)]
+            strange = permuted if other == "permuted" else batch(source, rows, width)[1]
+            batches.append(tally_agreements(old, strange, mask))
+        assert "those of other rows" in first_error(batches)[1]
+
+
+@pytest.mark.parametrize(("rows", "width", "within"), [(256, 8192, 1), (16, 16_384, 16)])
+def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
+    source, batches = generator(), []
+    healthy = AlignmentChecker()
+    for _ in range(within):
+        old, mu, mask = batch(source, rows, width)
+        groups = [str(row // 8) for row in range(rows)]
+        healthy.judge(tally_agreements(old, mu, mask, groups))
+        batches.append(tally_agreements(old, mu[torch.randperm(rows, generator=source)], mask, groups))
+    assert "those of other rows" in first_error(batches)[1]
+
+
+def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:
+    # Prompts are of very different difficulty, so that rows of other prompts still agree.
+    source, batches = generator(), []
+    for _ in range(4):
+        level = torch.repeat_interleave(torch.linspace(0.1, 8.0, 16), 8)[:, None]
+        old = -level * (1.0 + 0.5 * torch.rand(128, 10, generator=source))
+        mixed = torch.cat([8 * group + torch.randperm(8, generator=source) for group in range(16)])
+        groups = [str(row // 8) for row in range(128)]
+        order = torch.randperm(128, generator=source)
+        shuffled = [groups[int(row)] for row in order]
+        batches.append(tally_agreements(old[order], old[mixed][order], torch.ones(128, 10), shuffled))
+        assert batches[-1].rows.concordance() > 0.5
+        healthy = tally_agreements(old[order], old[order], torch.ones(128, 10), shuffled)
+        assert healthy.siblings.concordance() == healthy.rows.concordance() == 1.0
+    assert "of siblings" in first_error(batches)[1]
+
+
+def test_meant_log_probs_are_only_measured() -> None:
+    old, mu, mask = batch(generator())
+    metrics = AlignmentChecker(allow_unrelated=True).judge(tally_agreements(old, mu.flip(0), mask))
+    assert abs(metrics["concordance_rows"]) < 0.3
+    with pytest.raises(AlignmentError, match="allow_unrelated_log_probs=true"):
+        AlignmentChecker().judge(tally_agreements(old, mu.flip(0), mask))
+
+
+def test_few_rows_wait_for_more() -> None:
+    source, watch = generator(), AlignmentChecker()
+    judged = [watch.judge(tally_agreements(*batch(source, 16, 8))) for _ in range(8)]
+    assert judged[0] == {}
+    assert judged[-1]["concordance_rows"] > 0.9
+
+
+def test_the_threshold_tightens_with_rows() -> None:
+    assert (
+        compute_chance_limit(32)
+        < 0
+        < compute_chance_limit(64)
+        < compute_chance_limit(128)
+        < compute_chance_limit(10_000)
+        == 0.25
+    )
+
+
+def test_large_batches_are_sampled() -> None:
+    old, mu, mask = batch(generator(), 4096, 512)
+    count = tally_agreements(old, mu, mask).rows
+    assert 256 <= count.rows <= 1024
+    assert count.concordance() > 0.95

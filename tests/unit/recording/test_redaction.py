@@ -1,0 +1,173 @@
+"""One table of what is hidden and what is not, wherever something is written down to be shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.recording.redaction import HIDDEN, redacted, redacted_text
+from tests.support.applications import NEEDED, application
+
+BY_KEY = {
+    "wandb_token": "x",
+    "token": "abc",
+    "hf_token": "x",
+    "github_token": "x",
+    "aws_session_token": "x",
+    "accessToken": "x",
+    "x-auth-token": "x",
+    "bearer_token": "x",
+    "api-key": "x",
+    "api_key": "x",
+    "apikey": "x",
+    "openai_key": "x",
+    "OPENAI_API_KEY": "x",
+    "private_key": "x",
+    "aws_access_key_id": "x",
+    "secret": "x",
+    "client-secret": "x",
+    "secret_file": "/s",
+    "pwd": 12345678,
+    "password": "x",
+    "passwords": ["p"],
+    "smtp_pass": "x",
+    "credentials": {"user": "u", "key": "k"},
+    "authorization": "Token abc",
+    "Authorization": "Basic dTpw",
+    "basic_auth": "u:p",
+    "cookie": "session=1",
+    "slack_webhook": "x",
+    "privkey": "x",
+    "bearer": "x",
+    "jwt": "x",
+    "github_pat": "x",
+}
+NOT_BY_KEY: dict[str, Any] = {
+    "eos_token_id": 2,
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "stop_token": "<|im_end|>",
+    "max_tokens": 128,
+    "max_token_len": 4096,
+    "token_level": "sequence",
+    "token_level_scores": "sum",
+    "tis_token": {"upper": 2.0},
+    "token": {"upper": 2.0},
+    "tokens": 7,
+    "num_tokens": "auto",
+    "tokenizer": "/models/small",
+    "loss_agg_mode": "token-mean",
+    "prompt_key": "prompt",
+    "full_key": "trainer.x",
+    "reward_fn_key": "data_source",
+    "answer_key": "answer",
+    "multi_modal_key": "images",
+    "opsm_token": "0.1",
+    "key": "actor_rollout_ref.actor.strategy",
+    "keyword": "x",
+    "monkey": "x",
+    "bypass": "x",
+    "author": "x",
+    "compass": "x",
+    "use_auth": True,
+    "password": None,
+    "api_key": "",
+}
+IN_TEXT = [
+    ("Bearer sk-live-abcdef", f"Bearer {HIDDEN}"),
+    ("header: bearer abc", f"header: bearer {HIDDEN}"),
+    ("https://user:pass@host:80/path", f"https://{HIDDEN}@host:80/path"),
+    ("https://user:p@ss@host/a@b", f"https://{HIDDEN}@host/a@b"),
+    ("http://ghtoken@host", f"http://{HIDDEN}@host"),
+    ("https://hooks.slack.com/services/T0/B0/xyz", f"https://hooks.slack.com/{HIDDEN}"),
+    ("https://discord.com/api/webhooks/1/xyz", f"https://discord.com/api/webhooks/{HIDDEN}"),
+    ("https://open.feishu.cn/open-apis/bot/v2/hook/a-b", f"https://open.feishu.cn/open-apis/bot/v2/hook/{HIDDEN}"),
+    ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=a-b",
+     f"https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key={HIDDEN}"),
+    ("https://outlook.office.com/webhook/a@b/c", f"https://outlook.office.com/webhook/{HIDDEN}"),
+    ("https://x.blob.net/p?sv=1&sig=ab%3D&se=2", f"https://x.blob.net/p?sv=1&sig={HIDDEN}&se=2"),
+    ("https://host/a?token=abc&page=2", f"https://host/a?token={HIDDEN}&page=2"),
+    ("sk-proj-abcdefghijkl", HIDDEN),
+    ("use ghp_abcdefghijklmnopqrst1234.", f"use {HIDDEN}."),
+    ("hf_abcdefghijklmnopqrstuvwxyz", HIDDEN),
+    ("trainer.wandb_token=abc", f"trainer.wandb_token={HIDDEN}"),
+    ("++trainer.password=two words, and 'more'", f"++trainer.password={HIDDEN}"),
+    ("+logging={token: abc, level: 3}", f"+logging={{token: {HIDDEN}, level: 3}}"),
+    ("+logging={api_key:'a b',level:3}", f"+logging={{api_key:{HIDDEN},level:3}}"),
+    ('{"github_token": "abc", "n": 1}', f'{{"github_token": {HIDDEN}, "n": 1}}'),
+    ("trainer.pwd='a b': unknown key.", f"trainer.pwd={HIDDEN}: unknown key."),
+    ("trainer.pwd=ab: unknown key.", f"trainer.pwd={HIDDEN}: unknown key."),
+    ("+ray_kwargs.ray_init.runtime_env.env_vars={WANDB_API_KEY: abc, HOME: /root}",
+     f"+ray_kwargs.ray_init.runtime_env.env_vars={{WANDB_API_KEY: {HIDDEN}, HOME: /root}}"),
+    ("curl -H X-Api-Key:abc", f"curl -H X-Api-Key:{HIDDEN}"),
+    ("curl -H 'Authorization: Basic dTpw' x", f"curl -H 'Authorization: {HIDDEN} {HIDDEN}' x"),
+    ("serve --api-key abc --port 80", f"serve --api-key {HIDDEN} --port 80"),
+    ("+rollout.args=[--token,abc,--port,80]", f"+rollout.args=[--token,{HIDDEN},--port,80]"),
+    ("ASIA" + "A" * 16, HIDDEN),
+    ("AIza" + "a" * 35, HIDDEN),
+    ("-----BEGIN PRIVATE KEY-----\nab/c\n-----END PRIVATE KEY-----",
+     f"-----BEGIN PRIVATE KEY-----{HIDDEN}-----END PRIVATE KEY-----"),
+]  # fmt: skip
+NOT_IN_TEXT = [
+    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
+    "data.prompt_key=prompt",
+    "correction=[tis_token,gsm]",
+    "+correction.masks.token={ratio: rollout, level: token, upper: 1.01}",
+    "correction.masks.token.upper=1.01",
+    "ppo_max_token_len_per_gpu=${x.y}",
+    "trainer.token=null",
+    "https://host/path@v1",
+    "s3://bucket/key",
+    "user@host",
+    "hf_transformer_config_override",
+    "task-aware-reward-model",
+    "serve --tokenizer-path /a --prompt-key prompt",
+    "masks.opsm_token: it rejects nothing",
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BY_KEY.items())
+def test_hidden_by_key(key: str, value: Any) -> None:
+    assert redacted({"a": [{key: value}]}) == {"a": [{key: HIDDEN}]}
+
+
+@pytest.mark.parametrize(("key", "value"), NOT_BY_KEY.items())
+def test_kept_under_its_key(key: str, value: Any) -> None:
+    assert redacted({key: value}) == {key: value}
+
+
+@pytest.mark.parametrize(("text", "shown"), IN_TEXT)
+def test_hidden_in_text(text: str, shown: str) -> None:
+    assert redacted_text(text) == shown
+    assert redacted([text, {"x": text}]) == [shown, {"x": shown}]
+    assert redacted_text(shown) == shown
+
+
+@pytest.mark.parametrize("text", NOT_IN_TEXT)
+def test_kept_in_text(text: str) -> None:
+    assert redacted_text(text) == text
+
+
+def test_what_is_named_beside_its_value() -> None:
+    """Entries of an environment as Kubernetes lists them, and flags as a program takes them."""
+    assert redacted([{"name": "HF_TOKEN", "value": "abc"}, {"name": "HOME", "value": "/root"}]) == [
+        {"name": "HF_TOKEN", "value": HIDDEN},
+        {"name": "HOME", "value": "/root"},
+    ]
+    assert redacted(["--api-key", "abc", "--steps", "3"]) == ["--api-key", HIDDEN, "--steps", "3"]
+
+
+def test_values_of_secret_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef123456")
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    monkeypatch.setenv("PWD", "/runs/somewhere")
+    given = {"a": "x abcdef123456 y", "b": "abc", "c": "/runs/somewhere/else"}
+    assert redacted(given) == {"a": f"x {HIDDEN} y", "b": "abc", "c": "/runs/somewhere/else"}
+
+
+def test_nothing_of_verls_own_configuration_is_hidden() -> None:
+    with application(*NEEDED) as config:
+        values = OmegaConf.to_container(config)
+    assert redacted(values) == values

@@ -1,0 +1,73 @@
+"""The benchmark of verl's helper runs, and says what it measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+
+pytest.importorskip("verl")
+
+FOLDER = ROOT / "scripts" / "benchmark"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Found by its name in processes that it starts as well."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    threads = torch.get_num_threads()
+    yield importlib.import_module("rollout_stage")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_it_runs(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--quick", "--markdown", "--json", str(tmp_path / "cost.json")])
+    (row,) = json.loads((tmp_path / "cost.json").read_text())["cases"]
+    assert row["shape"] == [32, 256]
+    timed = ("seconds", "verl_seconds", "time_ratio", "wall_one_thread", "wall_two_threads")
+    assert min(row[name] for name in timed) > 0
+    header, rule, line = capsys.readouterr().out.strip().splitlines()
+    assert header.count("|") == rule.count("|") == line.count("|") == len(benchmark.COLUMNS) + 1
+    assert line.startswith("| 32 x 256 | normalised TIS, all 11 |")
+
+
+@pytest.mark.slow
+def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None:
+    points = benchmark.curve([(16, 1024), (64, 4096)], repeats=1)
+    assert [(point["helper"], point["tokens"]) for point in points] == [
+        *(("ours", 2**14), ("verl", 2**14), ("ours", 2**18), ("verl", 2**18))
+    ]
+    assert all(point["seconds"] > 0 for point in points)
+    small, large = (point for point in points if point["helper"] == "verl")
+    assert 0 <= small["bytes"] < large["bytes"]
+    benchmark.draw(points, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    lines = benchmark.markdown({"cases": [], "curve": points, "first": {"compiled": 0.5}}).splitlines()
+    assert lines[5].startswith("| 2^14 | ours |")
+    assert lines[-1] == "| compiled | 0.50 |"
+
+
+@pytest.mark.slow
+def test_peak_memory_is_that_of_one_call(benchmark: Any) -> None:
+    """Ours returns 4 bytes a token, less the pages without a valid one; verl's holds many such tensors at once."""
+    options, shape = benchmark.CASES["token TIS"], (256, 4096)
+    ours, verls = (benchmark.in_fresh_process(benchmark._grown, who, shape, options) for who in ("ours", "verl"))
+    tokens = shape[0] * shape[1]
+    assert 0.3 * 4 * tokens < ours < 1.25 * 4 * tokens  # and what else a process grows by
+    assert verls > 5 * ours
+
+
+def test_a_third_of_the_tokens_is_valid(benchmark: Any) -> None:
+    old, mu, mask = benchmark.inputs(512, 1000)
+    assert 0.25 < mask.double().mean() < 0.35
+    assert not (old * (1 - mask)).any()
+    assert not (mu * (1 - mask)).any()
+    assert (mask.diff(dim=1) <= 0).all()

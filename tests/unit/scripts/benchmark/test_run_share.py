@@ -1,0 +1,67 @@
+"""What statistics and the recorder take of a real run's steps: the sums, and the notes of calls that they are of."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "scripts" / "benchmark"
+
+
+@pytest.fixture(scope="module")
+def run_share() -> Any:
+    spec = importlib.util.spec_from_file_location("run_share", FOLDER / "run_share.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shares_by_hand(run_share: Any) -> None:
+    """Three steps, of which the first is left out; two calls a step in the worker and one in the driver."""
+    metrics = [{"timing_s/step": seconds, "offpolicy/record/seconds": 0.1} for seconds in (100.0, 4.0, 6.0)]
+    calls = [{"name": "worker.leave", "seconds": seconds} for seconds in (9.0, 9.0, 0.01, 0.02, 0.03, 0.04)]
+    calls += [{"name": "driver.collect", "seconds": seconds} for seconds in (9.0, 0.05, 0.05)]
+    found = run_share.shares(metrics, calls)
+    expected = {
+        "steps": 3,
+        "step_seconds": 5.0,
+        "worker_seconds": 0.05,
+        "driver_seconds": 0.05,
+        "recorder_seconds": 0.1,
+        "statistics_share": 0.02,
+        "recorder_share": 0.02,
+    }
+    assert found == pytest.approx(expected)
+    assert "50.0 ms in the worker and 50.0 ms in the driver, 2.00 % of a step" in run_share.shown(found)
+
+
+@pytest.mark.slow
+def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: Path) -> None:
+    code = (
+        "import call_times\n"
+        "from recipe.offpolicy.worker.metrics import Ledger, Packet\n"
+        "ledger, packet = Ledger(), Packet(1)\n"
+        "ledger.leave(packet)\n"
+        "ledger.settle(packet)\n"
+    )
+    environment = os.environ | {"OFFPOLICY_CALL_TIMES": str(tmp_path), "PYTHONPATH": f"{ROOT}:{FOLDER}"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    (tmp_path / "run").mkdir()
+    step = {"step": 1, "data": {"actor/grad_norm": 0.5, "timing_s/step": 3.0}}
+    lines = [{"step": 0, "data": {"val": 1.0}}, step]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics, calls = run_share.read(tmp_path / "run", tmp_path)
+    assert metrics == [step["data"]]
+    assert [call["name"] for call in calls] == ["worker.leave"]
+    assert calls[0]["seconds"] > 0

@@ -1,0 +1,283 @@
+"""The enumerated evidence: its figures by hand, and that what it asserts can fail."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
+
+import estimator_claims as claims
+import estimators
+import expectation
+import keep_rates
+from enumeration import Policies, build, policies
+from estimator_catalogue import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS, TOKEN_IS, Estimator
+from estimator_evidence import Settings, collect
+from expectation import measure, token_weights
+
+from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+
+SCRIPT = Path(estimators.__file__)
+SMALL = Settings(
+    vocabulary=3,
+    length=4,
+    mismatches=(0.003, 0.01, 1.0),
+    plane=1.0,
+    stalenesses=(0.0, 0.3),
+    worlds=2,
+    lengths=(10, 100),
+    rows=200,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are quicker on one, above all where others use the same cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build(vocabulary=3, length=4, seed=0)
+
+
+def truncated_token(upper: float) -> Estimator:
+    weight = {"level": "token", "kind": "truncate", "lower": None, "upper": upper}
+    return Estimator("token TIS", "token weight", {"weight": weight})
+
+
+def coin() -> Policies:
+    """One token of two: mu = (1/4, 3/4), pi = pi_old = (1/2, 1/2), R = (1, 0), scores +-(1/2, -1/2)."""
+    half = torch.tensor([[0.5], [0.5]], dtype=torch.float64).log()
+    return Policies(
+        mu=torch.tensor([[0.25], [0.75]], dtype=torch.float64).log(),
+        old=half,
+        pi=half,
+        scores=torch.tensor([[[0.5, -0.5]], [[-0.5, 0.5]]], dtype=torch.float64),
+        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        gradient=torch.tensor([0.25, -0.25], dtype=torch.float64),  # 1/2 x 1 x (1/2, -1/2)
+    )
+
+
+# With A = R - 1/4 = (3/4, -1/4) and rho = (2, 2/3), E[g] = x (1/2, -1/2) with
+# x = 1/4 w_0 3/4 + 3/4 w_1 1/4 = 3/16 (w_0 + w_1), where the true gradient has x = 1/2.
+@pytest.mark.parametrize(
+    ("estimator", "bias", "variance", "score_mean"),
+    [
+        # w = (1, 1): x = 3/8, bias 1/4; E|g|^2 = (1/4 9/16 + 3/4 1/16) / 2 = 3/32, |E g|^2 = 9/128;
+        # score mean (1/4 - 3/4) (1/2, -1/2), of length sqrt(1/8)
+        (NONE, 1 / 4, 3 / 32 - 9 / 128, math.sqrt(1 / 8)),
+        # w = (2, 2/3): x = 1/2; E|g|^2 = (1/4 4 9/16 + 3/4 4/9 1/16) / 2 = 7/24, |E g|^2 = 1/8
+        (TOKEN_IS, 0.0, 7 / 24 - 1 / 8, 0.0),
+        (SEQUENCE_IS, 0.0, 7 / 24 - 1 / 8, 0.0),
+        # w = (3/2, 2/3): x = 13/32, bias 3/16; score mean 3/8 - 1/2 = -1/8 times (1/2, -1/2);
+        # E|g|^2 = (1/4 9/4 9/16 + 3/4 4/9 1/16) / 2 = 259/1536, |E g|^2 = 169/2048
+        (truncated_token(1.5), 3 / 16, 259 / 1536 - 169 / 2048, math.sqrt(1 / 128)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Estimator) else "",
+)
+def test_one_token_of_two_by_hand(estimator, bias, variance, score_mean):
+    measured = measure(estimator, coin())
+    assert measured.bias == pytest.approx(bias, abs=1e-12)
+    assert measured.variance == pytest.approx(variance, rel=1e-12)
+    assert measured.score_mean == pytest.approx(score_mean, abs=1e-12)
+    assert measured.cosine == pytest.approx(1.0)
+    assert measured.dropped == 0.0
+
+
+def test_a_mask_by_hand():
+    # rho = 2 is outside [0.5, 1.9]: x = 3/16 (0 + 1), bias 5/8; a quarter of mu's tokens is removed.
+    mask = {"ratio": "rollout", "level": "sequence", "aggregate": "product", "lower": 0.5, "upper": 1.9, "when": "any"}
+    measured = measure(Estimator("mask", "mask", {"masks": {"mask": mask}}), coin())
+    assert measured.bias == pytest.approx(5 / 8)
+    assert measured.dropped == pytest.approx(1 / 4)
+    # x = 3/16, variance 3/4 1/16 / 2 - 9/512 = 3/512 over the squared bias (5/16)^2 / 2 = 25/512
+    assert measured.break_even == pytest.approx(3 / 25)
+
+
+def test_policies_are_distributions_and_see_only_the_prefix(world):
+    setting = policies(world, mismatch=0.5, staleness=0.5)
+    for log_prob in (setting.mu, setting.old, setting.pi):
+        assert float(log_prob.sum(-1).exp().sum()) == pytest.approx(1.0, abs=1e-12)
+        for length in range(1, 5):  # what comes after a token cannot change its log-prob
+            prefixes = world.tokens[:, :length] @ 3 ** torch.arange(length)
+            for prefix in prefixes.unique():
+                assert log_prob[prefixes == prefix, length - 1].unique().numel() == 1
+
+
+def test_the_true_gradient_by_finite_differences(world):
+    step, index = 1e-5, (1, 2)
+
+    def value(shift: float) -> float:
+        theta = world.theta.clone()
+        theta[index] += shift
+        setting = policies(replace(world, theta=theta), mismatch=0.0, staleness=0.0)
+        return float(setting.pi.sum(-1).exp() @ world.rewards)
+
+    gradient = policies(world, mismatch=0.0, staleness=0.0).gradient.view_as(world.theta)
+    assert abs(float(gradient[index])) > 1e-3
+    assert float(gradient[index]) == pytest.approx((value(step) - value(-step)) / (2 * step), rel=1e-6)
+
+
+def test_the_limit_of_self_normalisation_is_the_shipped_normalisation():
+    """Where mu is uniform, every sequence once is a batch with all the right frequencies."""
+    world = build(vocabulary=3, length=3, seed=1)
+    setting = policies(world, mismatch=0.0, staleness=0.0)
+    setting = replace(setting, mu=torch.full_like(setting.mu, -math.log(3)))
+    capped = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 1.5, "normalize": True}}
+    shipped = rollout_stage(
+        CorrectionSpec.from_mapping(capped),
+        old_log_prob=setting.old,
+        rollout_log_prob=setting.mu,
+        response_mask=torch.ones_like(setting.mu, dtype=torch.bool),
+    ).weight
+    ours, _, _ = token_weights(Estimator("capped", "sequence weight", capped), setting)
+    torch.testing.assert_close(ours, shipped, rtol=1e-12, atol=0)
+    assert float(shipped.max()) > 1.6  # 1.5 over a mean below 1
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "case", "length", "share"),
+    [
+        # the mean has deviation 0.03 / sqrt(10) = 0.009487: Phi(0.00995033 / s) - Phi(-0.01005034 / s)
+        ("geometric", 0, 10, 0.7082),
+        ("geometric", 0, 100, 0.9991),
+        # the sum has deviation 0.03 sqrt(1000) = 0.9487: 2 Phi(0.6931 / s) - 1 = 2 Phi(0.7306) - 1
+        ("product", 0, 1000, 0.5350),
+        ("product", 0, 4000, 0.2852),
+        # centred at -4000 x 0.00045 = -1.8, deviation 1.8974: Phi(1.3140) - Phi(0.5834)
+        ("product", 1, 4000, 0.1854),
+        ("geometric", 2, 4000, 1.0),
+        ("product", 2, 693, 1.0),  # 0.693 < log 2
+        ("product", 2, 694, 0.0),
+        ("geometric", 3, 10, 0.0),
+        ("product", 3, 34, 1.0),  # 0.68 < log 2 < 0.70
+        ("product", 3, 35, 0.0),
+    ],
+)
+def test_keep_rates(aggregate, case, length, share):
+    log_ratio = keep_rates.CASES[case]
+    assert keep_rates.expected(aggregate, log_ratio, length) == pytest.approx(share, abs=2e-4)
+    rows = 400 if log_ratio.deviation else 1
+    shipped = keep_rates.simulated(aggregate, log_ratio, length, rows=rows, seed=0)
+    assert shipped == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / rows) + 0.01 * (rows > 1))
+
+
+@pytest.mark.slow
+def test_a_small_run_prints_every_estimator_and_draws(tmp_path, capsys):
+    assert estimators.main(["--out", str(tmp_path / "deeper" / "a.png")], SMALL) == 0
+    first = capsys.readouterr().out
+    assert estimators.main(["--out", str(tmp_path / "b.png")], SMALL) == 0
+    second = capsys.readouterr().out
+    assert first.count("holds: ") == 8
+    assert all(first.count(estimator.name) >= 7 for estimator in ESTIMATORS)
+    assert "|E[g] - grad J|" in first
+    assert first.splitlines()[:-1] == second.splitlines()[:-1]
+    assert (tmp_path / "deeper" / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_seed_is_another_world():
+    assert not torch.equal(build(3, 3, seed=0).theta, build(3, 3, seed=1).theta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_claims_do_not_hang_on_the_seed(seed):
+    collect(replace(SMALL, seed=seed))
+
+
+@pytest.mark.slow
+def test_it_runs_by_path_from_anywhere(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "--seed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "sentence"),
+    [
+        (lambda weight: weight.clamp(max=1.5), "untruncated sequence IS has a relative bias"),
+        (lambda weight: weight * (1 + 1e-9), "some estimator has a relative bias"),
+        (lambda weight: torch.where(weight == 1, weight, weight.float().double()), "untruncated sequence IS"),
+    ],
+    ids=["capped", "scaled", "rounded to float32"],
+)
+def test_sabotaged_weights_end_the_run(monkeypatch, capsys, tmp_path, sabotage, sentence):
+    def sabotaged(*arguments, **keywords):
+        stage = rollout_stage(*arguments, **keywords)
+        return replace(stage, weight=sabotage(stage.weight))
+
+    monkeypatch.setattr(expectation, "rollout_stage", sabotaged)
+    assert estimators.main(["--out", str(tmp_path / "a.png")], SMALL) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("does NOT hold: ")
+    assert sentence in printed
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_the_score_mean_claim_sees_both_sides(world):
+    table = {1.0: {e.name: measure(e, policies(world, mismatch=1.0, staleness=0.0)) for e in ESTIMATORS}}
+    assert "E_mu[sum_t rho_t grad log pi_t] = 0" in claims.baselines_stay_unbiased(table)
+    masked = table[1.0] | {TOKEN_IS.name: table[1.0]["token TIS + geometric mask"]}
+    with pytest.raises(claims.ClaimError, match="a baseline would bias it"):
+        claims.baselines_stay_unbiased({1.0: masked})
+    with pytest.raises(claims.ClaimError, match=r"none has a score mean of .* at most"):
+        claims.baselines_stay_unbiased({1.0: table[1.0] | {NONE.name: table[1.0][SEQUENCE_IS.name]}})
+
+
+def test_a_second_order_error_would_be_noticed(world):
+    one = measure(TOKEN_IS, policies(world, mismatch=0.1, staleness=0.0))
+
+    def table(power: int):
+        return {level: dict.fromkeys((TOKEN_IS.name, NONE.name), replace(one, bias=level**power)) for level in (0.1, 1)}
+
+    assert "mismatch^1.000" in claims.token_is_is_first_order(table(1))
+    with pytest.raises(claims.ClaimError, match=r"mismatch\^2.000"):
+        claims.token_is_is_first_order(table(2))
+
+
+def test_every_other_claim_can_fail(world, monkeypatch):
+    stale = policies(world, mismatch=0.3, staleness=0.5)
+    fresh = policies(world, mismatch=0.0, staleness=0.0)
+    with pytest.raises(claims.ClaimError, match="differs from autograd"):
+        claims.gradient_agrees(replace(stale, gradient=stale.gradient * (1 + 1e-9)))
+    with pytest.raises(claims.ClaimError, match="with mu = pi_old = pi"):
+        claims.on_policy_is_unbiased(stale)
+    with pytest.raises(claims.ClaimError, match="the clip of pi / pi_old acts"):
+        claims.clip_fractions(stale)
+    with pytest.raises(claims.ClaimError, match="the clip of pi / mu acts on no token"):
+        claims.clip_fractions(fresh)
+    with pytest.raises(claims.ClaimError, match=r"product mask, noise 0\.03, T = 1000"):
+        claims.keep_rates_agree(
+            keep_rates.CASES,
+            (10, 1000),
+            2000,
+            lambda aggregate, case, length: (
+                keep_rates.expected(aggregate, case, length) - 0.1 * (aggregate == "product" and length == 1000)
+            ),
+        )
+    monkeypatch.setattr(
+        claims,
+        "rollout_stage",
+        lambda *a, **k: replace(stage := rollout_stage(*a, **k), weight=stage.weight * 1.0001),
+    )
+    with pytest.raises(claims.ClaimError, match=r"1.001\^2000"):
+        claims.products()
+
+
+def test_self_normalised_variance_is_that_of_the_linearised_ratio():
+    # w = (2, 2/3), E w = 1, E[w g] = G: sum mu w^2 |g - G|^2 with g = A score = ((3/8, -3/8), (1/8, -1/8)),
+    # G = (1/4, -1/4): both differ by +-(1/8, -1/8), so (1/4 4 + 3/4 4/9) / 32 = 1/24
+    assert measure(SELF_NORMALISED, coin()).variance == pytest.approx(1 / 24)

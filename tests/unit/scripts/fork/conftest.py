@@ -1,0 +1,33 @@
+"""The project and the checkout that a test of copying begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.fork_copy import PROJECT, put
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small project of the real one's shape, with litter, as what is copied."""
+    root = put(tmp_path / "project", PROJECT)
+    (root / "recipe" / "offpolicy" / "config").symlink_to("../../configs")
+    (root / "recipe" / "offpolicy" / "run.sh").chmod(0o755)
+    litter = {
+        "recipe/offpolicy/__pycache__/main.cpython-311.pyc": "x",
+        "recipe/offpolicy/outputs/log.txt": "x",
+        "verl_patches/.hidden.py": "x",
+        "verl_patches/core.dump": "x",
+    }
+    put(root, litter)
+    monkeypatch.setattr("fork_main.SOURCE", root)
+    return root
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Path:
+    """What the script takes for a verl checkout, with a file of the user's."""
+    files = {"verl/__init__.py": "", "verl/version/version": "0.9.1\n", "mine.py": "mine\n"}
+    return put(tmp_path / "fork", files)

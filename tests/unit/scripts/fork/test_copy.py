@@ -1,0 +1,238 @@
+"""Copying into a checkout and back: nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import fork_checkout
+import pytest
+from fork_main import DONE, REFUSED
+
+from tests.support.fork_copy import COPIED, MANIFEST, ROOT, call, copy, git_free, new_files, put, snapshot
+from verl_patches.contract import Contract
+
+
+def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(fork)
+    assert copy(fork) == DONE
+    printed = capsys.readouterr().out
+    added = new_files(fork, before)
+    manifest = json.loads(added.pop(MANIFEST))
+    assert added == COPIED
+    assert (fork / "recipe/offpolicy/run.sh").stat().st_mode & 0o777 == 0o755
+    sums = {path: entry["sha256"] for path, entry in manifest["files"].items()}
+    assert sums == {path: hashlib.sha256(text.encode()).hexdigest() for path, text in COPIED.items()}
+    assert (manifest["state"], manifest["version"], manifest["commit"]) == ("complete", "1.2.3", None)
+    assert (manifest["verl"], manifest["place"]) == ("0.9.1", "")
+    assert "wrote 7 files: 4 in recipe/offpolicy/, 2 in recipe/offpolicy/config/, 1 in verl_patches/" in printed
+    assert f"export PYTHONPATH={fork}\n" in printed
+    assert call(fork, "--undo") == DONE
+    assert "removed 7 files" in capsys.readouterr().out
+    assert snapshot(fork) == before
+    assert call(fork, "--undo") == DONE
+    assert "nothing to undo" in capsys.readouterr().out
+
+
+def test_a_second_copy_writes_nothing(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy(fork)
+    times = {path: path.stat().st_mtime_ns for path in fork.rglob("*")}
+    capsys.readouterr()
+    assert copy(fork) == DONE
+    assert "nothing had to be written" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in fork.rglob("*")} == times
+
+
+def test_an_update_writes_what_changed_and_removes_what_is_gone(project: Path, fork: Path) -> None:
+    before = snapshot(fork)
+    copy(fork)
+    put(project, {"recipe/offpolicy/main.py": "ONE\n", "recipe/offpolicy/new/file.py": "new\n"})
+    (project / "recipe/offpolicy/deep/er.py").unlink()
+    assert copy(fork) == DONE
+    added = new_files(fork, before)
+    manifest = json.loads(added.pop(MANIFEST))
+    kept = {path: text for path, text in COPIED.items() if path != "recipe/offpolicy/deep/er.py"}
+    assert added == kept | {"recipe/offpolicy/main.py": "ONE\n", "recipe/offpolicy/new/file.py": "new\n"}
+    assert manifest["files"].keys() == added.keys()
+    assert not (fork / "recipe/offpolicy/deep").exists()
+    assert call(fork, "--undo") == DONE
+    assert snapshot(fork) == before
+
+
+@pytest.mark.parametrize("option", ["", "--force"])
+def test_files_of_the_users_are_never_overwritten(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    put(fork, {"verl_patches/__init__.py": "theirs\n", "recipe/offpolicy/main.py": "theirs too\n"})
+    before = snapshot(fork)
+    assert copy(fork, *option.split()) == REFUSED
+    said = capsys.readouterr().err
+    assert "    recipe/offpolicy/main.py\n    verl_patches/__init__.py\n" in said
+    assert "nothing was written" in said
+    assert snapshot(fork) == before
+
+
+def test_a_file_that_was_there_already_stays_when_the_copy_goes(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(fork, {"verl_patches/__init__.py": COPIED["verl_patches/__init__.py"], "recipe/dapo/a.py": "a\n"})
+    before = snapshot(fork)
+    assert copy(fork) == DONE
+    assert copy(fork) == DONE
+    put(project, {"verl_patches/__init__.py": "newer\n"})
+    assert copy(fork) == REFUSED, "an update would overwrite the user's file"
+    capsys.readouterr()
+    assert call(fork, "--undo") == DONE
+    assert "kept verl_patches/__init__.py: it was there before" in capsys.readouterr().out
+    assert snapshot(fork) == before
+
+
+def test_an_edit_stops_an_update_unless_it_is_forced(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy(fork)
+    put(fork, {"recipe/offpolicy/main.py": "edited\n"})
+    put(project, {"verl_patches/__init__.py": "newer\n"})
+    before = snapshot(fork)
+    assert copy(fork) == REFUSED
+    said = capsys.readouterr().err
+    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in said
+    assert snapshot(fork) == before
+    assert copy(fork, "--force", "--dry-run") == DONE
+    assert snapshot(fork) == before
+    capsys.readouterr()
+    assert copy(fork, "--force") == DONE
+    assert "its content is kept in recipe/offpolicy/main.py.orig\n" in capsys.readouterr().out
+    assert (fork / "recipe/offpolicy/main.py").read_text() == "one\n"
+    assert (fork / "recipe/offpolicy/main.py.orig").read_text() == "edited\n"
+    assert (fork / "verl_patches/__init__.py").read_text() == "newer\n"
+
+
+def test_what_was_kept_before_stays(project: Path, fork: Path) -> None:
+    before = snapshot(fork)
+    copy(fork)
+    for text in ("first\n", "second\n"):
+        put(fork, {"recipe/offpolicy/main.py": text})
+        assert copy(fork, "--force") == DONE
+    assert call(fork, "--undo") == DONE
+    assert new_files(fork, before) == {
+        "recipe/offpolicy/main.py.orig": "first\n",
+        "recipe/offpolicy/main.py.orig2": "second\n",
+    }
+
+
+def test_an_undo_leaves_edits_and_what_else_lies_there(
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(fork)
+    copy(fork)
+    put(fork, {"recipe/offpolicy/main.py": "edited\n", "recipe/offpolicy/deep/notes.md": "notes\n"})
+    capsys.readouterr()
+    assert call(fork, "--undo") == DONE
+    assert "kept recipe/offpolicy/main.py" in capsys.readouterr().out
+    assert new_files(fork, before) == {
+        "recipe/offpolicy/main.py": "edited\n",
+        "recipe/offpolicy/deep/notes.md": "notes\n",
+    }
+
+
+def test_an_edited_file_that_is_no_longer_shipped_becomes_the_users(project: Path, fork: Path) -> None:
+    copy(fork)
+    put(fork, {"recipe/offpolicy/deep/er.py": "edited\n"})
+    (project / "recipe/offpolicy/deep/er.py").unlink()
+    assert copy(fork) == DONE
+    assert "recipe/offpolicy/deep/er.py" not in json.loads((fork / MANIFEST).read_text())["files"]
+    assert (fork / "recipe/offpolicy/deep/er.py").read_text() == "edited\n"
+
+
+def test_what_was_compiled_goes_with_its_source_and_no_other_does(project: Path, fork: Path) -> None:
+    before = snapshot(fork)
+    copy(fork)
+    caches = {
+        "verl_patches/__pycache__/__init__.cpython-311.pyc": "x",
+        "recipe/offpolicy/__pycache__/main.cpython-311.pyc": "x",
+        "recipe/offpolicy/__pycache__/main.cpython-312.opt-1.pyc": "x",
+        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.nbi": "x",
+        "recipe/offpolicy/deep/__pycache__/er.swept-12.py311.1.nbc": "x",
+        "recipe/offpolicy/__pycache__/theirs.cpython-311.pyc": "x",
+    }
+    put(fork, caches)
+    call(fork, "--undo")
+    assert new_files(fork, before) == {"recipe/offpolicy/__pycache__/theirs.cpython-311.pyc": "x"}
+
+
+def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(fork)
+    assert call(fork, "--dry-run") == DONE
+    said = capsys.readouterr().out
+    assert [line[6:] for line in said.splitlines() if line.startswith("    + ")] == sorted(COPIED)
+    assert snapshot(fork) == before
+    copy(fork)
+    copied = snapshot(fork)
+    assert call(fork, "--undo", "--dry-run") == DONE
+    assert "would remove 7 files" in capsys.readouterr().out
+    assert snapshot(fork) == copied
+
+
+@pytest.mark.parametrize(("options", "status"), [(["--dry-run"], 0), (["--no-smoke"], 3)])
+def test_a_reader_that_leaves_early(fork: Path, options: list[str], status: int) -> None:
+    """As `| head` does, before the first line; a copy says so, for it is not known how far it came."""
+    before = snapshot(fork)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork), *options]
+    environment = {**git_free(), "VENV": sys.prefix}
+    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == status
+    assert done.stderr.startswith("copy_into_fork: stopped: nobody reads" if status else "")
+    assert "Error" not in done.stderr
+    assert status == 0 or "Fix: run the same command again" in done.stderr
+    assert snapshot(fork) == before
+
+
+def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(fork)
+    assert copy(fork) == DONE
+    files = set(new_files(fork, before)) - {MANIFEST}
+    configs = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
+    assert {f"recipe/offpolicy/config/{path}" for path in configs} <= files
+    sources = [*(ROOT / "recipe/offpolicy").rglob("*.py"), *(ROOT / "verl_patches").rglob("*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in sources} <= files
+    assert {"recipe/offpolicy/REQUIRED_VERL.txt", "recipe/offpolicy/run_dense_fsdp.sh"} <= files
+
+
+def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
+    before = snapshot(fork)
+    script = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork)]
+    environment = {**git_free(), "VENV": sys.prefix}
+
+    def run(*options: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [*script, *options]
+        return subprocess.run(command, env=environment | changes, cwd=fork, capture_output=True, text=True, check=False)
+
+    copied = run("--no-smoke")
+    assert (copied.returncode, copied.stderr) == (0, "")
+    assert set(new_files(fork, before)) > {MANIFEST, "recipe/offpolicy/main_offpolicy.py"}
+    assert run("--undo").returncode == 0
+    assert snapshot(fork) == before
+    missing = run(VENV="/nowhere")
+    assert (missing.returncode, "VENV=/nowhere" in missing.stderr) == (2, True)
+    assert run("--undo", "--force").returncode == 2
+
+
+def test_the_releases_are_those_of_the_seams() -> None:
+    from verl_patches import engine_loss, trainer_v1
+
+    def shared(seams: Iterable[Contract]) -> list[str]:
+        return [release for release in fork_checkout.SUPPORTED if all(seam.covers(release) for seam in seams)]
+
+    assert shared(engine_loss.SEAMS) == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"] == list(fork_checkout.SUPPORTED)
+    assert shared(trainer_v1.SEAMS) == ["0.9.0", "0.9.1"]

@@ -1,0 +1,90 @@
+"""Nothing that a run started may stay: processes, daemons, shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
+
+import cleanup
+from cleanup import MARKER, SharedMemoryWatch, processes_of_run, used_files
+
+QUICKSTART = Path(cleanup.__file__).parent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, because it ends all of its descendants."""
+    head = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r})\nfrom cleanup import *\nimport subprocess, time\n"
+    code = head + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_whole_tree_ends_with_its_daemons():
+    done = in_a_supervisor(
+        """
+        become_subreaper()
+        # A child, a grandchild that ignores SIGTERM, and a daemon in a session of its own whose parent has ended.
+        script = "(setsid sleep 598 &) ; trap '' TERM; sleep 597 & wait"
+        child = subprocess.Popen(["bash", "-c", script], start_new_session=True)
+        deadline = time.monotonic() + 300
+        while len(found := processes_of_run("no such run")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(found) == 3, found
+        assert end_processes("no such run", patience=0.3, limit=300) == []
+        print(*[p.pid for p in found if p.is_running() and p.status() != "zombie"])
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_a_marked_process_is_found_outside_the_tree():
+    """Without a subreaper, a daemon belongs to init; its environment still says whose it is."""
+    run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    # The outer shell ends at once, and with it the daemon's ties to this process.
+    start = ["bash", "-c", "setsid sleep 596 >/dev/null 2>&1 & echo $!"]
+    pid = int(subprocess.run(start, env={**os.environ, MARKER: run_id}, capture_output=True, check=True).stdout)
+    try:
+        assert pid in [process.pid for process in processes_of_run(run_id)]
+        assert pid not in [process.pid for process in processes_of_run("another run")]
+    finally:
+        psutil.Process(pid).kill()
+
+
+def test_only_the_runs_own_segments_are_removed(tmp_path):
+    (tmp_path / "older").write_bytes(b"0" * 4096)
+    watch = SharedMemoryWatch(tmp_path)
+    (tmp_path / "foreign").write_bytes(b"0" * 4096)
+    # A semaphore keeps another name than the one it was mapped under: "draft" is linked to "leaked" and unlinked.
+    code = f"""
+import mmap, os
+file = open({str(tmp_path / "draft")!r}, "wb+"); file.write(b"0" * 4096); file.flush()
+kept = mmap.mmap(file.fileno(), 4096); file.close()
+os.link({str(tmp_path / "draft")!r}, {str(tmp_path / "leaked")!r}); os.unlink({str(tmp_path / "draft")!r})
+print("ready", flush=True); input()
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        status = (tmp_path / "leaked").stat()
+        assert (status.st_dev, status.st_ino) in used_files(child.pid, tmp_path)
+        watch.observe(lambda: [psutil.Process(child.pid)])
+        assert watch.remove_leaked() == []  # it is still in use
+    finally:
+        child.kill()
+        child.communicate()
+    assert watch.remove_leaked() == ["leaked"]
+    assert sorted(os.listdir(tmp_path)) == ["foreign", "older"]

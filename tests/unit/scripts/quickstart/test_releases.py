@@ -1,0 +1,69 @@
+"""What the quickstart does for each release of verl."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
+
+from releases import overrides, platform_option
+
+SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
+
+
+@pytest.mark.parametrize(
+    ("platform", "release", "option"),
+    [
+        ("cpu", "0.7.1", "cpu_before_0_9"),
+        ("cpu", "0.8.0", "cpu_before_0_9"),
+        ("cpu", "0.9.1", "cpu"),
+        ("cuda", "0.7.1", "cuda"),
+        ("cpu_megatron", "0.9.1", "cpu_megatron"),
+    ],
+)
+def test_the_platform_is_chosen_by_the_release(platform: str, release: str, option: str) -> None:
+    assert platform_option(platform, release) == option
+    assert (ROOT / "configs" / "platform" / f"{option}.yaml").is_file()
+
+
+def test_only_releases_with_a_replay_buffer_are_told_of_one() -> None:
+    """An override of a key that verl does not have would be refused."""
+    assert overrides("0.7.1") == overrides("0.8.0") == []
+    assert [text.partition("=")[0].rpartition(".")[0] for text in overrides("0.9.1")] == [
+        "trainer.v1.sampler.custom_sampler"
+    ] * 2
+
+
+def test_before_0_9_the_cpu_is_rays_gpu() -> None:
+    """`trainer.device` names the resource of placement groups there, and none is called "cpu"."""
+    config = yaml.safe_load((ROOT / "configs" / "platform" / "cpu_before_0_9.yaml").read_text())
+    assert config["trainer"]["device"] == "cuda"
+    assert config["defaults"][0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--release", "0.6.0"], {}, "release 0.6.0 of verl is not among those supported: 0.7.1 0.8.0 0.9.1"),
+        (["--release=0.6.0"], {}, "release 0.6.0"),
+        ([], {"RELEASE": "0.6.0"}, "release 0.6.0"),
+        (["--release"], {}, "--release without a release"),
+        (["--release", "0.6.0"], {"VENV": sys.prefix}, "not 0.6.0"),
+    ],
+)
+def test_a_release_that_cannot_be_is_refused(arguments: list[str], environment: dict[str, str], message: str) -> None:
+    done = subprocess.run(
+        [*SCRIPT, *arguments],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,131 @@
+"""The quickstart's questions, their scores, and the model that is asked."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
+
+import task
+from model import ModelSettings, build_model, build_tokenizer
+from reward import compute_score
+
+SMALL = task.TaskSettings(heldout=256, train=64, warm_start=32)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, list[task.Entry]]:
+    return task.splits(SMALL)
+
+
+def test_splits_have_their_sizes_and_share_no_question(parts):
+    assert {name: len(entries) for name, entries in parts.items()} == {"heldout": 256, "train": 64, "warm_start": 32}
+    questions = [entry["question"].casefold() for entries in parts.values() for entry in entries]
+    assert len(set(questions)) == 256 + 64 + 32
+
+
+def test_splits_are_the_same_every_time(parts):
+    assert task.splits(SMALL) == parts
+
+
+def test_default_settings_hold_out_enough():
+    assert task.TaskSettings().heldout >= 256
+
+
+def test_a_question_in_two_splits_is_an_error(parts):
+    leaked = {"heldout": parts["heldout"], "train": [*parts["train"], parts["heldout"][3]]}
+    with pytest.raises(ValueError, match="is in heldout and in train"):
+        task.assert_disjoint(leaked)
+
+
+def test_too_few_different_questions_is_an_error():
+    settings = task.TaskSettings(min_word_len=3, max_word_len=3, heldout=256, train=4096, warm_start=4096)
+    with pytest.raises(ValueError, match="different questions, 8448 are needed"):
+        task.splits(settings)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("nus", 1.0),
+        (" NUS\n", 1.0),  # the scorer ignores case, ours ignores white space around the answer
+        ("sun", 1 / 3),  # s u n against n u s: one letter of three stands in its place
+        ("nu", 2 / 3),
+        ("", 0.0),
+        ("xyz", 0.0),
+    ],
+)
+def test_reward_is_reasoning_gyms_own(answer, score):
+    extra = {"question": "Spell this word backward (example: sun -> nus): sun", "metadata": json.dumps({"word": "sun"})}
+    assert compute_score("reasoning_gym/spell_backward", answer, "nus", extra) == pytest.approx(score)
+
+
+def test_reward_refuses_other_data():
+    with pytest.raises(ValueError, match="openai/gsm8k"):
+        compute_score("openai/gsm8k", "4", "4")
+
+
+def test_parquet_has_verls_schema(parts, tmp_path):
+    import pandas
+
+    task.write_parquet(parts["train"], "train", tmp_path / "train.parquet")
+    rows = pandas.read_parquet(tmp_path / "train.parquet")
+    assert list(rows.columns) == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    row, entry = rows.iloc[5], parts["train"][5]
+    assert row["data_source"] == "reasoning_gym/spell_backward"
+    assert list(row["prompt"]) == [{"role": "user", "content": entry["question"]}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": entry["answer"]}
+    assert row["extra_info"]["index"] == 5
+    # What is stored suffices to rebuild the entry that reasoning-gym scores.
+    rebuilt = {
+        "question": row["extra_info"]["question"],
+        "answer": row["reward_model"]["ground_truth"],
+        "metadata": json.loads(row["extra_info"]["metadata"]),
+    }
+    assert json.dumps(rebuilt, sort_keys=True) == json.dumps(entry, sort_keys=True)
+    assert compute_score(row["data_source"], entry["answer"], entry["answer"], row["extra_info"]) == 1.0
+
+
+def test_the_careless_speller_is_right_as_often_as_asked(parts):
+    entry = next(entry for entry in parts["train"] if entry["answer"] != entry["metadata"]["word"])
+    rng = random.Random(0)
+    answers = [task.demonstrate(entry, rng, careful=0.25) for _ in range(4000)]
+    assert set(answers) == {entry["answer"], entry["metadata"]["word"]}
+    # The standard error of the share is sqrt(0.25 * 0.75 / 4000) = 0.007.
+    assert answers.count(entry["answer"]) / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_tokenizer_sees_every_letter_and_the_instruction_as_one_token(parts):
+    instruction = task.instruction(parts["warm_start"])
+    tokenizer = build_tokenizer(instruction)
+    entry = parts["train"][0]
+    word = entry["metadata"]["word"]
+    chat = [{"role": "user", "content": entry["question"]}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    # <|user|>, the instruction, the letters, <|end|>, <|assistant|>
+    assert len(ids) == len(word) + 4
+    assert tokenizer.decode(ids) == f"<|user|>{entry['question']}<|end|><|assistant|>"
+    assert tokenizer.decode(tokenizer("gnirrots!")["input_ids"]) == "gnirrots!"
+
+
+def test_model_suits_vllm(parts):
+    tokenizer = build_tokenizer(task.instruction(parts["warm_start"]))
+    model = build_model(ModelSettings(), tokenizer)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.hidden_size // model.config.num_attention_heads >= 32
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_merges_become_tokens_beside_the_bytes(parts):
+    instruction = task.instruction(parts["warm_start"])
+    plain = build_tokenizer(instruction)
+    merged = build_tokenizer(instruction, [("a", "b"), ("ab", "c")])
+    assert len(merged) == len(plain) + 2
+    assert merged.tokenize("abcab") == ["abc", "ab"]
+    assert plain.tokenize("abcab") == list("abcab")

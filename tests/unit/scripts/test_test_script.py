@@ -1,0 +1,243 @@
+"""scripts/test.sh: which tests run in which environment, and what the caller sees at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.paths import ROOT
+
+HANGS = 300.0
+"""Seconds after which whatever is waited for will not come."""
+
+# Stand-ins: the installer makes environments whose programs note how they were called.
+INSTALL = """#!/usr/bin/env bash
+echo "install $*" >>"$NOTES"
+[[ $* == *"${FAIL_INSTALL:-none}" ]] && exit 1
+[[ $* == *"${HANG_INSTALL:-none}" ]] && sleep 600
+mkdir -p "$1/bin"
+cp stub "$1/bin/python"; cp stub "$1/bin/ruff"; cp stub "$1/bin/mypy"
+"""
+STUB = """#!/usr/bin/env bash
+folder=$(basename "$(dirname "$(dirname "$0")")")
+echo "$folder $(basename "$0") $*" >>"$NOTES"
+if [[ $2 == pytest ]]; then
+    echo "=== 1 passed in $folder ==="
+    [[ $folder == "${FAIL_IN:-none}" ]] && exit 1
+    [[ $folder == "${HANG_IN:-none}" ]] && exec sleep 600
+fi
+exit 0
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with every test folder, three releases, and stand-ins for the environments."""
+    for folder in ("scripts", "requirements", "recipe/offpolicy", "tests/unit", "tests/contract", "tests/integration"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests" / "releases").mkdir()
+    (tmp_path / "tests" / "unit" / "test_one.py").touch()
+    (tmp_path / "recipe" / "offpolicy" / "module.py").touch()
+    for release in ("0.7.1", "0.10.0", "0.9.1"):
+        (tmp_path / "requirements" / f"verl-{release}.txt").touch()
+    shutil.copy(ROOT / "scripts" / "test.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "install_cpu.sh").write_text(INSTALL)
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+    return tmp_path
+
+
+def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], list[str]]:
+    """Exit status, what was called, and the lines printed."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
+    notes = tree / "notes"
+    notes.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", *arguments],
+        cwd=tree,
+        env={**kept, "NOTES": str(notes), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    called = notes.read_text().splitlines() if notes.exists() else []
+    # What runs side by side is noted in any order: environments by name, whole programs before what runs beside them.
+    installs = sorted(call for call in called if call.startswith("install"))
+    programs, others = ([call for call in called if f"-m {start}program" in call] for start in ("", "not "))
+    rest = [call for call in called if call not in {*installs, *programs, *others}]
+    return done.returncode, [*installs, *rest, *programs, *others], (done.stdout + done.stderr).splitlines()
+
+
+OTHERS = "tests/releases tests/contract"
+SIDE_BY_SIDE = "-n 2 --dist loadfile --no-loadscope-reorder"
+ALONE = "--not-in 0.10.0 " + OTHERS
+ALL = "tests/releases tests/contract tests/integration tests/unit"
+DEFAULT = " and not extended"
+
+
+def calls(folders: list[str], suites: list[str], selection: str = "", arguments: str = "") -> list[str]:
+    """Programs in turn, and beside them everything else on two processes."""
+    pairs = list(zip(folders, suites, strict=True))
+    return [
+        *(
+            f"{folder} python -m pytest --durations=0 --durations-min=20 -m program{selection} {arguments}{suite}"
+            for folder, suite in pairs
+        ),
+        *(
+            f"{folder} python -m pytest {SIDE_BY_SIDE} -m not program{selection} {arguments}{suite}"
+            for folder, suite in pairs
+        ),
+    ]
+
+
+LINT = [".venv ruff check .", ".venv ruff format --check .", ".venv mypy recipe/offpolicy"]
+
+
+def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree: Path) -> None:
+    status, called, lines = run(tree)
+    assert status == 0
+    assert called == [
+        f"install {tree}/.venv --release 0.10.0",
+        f"install {tree}/.venv-0.7.1 --release 0.7.1",
+        *LINT,
+        *calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT),
+    ]
+    summary = lines[lines.index("--- summary") + 1 :]
+    stages = ["install-0.10.0", "install-0.7.1", "lint", "types"]
+    stages += [f"{kind}-{release}" for release in ("0.7.1", "0.10.0") for kind in ("programs", "tests")]
+    assert [line.split()[:2] for line in summary[:-4]] == [[name, "ok"] for name in stages]
+    assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
+
+
+def test_one_release_has_all_its_tests(tree: Path) -> None:
+    _, called, lines = run(tree, "--release", "0.9.1", "-x")
+    assert called == [
+        f"install {tree}/.venv-0.9.1 --release 0.9.1",
+        *calls([".venv-0.9.1"], [OTHERS], arguments="-x "),
+    ]
+    assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
+    _, called, _ = run(tree, "--release", "0.10.0")
+    assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls([".venv"], [ALL])]
+
+
+def test_all_releases_end_with_the_newest(tree: Path) -> None:
+    _, called, lines = run(tree, "--release", "all")
+    assert called[3:] == [
+        *LINT,
+        *calls([".venv", ".venv-0.9.1", ".venv-0.7.1"], [ALL, OTHERS, OTHERS]),
+    ]
+    assert [line.split()[-2] for line in lines[-6::2]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
+
+
+def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
+    _, called, _ = run(tree, "--quick")
+    selection = "not program and not extended and not slow and not gpu"
+    assert called[-1] == f".venv python -m pytest {SIDE_BY_SIDE} -m {selection} tests/unit"
+    assert len([call for call in called if "python -m pytest" in call]) == 1
+    assert not [call for call in called if "0.7.1" in call]
+    _, called, _ = run(tree, "tests/unit/test_one.py::test_it", "-k", "it")
+    assert called[-1] == ".venv python -m pytest -k it tests/unit/test_one.py::test_it"
+    assert not [call for call in called if "0.7.1" in call]
+
+
+def test_an_environment_of_ones_own_is_used_as_it_is(tree: Path) -> None:
+    run(tree, "--release", "0.9.1")
+    _, called, _ = run(tree, VENV=str(tree / ".venv-0.9.1"))
+    lint = [call.replace(".venv ", ".venv-0.9.1 ") for call in LINT]
+    assert called == [*lint, *calls([".venv-0.9.1"], [ALL], DEFAULT)]
+    _, called, _ = run(tree, "--release", "0.9.1", VENV=".venv-0.9.1")
+    assert called == calls([".venv-0.9.1"], [OTHERS])
+
+
+@pytest.mark.parametrize("failing", [".venv", ".venv-0.7.1"])
+def test_a_failure_in_any_release_fails_the_run(failing: str, tree: Path) -> None:
+    status, called, lines = run(tree, FAIL_IN=failing)
+    assert status == 1
+    assert called[-4:] == calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT), "the others still run"
+    assert len([line for line in lines if "FAILED (exit 1)" in line]) == 2
+
+
+def test_all_tests_share_one_limit(tree: Path) -> None:
+    (tree / "stub").write_text(STUB.replace('echo "=== 1 passed in $folder ==="', ""))
+    status, _, lines = run(tree, HANG_IN=".venv", TEST_LIMIT="2")
+    assert status == 1
+    assert any(line.startswith("tests-0.10.0") and "FAILED (exit 124)" in line for line in lines)
+    assert lines[-2:] == [f"{kind}-0.10.0: pytest did not come to its end" for kind in ("programs", "tests")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--release", "0.7.2"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
+        (["--release"], {}, "Fix: one of 0.7.1 0.9.1 0.10.0, all."),
+        (["--release", "all"], {"VENV": "."}, "Fix: leave one of them out."),
+        ([], {"VENV": "nowhere"}, "Fix: name a virtual environment"),
+    ],
+)
+def test_what_cannot_be_run_is_said_at_once(
+    arguments: list[str], variables: dict[str, str], message: str, tree: Path
+) -> None:
+    status, called, lines = run(tree, *arguments, **variables)
+    assert status == 2
+    assert not called
+    assert message in lines[-1]
+
+
+def test_no_tests_run_without_the_newest_environment(tree: Path) -> None:
+    status, called, _ = run(tree, FAIL_INSTALL="0.10.0")
+    assert status == 2
+    assert called == [f"install {tree}/.venv --release 0.10.0"]
+
+
+def test_without_the_environment_of_another_release_its_tests_fail(tree: Path) -> None:
+    status, called, lines = run(tree, FAIL_INSTALL="0.7.1")
+    assert status == 1
+    assert called[2:] == [*LINT, *calls([".venv"], [ALL], DEFAULT)]
+    failed = ["install-0.7.1", "programs-0.7.1", "tests-0.7.1"]
+    assert [line.split()[0] for line in lines if "FAILED" in line and not line.startswith("---")] == failed
+    assert "tests-0.7.1    FAILED (no environment)" in lines
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hanging"), [("HANG_IN", ".venv-0.7.1", 2), ("HANG_INSTALL", "0.7.1", 1)]
+)
+def test_an_interrupt_ends_what_runs_beside(variable: str, value: str, hanging: int, tree: Path) -> None:
+    notes = tree / "notes"
+    kept = {key: value for key, value in os.environ.items() if key not in ("VENV", "TEST_LIMIT")}
+    started = subprocess.Popen(
+        ["bash", "scripts/test.sh"],
+        cwd=tree,
+        env={**kept, "NOTES": str(notes), variable: value},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def of_this_run() -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("NOTES") == str(notes) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + HANGS
+        while not condition():
+            assert time.monotonic() < deadline, of_this_run()
+            time.sleep(0.05)
+
+    wait_for(lambda: sum(command == "sleep 600" for command in of_this_run()) == hanging)
+    # As a terminal does it: to the group of the script, of which what runs beside is none.
+    os.killpg(started.pid, signal.SIGINT)
+    assert started.wait(HANGS) == 130
+    wait_for(lambda: not of_this_run())

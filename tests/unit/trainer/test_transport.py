@@ -1,0 +1,154 @@
+"""What corrections add to the batch that verl sends to its workers: counted, and nothing of a token each."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from verl import DataProto
+
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
+from recipe.offpolicy.monitor.step_cost import StepCost, bytes_of
+from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.trainer.supervision import Supervision
+from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, with_correction
+from tests.support.corrections import GSM, M2PO, TIS, opsm
+from verl_patches.legacy.handover import HANDOVER
+
+ROWS, WIDTH = 4, 37  # no other size of the batch is 37
+COST = "offpolicy/cost"
+VERLS = ("responses", "response_mask", "input_ids", "old_log_probs", "rollout_log_probs", "advantages")
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "weight and masks": {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}},
+    "normalised": {"weight": TIS | {"normalize": True}},
+    "a budget": {"masks": {"m2po": M2PO}},
+    "kept tokens": {"masks": {"gsm": GSM}, "denominator": "kept"},
+    "by version": {"weight": TIS | {"level": "version"}},
+    "no forward pass": {"weight": TIS, "proximal": "reuse"},
+}
+
+
+class VerlsTrainer:
+    """Stands in for RayPPOTrainer: one forward pass for pi_old, and an update that reports nothing."""
+
+    actor_rollout_wg: Any
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        return DataProto.from_dict({"old_log_probs": self.actor_rollout_wg.compute_log_prob(batch)}), 0.0
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        self.sent = batch
+        return DataProto.from_single_dict(data={}, meta_info={"metrics": {}})
+
+    def _get_dp_size(self, worker_group: Any, role: str) -> int:
+        return 1
+
+
+def configuration() -> DictConfig:
+    actor = {"ppo_epochs": 1, "ppo_mini_batch_size": ROWS, "loss_agg_mode": "token-mean"}
+    own = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
+    return OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 1}}, "offpolicy": own})
+
+
+def trainer(correction: dict[str, Any], *, legacy: bool = False) -> Any:
+    made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
+    made.config, made.shadows, made.global_steps = configuration(), {}, 7
+    made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
+    made.supervision.begin = lambda: None
+    made.supervision.metrics = dict
+    made.recording = RunRecord(made.config, made.correction, {})
+    log_probs = made.cost.counted(lambda data: data.batch["rollout_log_probs"] + 0.01 * torch.randn(ROWS, WIDTH))
+    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs)
+    made._by_engine, made._advantage_metrics = not legacy, {}
+    return made
+
+
+def batch() -> DataProto:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -torch.rand(ROWS, WIDTH, generator=generator) - 1.2
+    tokens = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
+    columns = {
+        "responses": tokens,
+        "input_ids": torch.cat([tokens, tokens], 1),
+        "response_mask": torch.ones(ROWS, WIDTH, dtype=torch.int64),
+        "old_log_probs": log_probs,
+        "rollout_log_probs": log_probs + 0.1 * torch.randn(ROWS, WIDTH, generator=generator),
+        "advantages": torch.ones(ROWS, WIDTH),
+    }
+    assert set(columns) == set(VERLS)
+    made = DataProto.from_dict(columns)
+    made.non_tensor_batch["uid"] = np.array(["prompt"] * ROWS, dtype=object)
+    made.non_tensor_batch["min_global_steps"] = made.non_tensor_batch["max_global_steps"] = np.array([6] * ROWS)
+    return made
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_nothing_of_a_token_each_is_added(name: str, legacy: bool) -> None:
+    made = trainer(CORRECTIONS[name], legacy=legacy)
+    metrics = made._update_actor(batch()).meta_info["metrics"]
+    added = {key: column for key, column in made.sent.batch.items() if key not in VERLS}
+    for key, column in added.items():
+        assert len(column) == ROWS, key
+        assert WIDTH not in column.shape, key
+    assert set(VERLS) <= set(made.sent.batch.keys())
+    handed = made.sent.meta_info[HANDOVER if legacy else PLAN]
+    assert metrics[f"{COST}/added_bytes"] == sum(map(bytes_of, added.values())) + len(pickle.dumps(handed))
+    # A single column of log-probs of this small batch is larger than all of it together for a plain plan.
+    if not legacy:
+        assert metrics[f"{COST}/added_bytes"] < 1000
+
+
+def test_what_is_added_does_not_grow_with_the_responses() -> None:
+    """Of a plan that knows the whole batch, with constants in it."""
+    plan = SharedPlan(7, BatchConstants())
+    cost = StepCost()
+    cost.add({"scale": torch.ones(ROWS)}, plan)
+    assert cost.metrics()[f"{COST}/added_bytes"] == 16 + len(pickle.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (torch.zeros(3, 2, dtype=torch.int64), 48),
+        (torch.zeros(3, dtype=torch.bool), 3),
+        # Five values of two bytes, and the offsets 0, 2, 5 of eight.
+        (torch.nested.as_nested_tensor([torch.zeros(2).half(), torch.zeros(3).half()], layout=torch.jagged), 34),
+    ],
+)
+def test_bytes_of_a_column(column: Tensor, expected: int) -> None:
+    assert bytes_of(column) == expected
+
+
+@pytest.mark.parametrize(("proximal", "forwards"), [("recompute", 1.0), ("reuse", 0.0), ("bypass", 0.0)])
+def test_forward_passes_are_counted_where_verl_makes_them(proximal: str, forwards: float) -> None:
+    correction = {"weight": TIS | {"ratio": "full"}, "proximal": proximal}
+    made = trainer(correction)
+    for _ in range(2):  # a step begins anew
+        made._compute_old_log_prob(batch())
+        # As verl computes the reference's log-probs with the actor's weights below an adapter.
+        made.actor_rollout_wg.compute_log_prob(batch())
+        metrics = made._update_actor(batch()).meta_info["metrics"]
+        assert metrics[f"{COST}/proximal_forwards"] == forwards
+
+
+def test_verl_is_not_left_to_log_that_mu_equals_itself() -> None:
+    without = trainer({"weight": TIS, "proximal": "reuse"})._update_actor(batch()).meta_info["metrics"]
+    assert without["training/rollout_probs_diff_valid"] == 0.0
+    assert all(np.isnan(without[name]) for name in NOT_COMPARED if not name.endswith("valid"))
+    computed = trainer({"weight": TIS})._update_actor(batch()).meta_info["metrics"]
+    assert not NOT_COMPARED.keys() & computed.keys()
+
+
+def test_names_that_verl_logs_are_those_that_are_replaced() -> None:
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    assert calculate_debug_metrics(batch()).keys() == NOT_COMPARED.keys()

@@ -1,0 +1,372 @@
+"""verl's helper, swapped for ours: equal where verl's figure is right, and right where it is not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_helper
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
+from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
+from tests.support.examples import at_most
+
+Batch = tuple[Tensor, Tensor, Tensor]
+Answer = tuple[DataProto | None, Tensor, dict[str, float]]
+
+REJECTIONS = {
+    "token_k1": "0.6_1.5",
+    "token_k2": 0.1,
+    "token_k3": "0.1",
+    "seq_sum_k1": "0.5_3",
+    "seq_sum_k2": 1.0,
+    "seq_sum_k3": 1.0,
+    "seq_mean_k1": 1.05,
+    "seq_mean_k2": "0.05",
+    "seq_mean_k3": 0.05,
+    "seq_max_k2": 0.3,
+    "seq_max_k3": "0.3",
+}
+WEIGHTS: list[dict[str, Any]] = [
+    {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalize}
+    for level, threshold, normalize in itertools.product(("token", "sequence"), (2.0, "0.5_2.0"), (False, True))
+]
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    *WEIGHTS,
+    *({"rollout_rs": option, "rollout_rs_threshold": threshold} for option, threshold in REJECTIONS.items()),
+    WEIGHTS[0] | {"rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.6_1.5,0.05,0.5"},
+    WEIGHTS[6] | {"rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": 2},
+]
+
+
+def name_of(config: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in config.values()) or "metrics"
+
+
+def batch(seed: int = 0, rows: int = 16, width: int = 40, scale: float = 0.3) -> Batch:
+    """pi_old, mu in float64 and the mask, with holes; every row has a token, padding is a large number."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    mu = old + scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    mask = torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
+    mask &= torch.rand(rows, width, generator=generator) < 0.9
+    mask[:, 0] = True
+    return old.masked_fill(~mask, -50.0), mu.masked_fill(~mask, 3.0), mask
+
+
+def weights_of(answer: Answer) -> Tensor | None:
+    return None if answer[0] is None else answer[0].batch["rollout_is_weights"]
+
+
+def metric(answer: Answer, name: str) -> float:
+    return answer[2][f"rollout_corr/{name}"]
+
+
+def assert_same(got: Answer, expected: Answer, *, rtol: float, atol: float) -> None:
+    ours, theirs = weights_of(got), weights_of(expected)
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert got[1].dtype == expected[1].dtype
+    assert torch.equal(got[1], expected[1])
+    assert set(got[2]) == set(expected[2])
+    for name, value in got[2].items():
+        # A standard deviation has half the digits of the variance that it is the root of.
+        power = 2 if name.endswith("_std") else 1
+        assert value**power == pytest.approx(expected[2][name] ** power, rel=rtol, abs=atol), name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_agrees_with_verl(config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of float64 log-probs verl's own figures are a reference up to its 1e-8 in the denominators."""
+    for seed in range(3):
+        old, mu, mask = batch(seed)
+        arguments = (old.to(dtype), mu.to(dtype), mask.long())
+        loose = dtype is torch.float32
+        expected = verl_helper(*arguments, **config)
+        assert len(expected[2]) >= 13
+        got = verl_rollout_correction(*arguments, **config)
+        assert_same(got, expected, rtol=1e-4 if loose else 1e-7, atol=1e-5 if loose else 1e-9)
+
+
+@settings(max_examples=at_most(60))
+@given(
+    st.sampled_from(WEIGHTS),
+    st.lists(st.sampled_from(sorted(REJECTIONS)), min_size=1, max_size=4, unique=True),
+    st.integers(0, 2**20),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.sampled_from([0.01, 0.3, 1.0]),
+)
+def test_agrees_with_verl_on_drawn_batches(
+    weight: dict[str, Any], options: list[str], seed: int, rows: int, width: int, scale: float
+) -> None:
+    config = weight | {
+        "rollout_rs": ",".join(options),
+        "rollout_rs_threshold": ",".join(str(REJECTIONS[option]) for option in options),
+    }
+    old, mu, mask = batch(seed, rows, width, scale)
+    try:
+        expected = verl_helper(old, mu, mask, **config)
+    except ZeroDivisionError:  # verl's effective sample size where every weight is out of bounds
+        return
+    # verl adds 1e-8 to the mean weight that it divides by, which is felt where weights are small.
+    size = "rollout_corr/rollout_is_eff_sample_size"
+    expected[2][size] /= (1 + 1e-8 / metric(expected, "rollout_is_mean")) ** 2
+    assert_same(verl_rollout_correction(old, mu, mask, **config), expected, rtol=2e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    old, mu, mask = batch()
+    config = CONFIGS[-2]
+    reference = verl_rollout_correction(old, mu, mask, **config)
+    got = verl_rollout_correction(old, mu, mask.to(dtype), **config)
+    assert got[1].dtype == dtype
+    assert torch.equal(got[1].bool(), reference[1])
+    assert got[2] == pytest.approx(reference[2], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_full(dtype: torch.dtype) -> None:
+    old, mu, mask = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch())
+    got = verl_rollout_correction(old, mu, mask, **CONFIGS[-2])
+    assert_same(got, verl_rollout_correction(old.float(), mu.float(), mask, **CONFIGS[-2]), rtol=0, atol=0)
+    weights = weights_of(got)
+    assert weights is not None
+    assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_padding_is_never_read(config: dict[str, Any], junk: float) -> None:
+    old, mu, mask = batch()
+    expected = verl_rollout_correction(old, mu, mask, **config)
+    for pair in ((old.masked_fill(~mask, junk), mu), (old, mu.masked_fill(~mask, junk))):
+        assert_same(verl_rollout_correction(*pair, mask, **config), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_row_without_a_token_changes_nothing(config: dict[str, Any]) -> None:
+    old, mu, mask = batch()
+    empty = torch.zeros(3, mask.shape[1], dtype=torch.bool)
+    longer, longer_mu = (torch.cat([tensor, tensor[:3]]) for tensor in (old, mu))
+    got = verl_rollout_correction(longer, longer_mu, torch.cat([mask, empty]), **config)
+    expected = verl_rollout_correction(old, mu, mask, **config)
+    assert got[2] == pytest.approx(expected[2], rel=1e-12, abs=1e-15)
+    assert torch.equal(got[1][:-3], expected[1])
+    assert not got[1][-3:].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_decisions_are_those_of_the_stages(config: dict[str, Any]) -> None:
+    for seed in range(3):
+        old, mu, mask = batch(seed)
+        weight, kept, _ = verl_rollout_correction(old.float(), mu.float(), mask, **config)
+        spec = CorrectionSpec.from_verl(config)
+        stage = rollout_stage(spec, old_log_prob=old.float(), rollout_log_prob=mu.float(), response_mask=mask)
+        step = step_stage(spec, stage, log_prob=old.float(), advantages=torch.ones_like(mu).float())
+        applied = kept * (1.0 if weight is None else weight.batch["rollout_is_weights"])
+        torch.testing.assert_close(applied, step.weight * step.keep, rtol=1e-6, atol=0)
+
+
+# Where verl's figure is not right ------------------------------------------------------------------------------------
+
+HALF = [[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]]
+
+
+def test_rows_without_a_token_do_not_dilute() -> None:
+    """Rows of ratio e^0.1 and e^0.2 and a row without a token."""
+    old, mask = torch.tensor(HALF), torch.tensor([[1, 1], [1, 1], [0, 0]])
+    mu = old - torch.tensor([[0.1], [0.2], [0.0]])
+    config: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 5.0}
+    got, theirs = (f(old, mu, mask, **config) for f in (verl_rollout_correction, verl_helper))
+    low, high = math.exp(0.1), math.exp(0.2)
+    expected = {
+        "training_ppl": (math.e, (2 * math.e + 1) / 3),
+        "training_log_ppl": (1.0, 2 / 3),
+        "rollout_log_ppl": (1.15, 2.3 / 3),
+        "log_ppl_diff": (-0.15, -0.1),
+        "log_ppl_diff_max": (-0.1, 0.0),
+        "ppl_ratio": ((1 / low + 1 / high) / 2, (1 / low + 1 / high + 1) / 3),
+        "chi2_seq": ((low**4 + high**4) / 2 - 1, (low**4 + high**4 + 1) / 3 - 1),
+        "rollout_is_seq_mean": ((low + high) / 2, (low + high) / 3),
+        "rollout_is_seq_min": (low, 0.0),
+        "rollout_is_seq_max_deviation": (high - 1, 1.0),
+        "rollout_is_seq_fraction_low": (0.0, 1 / 3),
+    }
+    for name, (right, wrong) in expected.items():
+        assert metric(got, name) == pytest.approx(right, rel=1e-5), name
+        assert metric(theirs, name) == pytest.approx(wrong, rel=1e-5), name
+
+
+def test_share_of_rejected_rows_counts_rows_that_have_tokens() -> None:
+    old, mask = torch.tensor(HALF), torch.tensor([[1, 1], [1, 1], [0, 0]])
+    mu = old - torch.tensor([[0.1], [2.0], [0.0]])
+    config: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
+    got, theirs = (f(old, mu, mask, **config) for f in (verl_rollout_correction, verl_helper))
+    assert metric(got, "rollout_rs_seq_masked_fraction") == 0.5
+    assert metric(got, "rollout_rs_seq_mean_k1_seq_masked_fraction") == 0.5
+    assert metric(theirs, "rollout_rs_seq_masked_fraction") == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-4, 1e-6])
+def test_small_drifts_keep_their_digits(scale: float) -> None:
+    """Against sums of math.fsum over the very float32 log-probs."""
+    old, mu, mask = batch(7, rows=8, width=64, scale=scale)
+    old, mu = old.float(), mu.float()
+    config: dict[str, Any] = {"rollout_is": "token", "rollout_rs": "token_k3", "rollout_rs_threshold": 1.0}
+    got = verl_rollout_correction(old, mu, mask, **config)
+    drift = [
+        d for d, valid in zip((old - mu).double().flatten().tolist(), mask.flatten().tolist(), strict=True) if valid
+    ]
+    n = len(drift)
+    mean = math.fsum(math.expm1(d) for d in drift) / n
+    expected = {
+        "rollout_is_std": math.sqrt(math.fsum((math.expm1(d) - mean) ** 2 for d in drift) / n),
+        # rho - 1 - log rho by its series, d^2/2 + d^3/6 + d^4/24
+        "k3_kl": math.fsum(d * d / 2 + d**3 / 6 + d**4 / 24 for d in drift) / n,
+        "chi2_token": math.fsum(math.expm1(2 * d) for d in drift) / n,
+        "kl": -math.fsum(drift) / n,
+    }
+    for name, value in expected.items():
+        assert metric(got, name) == pytest.approx(value, rel=1e-6 if scale > 1e-5 else 1e-3), name
+    assert metric(got, "rollout_rs_token_k3_min") >= 0
+    theirs = verl_helper(old, mu, mask, **config)
+    assert metric(theirs, "rollout_rs_token_k3_min") < 0
+    if scale < 1e-3:
+        assert abs(metric(theirs, "k3_kl") / expected["k3_kl"] - 1) > 0.05
+        assert abs(metric(theirs, "rollout_is_std") / expected["rollout_is_std"] - 1) > 0.5
+
+
+def test_effective_sample_size_is_a_share() -> None:
+    """Equal weights leave all of the sample, however small they are; no weight leaves nothing."""
+    mu, mask = torch.full((2, 3), -1.0), torch.ones(2, 3, dtype=torch.int64)
+    tiny = verl_rollout_correction(mu - 19, mu, mask, rollout_is="token")
+    assert metric(tiny, "rollout_is_eff_sample_size") == pytest.approx(1.0)
+    assert metric(verl_helper(mu - 19, mu, mask, rollout_is="token"), "rollout_is_eff_sample_size") > 7
+    none_left = verl_rollout_correction(mu - 3, mu, mask, rollout_is="token", rollout_is_threshold="0.5_2.0")
+    assert metric(none_left, "rollout_is_eff_sample_size") == 0.0
+    assert metric(none_left, "rollout_is_oob_ratio") == 1.0
+    with pytest.raises(ZeroDivisionError):
+        verl_helper(mu - 3, mu, mask, rollout_is="token", rollout_is_threshold="0.5_2.0")
+
+
+def test_log_ratios_are_summed_before_they_are_clamped() -> None:
+    """+30 and -24 sum to 6 nats: outside [0.5, 2]. Clamped first they sum to 0."""
+    old, mu, mask = torch.tensor([[-1.0, -25.0]]), torch.tensor([[-31.0, -1.0]]), torch.ones(1, 2)
+    config: dict[str, Any] = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+    assert verl_rollout_correction(old, mu, mask, **config)[1].tolist() == [[0.0, 0.0]]
+    assert verl_helper(old, mu, mask, **config)[1].tolist() == [[1.0, 1.0]]
+
+
+def test_large_drifts_stay_finite() -> None:
+    """A token of log-ratio 99 makes verl's k3 infinite; clamped to 20 nats at the exp it is e^20 - 1 - 99."""
+    old, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-100.0, -1.0]])
+    mask = torch.ones(1, 2)
+    got = verl_rollout_correction(old, mu, mask)
+    assert metric(got, "k3_kl") == pytest.approx((math.expm1(20) - 99) / 2)
+    assert metric(verl_helper(old, mu, mask), "k3_kl") == math.inf
+
+
+def test_least_sequence_weight_is_the_one_applied() -> None:
+    """exp(-57) is clamped to e^-20 in the weight."""
+    mu, mask = torch.full((1, 3), -1.0), torch.ones(1, 3)
+    got = verl_rollout_correction(mu - 19, mu, mask, rollout_is="sequence")
+    weights = weights_of(got)
+    assert weights is not None
+    assert metric(got, "rollout_is_min") == pytest.approx(float(weights[0, 0])) == pytest.approx(math.exp(-20))
+    assert metric(verl_helper(mu - 19, mu, mask, rollout_is="sequence"), "rollout_is_min") < 1e-24
+
+
+def test_a_nan_in_padding_stays_out_of_the_weights() -> None:
+    old, mu, mask = torch.tensor([[-1.0, math.nan]]), torch.full((1, 2), -1.0), torch.tensor([[1, 0]])
+    ours, theirs = (weights_of(f(old, mu, mask, rollout_is="token")) for f in (verl_rollout_correction, verl_helper))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.tolist() == [[1.0, 0.0]]
+    assert math.isnan(theirs[0, 1])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_token_that_is_not_finite_is_taken_out(value: float) -> None:
+    old, mu = torch.full((1, 3), -1.0), torch.tensor([[value, -1.0, -1.5]])
+    config: dict[str, Any] = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    got = verl_rollout_correction(old, mu, torch.ones(1, 3), **config)
+    rest = verl_rollout_correction(old[:, 1:], mu[:, 1:], torch.ones(1, 2), **config)
+    weights = weights_of(got)
+    assert weights is not None
+    assert weights[0].tolist() == pytest.approx([0.0, 1.0, math.exp(0.5)])
+    assert got[1].tolist() == [[0.0, 1.0, 1.0]]
+    assert got[2] == rest[2]
+    assert verl_rollout_correction(old, mu, torch.ones(1, 3))[1].tolist() == [[0.0, 1.0, 1.0]]
+
+
+# The rest of the interface -------------------------------------------------------------------------------------------
+
+
+def test_weights_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights 1 and 2 here, mean 1.5; with the same number of tokens of mean 2.5 elsewhere the mean is 2."""
+    old, mu = torch.tensor([[0.0, math.log(2.0)]]) - 3, torch.full((1, 2), -3.0)
+    config: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 9.0, "rollout_is_batch_normalize": True}
+    alone = weights_of(verl_rollout_correction(old, mu, torch.ones(1, 2), **config))
+    assert alone is not None
+    assert alone[0].tolist() == pytest.approx([1 / 1.5, 2 / 1.5])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda parts: parts.add_(torch.tensor([5.0, 2.0])))
+    answer = verl_rollout_correction(old, mu, torch.ones(1, 2), **config)
+    assert metric(answer, "rollout_is_batch_norm_factor") == pytest.approx(2.0)
+    weights = weights_of(answer)
+    assert weights is not None
+    assert weights[0].tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_nothing_carries_gradient_and_no_input_is_changed() -> None:
+    old, mu, mask = batch()
+    old.requires_grad_()
+    before = mask.clone()
+    proto, kept, _ = verl_rollout_correction(old, mu, mask, **CONFIGS[-1])
+    assert isinstance(proto, DataProto)
+    assert not proto.batch["rollout_is_weights"].requires_grad
+    assert torch.equal(mask, before)
+    assert kept is not mask
+    assert verl_rollout_correction(old, mu, mask)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rollout_is": "row"}, "rollout_is=row: no such choice. Set one of null, token, sequence"),
+        ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is_threshold=null: verl leaves out a weight"),
+        ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold='2_1': nothing lies between"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, "rollout_rs=token_k4: 'token_k4' is unknown"),
+        ({"rollout_rs": "token_k2"}, "rollout_rs_threshold=null with rollout_rs=token_k2"),
+    ],
+)
+def test_malformed_arguments_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        verl_rollout_correction(*batch(), **config)
+    assert message in str(error.value)
+
+
+def test_tensors_that_cannot_be_are_refused() -> None:
+    old, mu, mask = batch()
+    with pytest.raises(ValueError, match="one shape"):
+        verl_rollout_correction(old, mu[:, 1:], mask)
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(old, mu, torch.zeros_like(mask))
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(old[:0], mu[:0], mask[:0])
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(old[:, :0], mu[:, :0], mask[:, :0])
+    with pytest.raises(ValueError, match="no token"):
+        verl_rollout_correction(torch.full_like(old, math.nan), mu, mask)

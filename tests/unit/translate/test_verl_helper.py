@@ -1,0 +1,375 @@
+"""The compiled sweep against torch operations and against sums worked out in plain Python, token by token."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba.core import config as numba_config
+from numba.core.caching import CacheImpl
+from torch import Tensor
+
+from recipe.offpolicy.correction.rows import RowLayout, detect_layout
+from recipe.offpolicy.translate import by_sweep, loops
+from recipe.offpolicy.translate.by_sweep import SweptBatch
+from recipe.offpolicy.translate.by_torch import TorchBatch
+from recipe.offpolicy.translate.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
+from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
+from tests.support.examples import at_most
+
+pytest.importorskip("verl")
+
+LOG2 = math.log(2.0)
+QUANTITIES = [
+    Quantity("raw", -LOG2, LOG2),
+    Quantity("capped", -LOG2, LOG2, (0.5, 2.0)),
+    Quantity("banded", -LOG2, LOG2, (0.5, 2.0)),
+    Quantity("k1", -LOG2, LOG2),
+    Quantity("k2", -math.inf, 0.1),
+    Quantity("k3", -math.inf, 0.1),
+]
+
+
+def drawn(rows: int, width: int, *, seed: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """pi_old, mu and an int64 mask with holes, empty rows, and what is not finite on and off the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    mu = -2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    old = mu + scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(width) < torch.randint(0, width + 1, (rows, 1), generator=generator)).long()
+    mask &= (torch.rand(rows, width, generator=generator) < 0.9).long()
+    strange = torch.rand(rows, width, generator=generator)
+    mu[strange < 0.02] = -math.inf
+    old[strange > 0.98] = math.nan
+    return old.to(dtype), mu.to(dtype), mask
+
+
+def nested(tensors: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The first tokens of each row, packed."""
+    first, *others = (
+        torch.nested.as_nested_tensor(
+            [row[:length].clone() for row, length in zip(tensor, lengths, strict=True)], layout=torch.jagged
+        )
+        for tensor in tensors
+    )
+    second, third = others
+    return first, second, third
+
+
+def packed_batch(lengths: Sequence[int], *, seed: int, scale: float, holes: float) -> tuple[Tensor, Tensor, Tensor]:
+    """pi_old, mu in float32 and an int64 mask of rows with holes and with what is not finite."""
+    old, mu, _ = drawn(len(lengths), max(lengths), seed=seed, scale=scale, dtype=torch.float32)
+    mask = torch.rand(old.shape, generator=torch.Generator().manual_seed(seed)) >= holes
+    return nested((old, mu, mask.long()), lengths)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.values() if tensor.is_nested else tensor
+
+
+def whole(old: Tensor, mu: Tensor, mask: Tensor) -> RowLayout:
+    return detect_layout(old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
+
+
+def swept(*tensors: Tensor) -> SweptBatch:
+    return SweptBatch(whole(*tensors), *tensors)
+
+
+def plain(*tensors: Tensor) -> TorchBatch:
+    return TorchBatch(whole(*tensors), *tensors)
+
+
+def assert_same(got: tuple[Columns, Measures], expected: tuple[Columns, Measures], **tolerance: Any) -> None:
+    for name in COLUMNS:
+        np.testing.assert_allclose(getattr(got[0], name), getattr(expected[0], name), **tolerance, err_msg=name)
+    assert got[1].of_tokens.tolist() == expected[1].of_tokens.tolist()
+    assert got[1].about.tolist() == expected[1].about.tolist()
+    for name in MEASURES:
+        np.testing.assert_allclose(getattr(got[1], name), getattr(expected[1], name), **tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.int32, torch.float32])
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bool) -> None:
+    old, mu, mask = drawn(23, 61, seed=3, scale=0.4, dtype=dtype)
+    tensors = old, mu, mask.to(mask_dtype)
+    if packed:
+        tensors = nested(tensors, torch.randint(0, 62, (23,), generator=torch.Generator().manual_seed(2)).tolist())
+    fast, slow = swept(*tensors), plain(*tensors)
+    reference = slow.sweep(QUANTITIES)
+    assert_same(fast.sweep(QUANTITIES), reference, rtol=1e-12, atol=1e-13)
+    for quantity in QUANTITIES[1:3]:
+        weights, expected_weights = (flat(each.token_weights(quantity, 1.5)) for each in (fast, slow))
+        assert weights.dtype == expected_weights.dtype
+        # Both round one float64 to float32, which may lie between two of them.
+        torch.testing.assert_close(weights, expected_weights, rtol=2e-7, atol=0)
+    of_rows = torch.rand(23, generator=torch.Generator().manual_seed(1), dtype=torch.float64).numpy()
+    assert torch.equal(flat(fast.row_weights(of_rows)), flat(slow.row_weights(of_rows)))
+    (kept, gone), (expected_kept, expected_gone) = (each.kept(of_rows > 0.7, QUANTITIES[3:]) for each in (fast, slow))
+    assert kept.dtype == mask_dtype
+    assert kept.is_nested == packed
+    assert torch.equal(flat(kept), flat(expected_kept))
+    np.testing.assert_array_equal(gone, expected_gone)
+    assert 0 < gone.sum() < reference[0].tokens.sum()
+
+
+@settings(max_examples=at_most(60))
+@given(
+    st.lists(st.integers(0, 600), min_size=1, max_size=4),
+    st.integers(0, 10_000),
+    st.sampled_from([1e-6, 1e-2, 0.3, 5.0]),
+    st.sampled_from([0.0, 0.1, 0.9]),
+)
+def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, scale: float, holes: float) -> None:
+    """Whole blocks of the loops, their ends, blocks with holes and blocks without a token."""
+    tensors = packed_batch(lengths, seed=seed, scale=scale, holes=holes)
+    assert_same(
+        swept(*tensors).sweep(QUANTITIES), plain(*tensors).sweep(QUANTITIES), rtol=1e-11, atol=1e-15 * 600 * (1 + scale)
+    )
+    rejected = np.arange(len(lengths)) % 2 == 1
+    (kept, gone), (expected, expected_gone) = (
+        each.kept(rejected, QUANTITIES[3:]) for each in (swept(*tensors), plain(*tensors))
+    )
+    assert torch.equal(kept.values(), expected.values())
+    np.testing.assert_array_equal(gone, expected_gone)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "mixed dtypes", "with a gradient"])
+def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_sweep, "_BLOCK", 1000)  # three rows of 300 tokens at a time
+    old, mu, mask = drawn(13, 300, seed=5, scale=0.2, dtype=torch.float32)
+    tensors = {
+        "transposed": (old.T.contiguous().T, mu.T.contiguous().T, mask.T.contiguous().T),
+        "sliced": tuple(torch.nn.functional.pad(each, (3, 5))[:, 3:-5] for each in (old, mu, mask)),
+        "mixed dtypes": (old.double(), mu, mask),
+        "with a gradient": (old.clone().requires_grad_(), mu, mask),
+    }[layout]
+    exact = {"rtol": 1e-12, "atol": 1e-13} if layout == "mixed dtypes" else {"rtol": 0.0, "atol": 0.0}
+    other, straight = swept(*tensors), swept(old, mu, mask)
+    assert_same(other.sweep(QUANTITIES), straight.sweep(QUANTITIES), **exact)
+    rows = np.linspace(0, 1, 13)
+    assert torch.equal(other.row_weights(rows).float(), straight.row_weights(rows))
+    torch.testing.assert_close(
+        other.token_weights(QUANTITIES[1], 2.0).float(), straight.token_weights(QUANTITIES[1], 2.0), rtol=2e-7, atol=0
+    )
+    assert torch.equal(other.kept(rows > 0.5, QUANTITIES[3:])[0], straight.kept(rows > 0.5, QUANTITIES[3:])[0])
+
+
+def test_by_hand() -> None:
+    """Two tokens of ratio 3 and 1/2, one off the mask, one of mu = -inf."""
+    old = torch.tensor([[math.log(0.6), math.log(0.2), 99.0, -1.0]])
+    mu = torch.tensor([[math.log(0.2), math.log(0.4), 0.0, -math.inf]])
+    columns, measures = swept(old, mu, torch.tensor([[1, 1, 0, 1]])).sweep(QUANTITIES)
+    found = {name: float(getattr(columns, name)[0]) for name in COLUMNS}
+    up, down = math.log(3.0), math.log(0.5)
+    assert found == pytest.approx(
+        {
+            "response": 3,
+            "tokens": 2,
+            "old": math.log(0.12),
+            "rollout": math.log(0.08),
+            "log_ratio": math.log(1.5),
+            "k2": (up**2 + down**2) / 2,
+            "k3": (3 - 1 - up) + (0.5 - 1 - down),
+            "k2_max": up**2 / 2,
+            "k3_max": 3 - 1 - up,
+            "chi2": (9 - 1) + (0.25 - 1),
+        },
+        rel=1e-6,
+    )
+    raw, capped, banded = (measures.table[:, m, 0] for m in range(3))
+    named = dict(zip(MEASURES, raw.tolist(), strict=True))
+    # 3 lies above the band [1/2, 2], and 1/2 on its edge, which float32 log-probs may miss by a rounding.
+    assert (named["total"], named["greatest"], named["least"]) == pytest.approx((3.5, 3.0, 0.5), rel=1e-6)
+    assert named["above"] == 1
+    # Of min(r, 2): 2 + 1/2, and about 1: (2 - 1) + (1/2 - 1), and their squares.
+    assert capped[[0, 2, 3]].tolist() == pytest.approx([2.5, 0.5, 1.25], rel=1e-6)
+    assert banded[5] <= 0.5 * (1 + 1e-6)
+    # k1, k2 and k3 of 3 and of 1/2, which are the first and second of each list.
+    for m, values in ((3, (-up, -down)), (4, (up**2 / 2, down**2 / 2)), (5, (2 - up, -0.5 - down))):
+        assert measures.least[m, 0] == pytest.approx(min(values), rel=1e-6)
+        assert measures.greatest[m, 0] == pytest.approx(max(values), rel=1e-6)
+
+
+@settings(max_examples=at_most(60))
+@given(st.integers(0, 10_000), st.sampled_from([1e-8, 1e-4, 0.24, 0.26, 3.0, 60.0]))
+def test_ratios_of_any_size(seed: int, scale: float) -> None:
+    """The series near 1, exp beyond it, and the clamp at 20 nats meet without a step."""
+    tensors = drawn(4, 50, seed=seed, scale=scale, dtype=torch.float64)
+    # k3 of ratios near 1 is a difference of numbers near each other: to 1e-16 of what is subtracted.
+    assert_same(
+        swept(*tensors).sweep(QUANTITIES[:1]),
+        plain(*tensors).sweep(QUANTITIES[:1]),
+        rtol=1e-11,
+        atol=1e-15 * 50 * (1 + scale),
+    )
+
+
+def exact_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> dict[str, float]:
+    """Of token weights capped at 2, by sums of math.fsum over Python floats; rows without a token are left out."""
+    rows = [
+        [(float(p), float(q)) for p, q, on in zip(o, m, k, strict=True) if on and math.isfinite(p) and math.isfinite(q)]
+        for o, m, k in zip(old.tolist(), mu.tolist(), mask.tolist(), strict=True)
+    ]
+    rows = [row for row in rows if row]
+    drift = [p - q for row in rows for p, q in row]
+    weights = [min(math.exp(x), 2.0) for x in drift]
+    n = len(drift)
+    mean = math.fsum(weights) / n
+    return {
+        "rollout_is_mean": mean,
+        "rollout_is_max": max(weights),
+        "rollout_is_min": min(weights),
+        "rollout_is_std": math.sqrt(math.fsum((w - mean) ** 2 for w in weights) / n),
+        "rollout_is_eff_sample_size": math.fsum(weights) ** 2 / (n * math.fsum(w * w for w in weights)),
+        "kl": -math.fsum(drift) / n,
+        "k3_kl": math.fsum(math.expm1(x) - x for x in drift) / n,
+        "chi2_token": math.fsum(math.expm1(2 * x) for x in drift) / n,
+        "chi2_seq": math.fsum(math.expm1(2 * math.fsum(p - q for p, q in row)) for row in rows) / len(rows),
+        "training_ppl": math.fsum(math.exp(-math.fsum(p for p, _ in row) / len(row)) for row in rows) / len(rows),
+        "rollout_ppl": math.fsum(math.exp(-math.fsum(q for _, q in row) / len(row)) for row in rows) / len(rows),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_of", [swept, plain])
+def test_long_rows_to_the_float64_reference(dtype: torch.dtype, batch_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 768 tokens a row with holes, what is not finite, and a row without a token: exact sums of the very log-probs
+    that were given, so that of bfloat16 nothing more is lost than its 8 bits took."""
+    monkeypatch.setattr(
+        "recipe.offpolicy.translate.rollout_correction._batch", lambda rows, *tensors: batch_of(*tensors)
+    )
+    old, mu, mask = drawn(3, 32_768, seed=9, scale=0.02, dtype=dtype)
+    mask[0] = (torch.arange(32_768) % 500 < 400).long()  # tool calls
+    mask[1], mask[2] = 1, 0
+    proto, _, metrics = verl_rollout_correction(old, mu, mask, rollout_is="token")
+    for name, value in exact_metrics(old, mu, mask).items():
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-7), name
+    assert proto is not None
+    valid = mask.bool() & torch.isfinite(old) & torch.isfinite(mu)
+    exact = torch.where(valid, (old.double() - mu.double()).exp().clamp(max=2.0), 0.0)
+    torch.testing.assert_close(proto.batch["rollout_is_weights"].double(), exact, rtol=1e-7, atol=0)
+
+
+def test_the_mask_is_copied_only_if_something_is_rejected() -> None:
+    old, mu = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert verl_rollout_correction(old, mu, mask, rollout_rs="token_k1", rollout_rs_threshold=2.0)[1] is mask
+    old[0, 1] = 0.0
+    kept = verl_rollout_correction(old, mu, mask, rollout_rs="token_k1", rollout_rs_threshold=2.0)[1]
+    assert kept.tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    mu[1, 2] = -math.inf
+    assert verl_rollout_correction(old, mu, mask, rollout_is="token")[1].tolist() == [[1, 1, 0], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"rollout_is": "token", "rollout_is_batch_normalize": True},
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0"},
+        {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "2.0,0.1,0.4"},
+    ],
+)
+@settings(max_examples=at_most(25))
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=5).filter(sum),
+    seed=st.integers(0, 10_000),
+    mask_dtype=st.sampled_from([torch.int64, torch.bool, torch.float32]),
+    batch_of=st.sampled_from([swept, plain]),
+)
+def test_packed_rows_are_read_as_they_come(
+    config: dict[str, Any], lengths: list[int], seed: int, mask_dtype: torch.dtype, batch_of: Any
+) -> None:
+    """Nested in, nested out, nothing padded on the way, and what the same rows give padded."""
+    packed = packed_batch(lengths, seed=seed, scale=0.3, holes=0.1)
+    packed = packed[0], packed[1], packed[2].to(mask_dtype)
+    padded = [torch.nested.to_padded_tensor(each, 0) for each in packed]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipe.offpolicy.translate.rollout_correction._batch", lambda rows, *tensors: batch_of(*tensors))
+        try:
+            expected = verl_rollout_correction(*padded, **config)
+        except ValueError:  # not a token
+            with pytest.raises(ValueError, match="no token"):
+                verl_rollout_correction(*packed, **config)
+            return
+        patch.setattr(torch.Tensor, "to_padded_tensor", None)
+        patch.setattr(torch.nested, "to_padded_tensor", None)
+        proto, mask, metrics = verl_rollout_correction(*packed, **config)
+    assert metrics.keys() == expected[2].keys()
+    for key, value in expected[2].items():
+        # The root of a difference of two sums keeps half of their digits.
+        assert metrics[key] == pytest.approx(value, rel=1e-12, abs=1e-8 if key.endswith("_std") else 1e-15), key
+    assert mask.is_nested
+    assert mask.dtype == mask_dtype
+    assert torch.equal(torch.nested.to_padded_tensor(mask, 0), expected[1])
+    assert (proto is None) == (expected[0] is None)
+    if proto is not None and expected[0] is not None:
+        weights = proto.batch["rollout_is_weights"]
+        (weights * packed[0]).sum()  # rows of one batch, also to torch
+        assert torch.equal(torch.nested.to_padded_tensor(weights, 0), expected[0].batch["rollout_is_weights"])
+
+
+def test_tensors_that_do_not_lie_alike_are_refused() -> None:
+    old, mu, mask = packed_batch([3, 2], seed=0, scale=0.1, holes=0.0)
+    with pytest.raises(ValueError, match=r"rollout_log_prob are nested, response_mask are not\. Pass all of them"):
+        verl_rollout_correction(old, mu, torch.nested.to_padded_tensor(mask, 0))
+    with pytest.raises(ValueError, match=r"rows of response_mask .* are not as long as those of old_log_prob"):
+        verl_rollout_correction(old, mu, packed_batch([2, 3], seed=0, scale=0.1, holes=0.0)[2])
+    strided = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.strided)
+    with pytest.raises(ValueError, match=r"old_log_prob is nested with layout torch.strided .* layout=torch.jagged"):
+        verl_rollout_correction(strided, mu, mask)
+
+
+def test_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops on the CPU; torch elsewhere, and where there is no numba."""
+    tensors = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
+    elsewhere = [tensor.to("meta") for tensor in tensors]
+    assert isinstance(_batch(whole(*tensors), *tensors), SweptBatch)
+    assert isinstance(_batch(whole(*tensors), *elsewhere), TorchBatch)
+    monkeypatch.setattr("recipe.offpolicy.translate.rollout_correction._can_compile", lambda: False)
+    assert isinstance(_batch(whole(*tensors), *tensors), TorchBatch)
+
+
+def test_loops_compile_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read-only installation and no home: numba refuses to keep what it compiles."""
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+
+    def double(values: Any) -> None:
+        for k in range(len(values)):
+            values[k] *= 2
+
+    compiled = loops._kept_on_disk(double)
+    assert "Set NUMBA_CACHE_DIR to a folder that can be written" in caplog.text
+    numbers = np.ones(3)
+    compiled(numbers)
+    assert "the loop 'double' was compiled for new dtypes in" in caplog.text
+    assert "kept nowhere" in caplog.text
+    caplog.clear()
+    compiled(numbers)
+    assert numbers.tolist() == [4.0, 4.0, 4.0]
+    assert caplog.text == ""
+
+
+def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What one process compiled is read, not compiled again, by the next: here by a second function of one source."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
+        for expected in (f"kept in {folder}", ""):
+            loops._kept_on_disk(loops.row_weights.__wrapped__)(  # type: ignore[attr-defined]
+                *(np.zeros(4, np.float32),) * 2,
+                *(np.ones(4, np.int64), np.array([0]), np.array([4]), np.array([0.5]), weights := np.zeros(4)),
+            )
+            assert weights.tolist() == [0.5] * 4
+            assert (expected in caplog.text) if expected else not caplog.text
+            caplog.clear()

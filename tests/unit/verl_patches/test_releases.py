@@ -1,0 +1,59 @@
+"""The table of verl's releases: rows found by version, and the contracts that follow from an attribute."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from verl_patches import releases
+from verl_patches.releases import attributes_of, specifiers
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("version", "row"),
+    [
+        ("0.7.1", "0.7.1"),
+        ("0.8.0", "0.8.0"),
+        ("0.9.0", "0.9.0"),
+        ("0.9.1", "0.9.1"),
+        ("0.6.0", "0.7.1"),
+        ("0.7.2", "0.7.1"),
+        ("0.9.0rc1", "0.9.0"),
+        ("0.10.0.dev0", "0.9.1"),  # later than 0.9 by its numbers, not by its letters
+        ("unknown", "0.7.1"),
+    ],
+)
+def test_an_untested_release_is_read_as_the_newest_row_before_it(version: str, row: str) -> None:
+    assert attributes_of(version).name == row
+
+
+def test_specifiers_name_the_releases_with_an_attribute() -> None:
+    assert specifiers(lambda release: release.legacy_actors) == ("==0.7.1",)
+    assert specifiers(lambda release: not release.platforms) == ("==0.7.1", "==0.8.0")
+    assert specifiers(lambda release: "separate_async" in release.v1_modes) == ("==0.9.1",)
+
+
+def test_a_row_is_enough_for_every_contract_of_the_engine_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next release: its row with no attribute of its own, and each attribute of the newest holds for it."""
+    monkeypatch.setattr(releases, "RELEASES", (*releases.RELEASES, releases.Release("0.10.0")))
+    assert specifiers(lambda release: bool(release.v1_modes))[-1] == "==0.10.0"
+    assert attributes_of("0.10.1").name == "0.10.0"
+
+
+def test_releases_are_compared_in_the_table_alone() -> None:
+    """Elsewhere an attribute is asked for by its name, and a contract names releases of verl by attribute."""
+    compared = re.compile(r"packaging\.version|verl\"?, \(?\"[=<>]=0\.|releases=\(?\"==0\.[789]\.|not_needed=")
+    tracked = subprocess.run(
+        ["git", "ls-files", "recipe/*.py", "verl_patches/*.py", "scripts/*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(tracked) > 100
+    assert [file for file in tracked if compared.search((ROOT / file).read_text())] == []

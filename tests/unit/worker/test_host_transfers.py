@@ -1,0 +1,249 @@
+"""What the worker's loss asks of the host: one number a micro-batch before the backward pass, and the rest in one go.
+
+A copy from the device cannot be seen on a machine without one. What can be seen is every operation that has to end
+before the host goes on, and every call by which numbers of a tensor reach Python.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from torch.profiler import ProfilerActivity, profile
+
+from recipe.offpolicy.batch.micro_batch import LAST
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
+from recipe.offpolicy.correction import CorrectionSpec, deferred
+from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
+from recipe.offpolicy.monitor.bounds.cap_histogram import TOKENS
+from recipe.offpolicy.worker import loss as worker_loss
+from recipe.offpolicy.worker import metrics as packets
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
+from tests.support.applications import CONFIGS, DELTAS, OPTIONS
+from tests.support.corrections import band, opsm, spec
+
+WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::repeat_interleave",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::histc",
+    "aten::equal",
+    "aten::is_nonzero",
+)
+"""Operations whose result the host has to see, or whose size it has to know. Boolean indices show as ``nonzero``."""
+LEAVING = ("tolist", "numpy", "__array__", "cpu")
+"""Methods of a tensor that hand its numbers over without an operation that a profiler sees on the CPU."""
+SHADOWS = {"shadowed": spec(wide=band(0.9, 1.1), far=opsm(0.1))}
+MOVING: dict[str, Side] = {"gsm": "both", WEIGHT: "upper"}
+LENGTHS = ((3, 5, 2, 4), (6, 1, 4, 4), (2, 2, 7, 3))
+"""Response tokens of each row of three micro-batches."""
+
+
+@dataclass
+class Seen:
+    """What one call asked of the host: waits by operation, and readings fetched together, in order."""
+
+    waits: list[str] = field(default_factory=list)
+    fetches: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Counts what happens inside; a fetch counts once, and nothing inside of it does."""
+    seen, fetching = Seen(), []
+    fetch = deferred.fetch
+
+    def counted(readings: Any) -> Any:
+        seen.fetches.append(len(readings))
+        fetching.append(True)
+        try:
+            return fetch(readings)
+        finally:
+            fetching.pop()
+
+    def leaving(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not fetching:
+                seen.waits.append(name)
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    with monkeypatch.context() as patched, profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for module in (worker_loss, packets):
+            patched.setattr(module, "fetch", counted)
+        for name in LEAVING:
+            patched.setattr(torch.Tensor, name, leaving(name))
+        yield seen
+    seen.waits += [event.name for event in recorded.events() if event.name in WAITS]
+
+
+def plain_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """In place of verl's loss, which asks the host for numbers of its own: all that a correction hands over is used."""
+    mask, columns = data["response_mask"], ("old_log_probs", "advantages", "rollout_is_weights")
+    weighed = sum((data[name] * mask).sum() for name in columns if name in data.keys() and not data[name].is_nested)
+    return model_output["log_probs"].values().sum() * torch.as_tensor(weighed), {}
+
+
+def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int) -> tuple[dict[str, Any], TensorDict]:
+    """Rows in the nested layout, with versions and the plan of a correction; each fourth response token is a tool's."""
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def noise(scale: float) -> list[torch.Tensor]:
+        return [scale * torch.randn(length, generator=generator) for length in lengths]
+
+    prompts = [torch.ones(2, dtype=torch.int64) for _ in lengths]
+    responses = [torch.randint(3, 30, (length,), generator=generator) for length in lengths]
+    mu = [-1.0 - row.abs() for row in noise(1.0)]
+    old = [row + apart for row, apart in zip(mu, noise(0.1), strict=True)]
+    columns = {
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "response_mask": nested([(torch.arange(length) % 4 != 3).long() for length in lengths]),
+        "rollout_log_probs": nested(mu),
+        "old_log_probs": nested(mu if correction.proximal != "recompute" else old),
+        "advantages": nested([torch.full((length,), (-1.0) ** row) for row, length in enumerate(lengths)]),
+        "extra_fields": NonTensorStack(*({"min_global_steps": 0, "max_global_steps": 0} for _ in lengths)),
+    }
+    data = TensorDict(columns, batch_size=len(lengths))
+    tokens = sum(int(row.sum()) for row in data["response_mask"].unbind())
+    constants = constants_of(correction, data)
+    shadows = {name: constants_of(shadow, data) for name, shadow in SHADOWS.items()}
+    moving = read_bounds(correction, MOVING)
+    tu.assign_non_tensor(data, batch_num_tokens=tokens)
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(1, constants, shadows, bounds=moving)})
+    if correction.denominator == "kept":
+        data[SCALE] = torch.ones(len(lengths), dtype=torch.float64)
+        data[MINI_BATCH_TOKENS] = torch.full((len(lengths),), tokens)
+    now = [
+        torch.cat([row.new_zeros(1), row + apart, row.new_zeros(1)]) for row, apart in zip(old, noise(0.1), strict=True)
+    ]
+    return {"log_probs": nested(now).requires_grad_()}, data
+
+
+def loss_of(correction: CorrectionSpec) -> OffPolicyLoss:
+    moving = {name: MOVING[name] for name in read_bounds(correction, MOVING)}
+    return OffPolicyLoss(correction, None, shadows=SHADOWS, moving=moving, base_loss=plain_loss)
+
+
+def loaded(option: str) -> CorrectionSpec:
+    """One option by itself, with 0.1 for what it leaves open."""
+    config = OmegaConf.load(CONFIGS / "correction" / f"{option}.yaml")
+    for override in DELTAS.get(option, []):
+        OmegaConf.update(config, override.removeprefix("correction.").partition("=")[0], 0.1)
+    return CorrectionSpec.from_mapping(OmegaConf.to_container(config))  # type: ignore[arg-type]
+
+
+OPTION_SPECS = {name: loaded(name) for name in OPTIONS}
+# The clipped KL term is verl's own loss once more, with whatever that asks for.
+CASES = {name: correction for name, correction in OPTION_SPECS.items() if correction.kl_clip is None}
+CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    correction = CASES[name]
+    loss = loss_of(correction)
+    rows = [micro_batch(correction, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    reports: list[Packet] = []
+    for model_output, data in rows:
+        with watched(monkeypatch) as seen:
+            value, metrics = loss(model_output, data)
+        assert seen.waits == []
+        assert len(seen.fetches) == (0 if correction.is_none else 1)
+        value.backward()
+        reports.append(metrics[METRIC_KEY])
+    with watched(monkeypatch) as seen:
+        shipped = pickle.dumps({METRIC_KEY: reports})
+    assert seen.waits == []
+    assert len(seen.fetches) == 1
+    with watched(monkeypatch) as seen:
+        arrived = take_packets(pickle.loads(shipped))
+        assert take_packets({METRIC_KEY: reports}) == arrived
+    assert (seen.waits, seen.fetches) == ([], [])
+    assert len(arrived) == len(LENGTHS)
+    tokens = sum(length - length // 4 for lengths in LENGTHS for length in lengths)
+    assert arrived[0].statistics["keep/token_share"].parts[1] == tokens
+    assert "attribution/kl_share/drift" in arrived[0].statistics
+    assert "shadow/shadowed/keep_token_share" in arrived[0].statistics
+    assert ("gsm/distance" in arrived[0].histograms) == ("gsm" in loss.moving)
+    assert (TOKENS in arrived[0].histograms) == (WEIGHT in loss.moving) == (correction.weight is not None)
+    assert sum(len(packet.rows) for packet in arrived) == (0 if correction.is_none else 12)
+
+
+def test_mini_batches_before_the_last_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl gathers metrics after each, and keeps only what it gathered."""
+    from verl.utils import tensordict_utils as tu
+
+    correction = spec(gsm=band(0.9, 1.1))
+    loss, gathered = loss_of(correction), []
+    for seed, lengths in enumerate(LENGTHS):
+        model_output, data = micro_batch(correction, lengths, seed)
+        last = seed == len(LENGTHS) - 1
+        tu.assign_non_tensor(data, **{LAST: last})
+        _, metrics = loss(model_output, data)
+        with watched(monkeypatch) as seen:
+            gathered.append(pickle.loads(pickle.dumps(metrics)))
+            pickle.dumps(metrics)
+        assert (seen.waits, seen.fetches) == ([], [4] if last else [])
+        assert bool(gathered[-1][METRIC_KEY].rows) == last
+    tokens = sum(length - length // 4 for lengths in LENGTHS for length in lengths)
+    assert gathered[-1][METRIC_KEY].statistics["keep/token_share"].parts[1] == tokens
+    assert len(gathered[-1][METRIC_KEY].rows) == 12
+
+
+def test_packets_that_nobody_wants_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a rank whose metrics verl drops: only what has been asked for waits for the last mini-batch."""
+    from verl.utils import tensordict_utils as tu
+
+    correction = spec(gsm=band(0.9, 1.1))
+    loss, kept = loss_of(correction), []
+    for seed, lengths in enumerate(LENGTHS):
+        model_output, data = micro_batch(correction, lengths, seed)
+        tu.assign_non_tensor(data, **{LAST: seed == len(LENGTHS) - 1})
+        _, metrics = loss(model_output, data)
+        if seed:
+            kept.append(pickle.loads(pickle.dumps(metrics))[METRIC_KEY])
+    assert [len(packet.rows) for packet in kept] == [0, 8]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t: t.sum().item(),
+        lambda t: bool((t > 0).any()),
+        lambda t: float(t[0]),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: t.unique(),
+        lambda t: t.masked_select(t > 0),
+        lambda t: t.tolist(),
+        lambda t: t.cpu(),
+        lambda t: t.numpy(),
+    ],
+)
+def test_the_count_sees_what_waits(ask: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(4.0)
+    with watched(monkeypatch) as seen:
+        ask(values)
+    assert seen.waits != []
