@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ def page_of(found: Found) -> Page:
     )
     page.section("Run and proof of life", *_run(found, spec))
     page.section("Reward and mismatch over time", *_over_time(found.timeline))
+    if names := found.timeline.extensions:
+        page.section("Extensions", *_extensions(found.timeline, names))
     page.section("Kept share by length", *_by_length(found.timeline))
     page.section("Where the mismatch comes from", *_attribution(found.studies.attribution))
     page.section("Calibration", *_calibration(found.studies))
@@ -144,6 +147,13 @@ def _over_time(timeline: Timeline) -> list[Markup]:
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
     return [panels(drawings.over_time(timeline)), details(name, table(Table(columns, rows)))]
+
+
+def _extensions(timeline: Timeline, names: Sequence[str]) -> list[Markup]:
+    shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
+    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in shown]
+    columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
+    return [paragraph("Means over response tokens of the columns that extensions sent."), table(Table(columns, rows))]
 
 
 def _by_length(timeline: Timeline) -> list[Markup]:
