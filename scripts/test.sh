@@ -4,7 +4,8 @@
 #
 #   (default)      lint, types, every test of the newest release, and of the oldest one, whose workers are of
 #                  another kind, those that the newest does not run; without what is marked `extended`
-#   --release R    every test of one release, or of `all`; lint and types come with the newest one
+#   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
+#                  of them; lint and types come with the newest one
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first

@@ -28,7 +28,7 @@ def install(group: str) -> dict[str, str]: ...
 @overload
 def install(group: None) -> dict[str, dict[str, str]]: ...
 def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, str]:
-    """Installs every patch of a group in this process. Idempotent.
+    """Install every patch of a group in this process. Idempotent.
 
     Args:
         group: one of `GROUPS`; None: those that this process can need.
@@ -47,7 +47,7 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
 
 
 def status() -> dict[str, dict[str, str]]:
-    """For each group, each patch and its state in this process.
+    """Return, for each group, each patch and its state in this process.
 
     "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off". Imports no
     group and no target, so that a run can ask at its start wherever it is: a group that nobody has loaded has no

@@ -1,4 +1,4 @@
-"""Shows what holds in a process of this environment, after the import of verl.
+"""Show the state of every contract in a process of this environment, after the import of verl.
 
 One line a contract: patch, target, releases, state in this process, and whether the contract holds here. Exits with 1
 where a contract that matters here is broken, or a patch that was asked for is not in force.

@@ -1,4 +1,4 @@
-"""What a patch expects of its target, and what happens when the target has moved.
+"""Contracts of patches with their targets, and the errors raised when a target has moved.
 
 A patch states the target, the signature quoted from the source it was written against, the keys that the
 target's code reads or passes on, and the releases it was tested on. All are checked when it is installed; a
@@ -80,7 +80,7 @@ class Contract:
                 )
 
     def check(self) -> Any:
-        """Returns the target after checking release, signature, keys and names.
+        """Check release, signature, keys and names, and return the target.
 
         Raises:
             NotInstalledError: the distribution is not installed.
@@ -101,16 +101,16 @@ class Contract:
         return found
 
     def in_force(self) -> bool:
-        """Whether the patch of this name wraps the target in this process. Imports nothing and never raises."""
+        """Return True if the patch of this name wraps the target in this process. Imports nothing and never raises."""
         return is_wrapped(loaded(self.target), self.name)
 
     def covers(self, release: str) -> bool:
-        """Whether the release was tested."""
+        """Return True if the release was tested."""
         return any(SpecifierSet(each).contains(release, prereleases=True) for each in self._alternatives())
 
     @property
     def tested(self) -> str:
-        """Distribution and releases, as a message or a table shows them: "verl==0.7.1 or ==0.8.0"."""
+        """Format distribution and releases for a message or a table: "verl==0.7.1 or ==0.8.0"."""
         return f"{self.distribution}{' or '.join(self._alternatives())}"
 
     def _alternatives(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class Contract:
         )
 
     def moved(self, found: str, expected: str | None = None) -> str:
-        """The message for a target that is not what was expected: what, expected, found, mend."""
+        """Build the error message for a target that is not what was expected: what, expected, found, fix."""
         return (
             f"patch {self.name!r}: the target {self.target} has moved. Expected "
             f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
@@ -144,7 +144,7 @@ class Contract:
 
 
 def of_installed(*contracts: Contract) -> Contract:
-    """Of contracts that differ by release, the one of the installed release.
+    """Return the contract of the installed release, among those that differ by release.
 
     The last one where none covers it, whose `check` then says so, or lets it pass where untested releases are
     allowed.
@@ -154,7 +154,7 @@ def of_installed(*contracts: Contract) -> Contract:
 
 
 def installed_release(distribution: str) -> str | None:
-    """The installed version of a distribution without its local part, or None.
+    """Return the installed version of a distribution without its local part, or None.
 
     verl's is the release that it stands for, read beside the package that an import would find: a checkout that is on
     the path has no metadata, or stands before an installed release that has.
@@ -171,7 +171,7 @@ def installed_release(distribution: str) -> str | None:
 
 
 def location(package: str) -> Path | None:
-    """The folder of a top-level package, without importing it; None if there is none."""
+    """Return the folder of a top-level package, without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # it is being imported, or stands in for one, and has no spec
@@ -187,7 +187,7 @@ def _release_beside(package: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """The object that "module:attribute.path" names, or None if module or attribute does not exist.
+    """Return the object that "module:attribute.path" names, or None if module or attribute does not exist.
 
     Raises:
         PatchError: the module is there and cannot be imported, for want of another one or of a platform for instance.
@@ -205,7 +205,7 @@ def resolve(target: str) -> Any:
 
 
 def loaded(target: str) -> Any:
-    """As `resolve`, of a module that this process has imported already; None otherwise. Never raises."""
+    """Resolve like `resolve`, but only in modules that this process has imported; None otherwise. Never raises."""
     module_name, _, path = target.partition(":")
     try:
         return _attribute(sys.modules.get(module_name), path)
@@ -221,12 +221,12 @@ def _attribute(owner: Any, path: str) -> Any:
 
 
 def is_needed(error: ModuleNotFoundError) -> bool:
-    """Whether a module that is missing is one of verl or of ours, which every patch needs."""
+    """Return True if a missing module is one of verl or of ours, which every patch needs."""
     return (error.name or "").partition(".")[0] in {"verl", "recipe", __name__.partition(".")[0]}
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
-    """The signature without annotations, which upstream changes without changing the call.
+    """Return the signature without annotations, which upstream changes without changing the call.
 
     Wrappers are looked through, so a patched target still shows its own signature.
     """
@@ -236,7 +236,7 @@ def bare_signature(function: Callable[..., Any]) -> str:
 
 
 def literals(target: Any) -> frozenset[Key]:
-    """The strings, and the tuples and lists of strings, that stand in the code of a function or of a class's methods.
+    """Collect the strings, and tuples and lists of strings, in the code of a function or of a class's methods.
 
     A display of one or two strings is no constant of its own for Python, and is not found as a whole.
     """
@@ -244,7 +244,7 @@ def literals(target: Any) -> frozenset[Key]:
 
 
 def looked_up(target: Any) -> frozenset[str]:
-    """The globals and attributes that the code of a function or of a class's methods looks up by name."""
+    """Collect the globals and attributes that the code of a function or of a class's methods looks up by name."""
     return frozenset(name for code in _codes(target) for name in _names(code))
 
 
@@ -280,13 +280,13 @@ def _constants(code: CodeType) -> Iterator[Key]:
 
 
 def _held(target: Any) -> str:
-    """The keys in a target's code, as a message shows them; sentences, such as docstrings, are left out."""
+    """Format the keys in a target's code for a message; sentences, such as docstrings, are left out."""
     words = sorted(key for key in literals(target) if isinstance(key, str) and key.isidentifier())
     return ", ".join(words) or "a target without Python code"
 
 
 def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
-    """Puts `wrapper(original, *args, **kwargs)` in front of the target, once.
+    """Put `wrapper(original, *args, **kwargs)` in front of the target, once.
 
     A coroutine function stays one, for callers that ask; its wrapper returns an awaitable. A static method stays one.
 
@@ -313,7 +313,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
 
 
 def before(contract: Contract, look: Callable[[Any], None]) -> None:
-    """Lets `look` see the first argument of each call of the target, before the call; once."""
+    """Call `look` with the first argument of each call of the target, before the call; once."""
 
     def seen_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
         look(first)
@@ -336,7 +336,7 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 
 
 def is_wrapped(function: Any, name: str) -> bool:
-    """Whether the patch `name` is among the wrappers of `function`."""
+    """Return True if the patch `name` is among the wrappers of `function`."""
     while function is not None:
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True

@@ -1,4 +1,4 @@
-"""Runs a patch right after the module that it targets has been imported.
+"""Run a patch right after the module that it targets has been imported.
 
 Some targets are costly to import and needed in few processes (vLLM's layers). Patching them when they
 arrive makes the order of imports irrelevant and leaves every other process alone.
@@ -16,7 +16,7 @@ from .failures import record
 
 
 def after_import(module_name: str, action: Callable[[], object]) -> None:
-    """Calls `action` once `module_name` is imported: now, or after its import.
+    """Call `action` once `module_name` is imported: now, or after its import.
 
     An error of the action propagates to the importer, and is kept for `verl_patches.status()`, because importers
     swallow errors; the next import of the module meets it again.
@@ -28,13 +28,13 @@ def after_import(module_name: str, action: Callable[[], object]) -> None:
 
 
 def is_awaited(module_name: str) -> bool:
-    """Whether an action waits for a module that has not been imported yet."""
+    """Return True if an action waits for a module that has not been imported yet."""
     watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
     return watched and module_name not in sys.modules
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds one module through the finders after it and adds the action to its loader.
+    """Import finder that finds one module through the finders after it and adds the action to its loader.
 
     It stays until the module was imported and the action has run: a look whether the module exists, or an import that
     fails, leaves it in place.
@@ -70,7 +70,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as the original loader does, then acts."""
+    """Loader that loads as the original one does, then acts."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], object]) -> None:
         self.loader = loader

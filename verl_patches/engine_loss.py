@@ -1,4 +1,4 @@
-"""The seam of the engine path: verl's own calls that carry the correction to the loss. Nothing is patched here.
+"""Contracts on verl's own calls that carry the correction to the loss in the engine path. Nothing is patched here.
 
 The trainer hands a loss to the workers by ``set_loss_fn``, the engine calls it at each micro-batch, and it calls
 verl's ``ppo_loss``, which multiplies ``rollout_is_weights`` into the policy term. The signatures are quoted from
@@ -26,7 +26,7 @@ def seam(
     keys: tuple[str, ...] = (),
     names: tuple[str, ...] = (),
 ) -> Contract:
-    """A contract on a function of verl that is called or overridden."""
+    """Build a contract on a function of verl that is called or overridden."""
     return Contract(name, target, signature, "verl", releases, keys, names)
 
 

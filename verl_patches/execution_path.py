@@ -1,4 +1,4 @@
-"""Which of verl's trainers and workers the configured run will go through: detected, never asked for.
+"""Detection of the trainer and worker of verl that the configured run goes through.
 
 | verl | trainer | worker |
 |---|---|---|
@@ -25,7 +25,7 @@ USE_V1 = "trainer.use_v1"
 
 @dataclass(frozen=True)
 class LivePath:
-    """The path from the rollout to the gradient.
+    """Path of a run from the rollout to the gradient.
 
     Attributes:
         release: of the installed verl.
@@ -50,7 +50,7 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """The path of a composed configuration; ``release`` is that of the verl that an import finds by default.
+    """Find the path of a composed configuration; ``release`` is that of the verl that an import finds by default.
 
     Raises:
         PatchError: no verl is found.

@@ -1,4 +1,4 @@
-"""Failures that whoever imported us may swallow: kept, so that `verl_patches.status()` can raise them.
+"""Record of failures that an importer may swallow, so that `verl_patches.status()` can raise them.
 
 verl logs a plugin that raises at DEBUG and carries on, and libraries try optional imports. A patch that was asked for
 and is missing would then be found by its consequences alone.
@@ -10,12 +10,12 @@ _recorded: list[str] = []
 
 
 def record(where: str, error: BaseException) -> None:
-    """Keep a failure of this process, once however often it comes."""
+    """Record a failure of this process, once however often it comes."""
     line = f"{where}: {error}"
     if line not in _recorded:
         _recorded.append(line)
 
 
 def recorded() -> list[str]:
-    """What failed in this process, in order."""
+    """Return the failures of this process, in order."""
     return list(_recorded)

@@ -1,4 +1,4 @@
-"""The groups of patches: what each is for, who asked for it, and whether this process can need it."""
+"""Groups of patches: purpose, who asked for each, and whether this process can need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 @dataclass(frozen=True)
 class Group:
-    """A folder of patches that are put in force together.
+    """A folder of patches that are installed together.
 
     Attributes:
         name: of the sub-package, which has `install()`, `status()` and the names of its modules in `PATCHES`.
@@ -31,6 +31,7 @@ class Group:
 
     @property
     def module(self) -> str:
+        """Dotted name of the group's package."""
         return f"{_PACKAGE}.{self.name}"
 
 
@@ -53,17 +54,17 @@ GROUPS: Mapping[str, Group] = {
 
 
 def needed() -> list[str]:
-    """Names of the groups that this process can need, by the installed verl and the platform."""
+    """Return the names of the groups that this process can need, by the installed verl and the platform."""
     return [name for name, group in GROUPS.items() if group.needed()]
 
 
 def named(environ: Mapping[str, str]) -> list[str]:
-    """What `OFFPOLICY_PATCHES` asks for, as it is written there: names of groups, or "auto"."""
+    """Return the value of `OFFPOLICY_PATCHES`: names of groups, or "auto"."""
     return [name.strip() for name in environ.get(ASKED_BY_NAME, "").split(",") if name.strip()]
 
 
 def asked_for(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Names of the groups that the environment asks for, by either variable."""
+    """Return the names of the groups that the environment asks for, by either variable."""
     environ = os.environ if environ is None else environ
     modules = environ.get(EXTERNAL_MODULES, "").split(",")
     names = named(environ)

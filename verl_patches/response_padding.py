@@ -1,4 +1,4 @@
-"""Lets verl's loss take log-probs of the responses that are padded already.
+"""Let verl's loss take response log-probs that are padded already.
 
 verl cuts them out of the model's output row by row, with three waits for the device a row. The correction needs them
 padded before that, and has done it for all rows at once.
@@ -24,17 +24,17 @@ CONTRACT = Contract(
 
 @dataclass(frozen=True)
 class Padded:
-    """What the target is to answer with.
+    """Response log-probs that the patched function returns as they are.
 
     Attributes:
-        tensor: (B, T), at each response token what the model says of it; differentiable.
+        tensor: (B, T), the model's log-prob at each response token; differentiable.
     """
 
     tensor: Any
 
 
 def install() -> None:
-    """Puts the wrapper in front of the target, once; a call after that costs next to nothing.
+    """Put the wrapper in front of the target, once; a call after that costs next to nothing.
 
     Raises:
         PatchError: the target has moved.
@@ -44,6 +44,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the target is wrapped in this process."""
     return CONTRACT.in_force()
 
 

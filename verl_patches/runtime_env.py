@@ -1,4 +1,4 @@
-"""Hands Ray's workers the variables that this process was started with.
+"""Hand Ray's workers the variables that this process was started with.
 
 A cluster that runs already gives its workers the environment of its own nodes. What they need travels by
 `ray_kwargs.ray_init.runtime_env.env_vars`, which verl hands to `ray.init`.
@@ -78,7 +78,7 @@ def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str
 
 
 def wanted(environ: Mapping[str, str], groups: Sequence[str] = (), checkout: str | None = None) -> dict[str, str]:
-    """The variables that a worker needs to be like this process.
+    """Return the variables that a worker needs to run like this process.
 
     Args:
         environ: of this process.
@@ -97,7 +97,7 @@ def wanted(environ: Mapping[str, str], groups: Sequence[str] = (), checkout: str
 def merged(
     given: Mapping[str, object], wanted: Mapping[str, str], job: Mapping[str, str], *, may_override: bool = False
 ) -> dict[str, object]:
-    """The user's variables with those that workers need.
+    """Merge the user's variables with those that workers need.
 
     Lists (modules, paths) are joined, the user's first. What the submitted job has set already is left out: Ray
     refuses a variable that is set in both places, even to the same value.
@@ -130,13 +130,13 @@ def merged(
 
 
 def job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The runtime environment that this process's job was submitted with; empty outside a job."""
+    """Return the runtime environment that this process's job was submitted with; empty outside a job."""
     found: dict[str, Any] = json.loads(environ.get(_JOB) or "{}").get("runtime_env") or {}
     return found
 
 
 def checkout_root() -> str | None:
-    """The folder that holds this package, unless that is one of the interpreter's own for installed packages."""
+    """Return the folder that holds this package, unless that is one of the interpreter's own for installed packages."""
     root = Path(__file__).resolve().parents[1]
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -148,7 +148,7 @@ def _needed(key: str, value: str) -> str:
 
 
 def joined(key: str, *values: str) -> str:
-    """Values of an environment variable as one: of lists their parts, each once, in order; else the last."""
+    """Join values of an environment variable: the parts of lists, each once, in order; else the last value."""
     separator = _SEPARATORS.get(key)
     if separator is None:
         return values[-1]

@@ -1,4 +1,4 @@
-"""Lets verl's separate asynchronous trainer start without colocated rollouts.
+"""Let verl's separate asynchronous trainer start without colocated rollouts.
 
 With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` takes and a logger
 does not: a TypeError, on every platform, unless VERL_LOGGING_LEVEL is above INFO.
@@ -25,14 +25,14 @@ CONTRACT = Contract(
 
 
 class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
-    """verl's logger, deaf to `flush`."""
+    """Proxy of verl's logger that ignores `flush`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, {key: value for key, value in kwargs.items() if key != "flush"}
 
 
 def install() -> None:
-    """Puts the adapter in front of the module's logger, once. Imports the trainer's module.
+    """Put the adapter in front of the module's logger, once. Imports the trainer's module.
 
     Raises:
         PatchError: the module's logger is not one.

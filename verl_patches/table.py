@@ -1,4 +1,4 @@
-"""What `python -m verl_patches` shows: every contract, the state of its patch in this process, and whether it holds."""
+"""Table of `python -m verl_patches`: every contract, the state of its patch, and whether it holds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
     """One contract.
 
     Attributes:
-        patch, target, releases: as the contract says.
+        patch, target, releases: as in the contract.
         state: of the patch in this process; "calls" for seams that are called and not patched; the module that is
             missing where the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.
@@ -49,7 +49,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every contract of this package, group by group, seams without a group first."""
+    """Build the row of every contract of this package, group by group, seams without a group first."""
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
     contracts = {name: contracts_of(module) for name, module in seams.items()}
@@ -67,7 +67,7 @@ def rows() -> list[Row]:
 
 
 def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
-    """Of a module without a group: a patch that the trainer installs where it is needed, or seams.
+    """Return the state of a module without a group: a patch that the trainer installs where it is needed, or seams.
 
     A seam that the trainer wraps is in force in the trainer's process.
     """
@@ -96,7 +96,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
 
 
 def _without(patch: str, error: ModuleNotFoundError) -> Row:
-    """Of a patch for a distribution that is not installed; broken where what is missing is verl's or ours."""
+    """Build the row of a patch whose distribution is not installed; broken where it is verl or this package."""
     broken = is_needed(error)
     return Row(patch, "", "", f"{error.name} is missing", str(error) if broken else MISSING, broken)
 
@@ -123,7 +123,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
 
 
 def contracts_of(module: ModuleType) -> list[Contract]:
-    """The contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
+    """Collect the contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
     found: list[Contract] = []
     _collect(vars(module).values(), found, depth=5)
     return list(dict.fromkeys(found))
@@ -140,7 +140,7 @@ def _collect(values: Iterable[object], found: list[Contract], depth: int) -> Non
 
 
 def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
-    """Contracts that take turns by release, together: those of one target, or of one name where a target has moved.
+    """Group contracts that alternate by release: those of one target, or of one name where a target has moved.
 
     Contracts of a name that has others for the installed release are left out.
     """

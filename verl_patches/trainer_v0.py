@@ -1,4 +1,4 @@
-"""The seam of verl's V0 trainer, ``RayPPOTrainer``: methods that a subclass overrides, and where it is put in.
+"""Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a subclass overrides, and where it is put in.
 
 ``fit`` is one block that calls the module's own ``compute_advantage``, so what has to happen around the advantages
 wraps that name. A trainer that verl builds past the replaced name is seen by its constructor. All changes are made in
@@ -96,13 +96,13 @@ _around: list[Callable[..., Any]] = []
 
 
 def home() -> str:
-    """The module that holds the V0 task runner of the installed release, and the trainer's name that it reads."""
+    """Return the module of the V0 task runner in the installed release, and the trainer's name that it reads."""
     v0 = "verl.trainer.main_ppo_v0"
     return v0 if importlib.util.find_spec(v0) else "verl.trainer.main_ppo"
 
 
 def task_runner() -> Any:
-    """verl's V0 TaskRunner, as the plain class that it is before Ray wraps it."""
+    """Return verl's V0 TaskRunner, as the plain class that it is before Ray wraps it."""
     runner = importlib.import_module(home()).TaskRunner
     # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
     metadata = getattr(runner, "__ray_metadata__", None)
@@ -120,11 +120,11 @@ def substitute(subclass: Callable[[type], type]) -> None:
 
 
 def before_any(look: Callable[[Any], None]) -> None:
-    """Let ``look(trainer)`` see each trainer that is built in this process, before its constructor runs."""
+    """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
     before(_INIT, look)
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:
-    """Let ``hook(compute, data, *args, **kwargs)`` run in the place of ``compute_advantage``; the last one given."""
+    """Run ``hook(compute, data, *args, **kwargs)`` in the place of ``compute_advantage``; the last one given."""
     _around[:] = [hook]
     wrap(_ADVANTAGE, lambda original, *args, **kwargs: _around[-1](original, *args, **kwargs))

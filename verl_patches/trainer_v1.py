@@ -1,4 +1,4 @@
-"""The seam of verl's V1 trainers: hooks that a subclass overrides, and the registry that the subclass goes into.
+"""Contracts on verl's V1 trainers: hooks that a subclass overrides, and the registry that it is put into.
 
 verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of our own
 would change the training: a corrected trainer takes the place of verl's under verl's own name. A trainer that verl
@@ -82,7 +82,7 @@ SEAMS = (
 
 
 def before_any(look: Callable[[Any], None]) -> None:
-    """Let ``look(trainer)`` see each trainer that is built in this process, before its constructor runs."""
+    """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
     before(_INIT, look)
 
 

@@ -1,9 +1,9 @@
-"""Where does the mismatch of a recorded run come from?
+"""Attribute the mismatch of a recorded run to backend, staleness and drift, and name its causes.
 
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
 
 Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
-argument is no good.
+argument is invalid.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .command_line import need, needed_to_show, run
+from .command_line import list_output_modules, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
-    shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
-    need("attribute", "torch", "pyarrow", "hydra", *shown)
-    from .analysis.attribution.attribution import attribute, size_warning
+    shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
+    require_modules("attribute", "torch", "pyarrow", "hydra", *shown)
+    from .analysis.attribution.attribution import attribute, check_memory
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
@@ -35,18 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
-        if warning := size_warning(recording, options.steps):
+        if warning := check_memory(recording, options.steps):
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
         found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:
-            from .analysis.attribution.figures import overview
-            from .analysis.pages import figures
+            from .analysis.attribution.figures import draw_overview
+            from .analysis.pages import plotting
 
-            figures.save(overview(found), options.png)
+            plotting.save(draw_overview(found), options.png)
         if options.html:
-            from .analysis.attribution.page import page_of
+            from .analysis.attribution.page import build_page
 
-            page_of(found, str(options.directory)).write(options.html)
+            build_page(found, str(options.directory)).write(options.html)
     except (RecordingError, PageError, OSError) as error:
         print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -58,26 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(found: Any) -> None:
+    """Print the tables, the verdict and the fixes."""
     from rich.console import Console
     from rich.text import Text
 
     from .analysis.attribution import tables
     from .analysis.pages import to_rich
 
+    # A pipe has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    shown = [tables.causes_table(found), tables.shares_table(found.whole), tables.steps_table(dict(found.by_step))]
-    shown += [tables.versions_table(found)]
-    shown += [tables.profile_table(name, buckets) for name, buckets in found.profiles.items() if len(buckets) > 1]
-    for table in [*shown, tables.tokens_table(found), tables.rows_table(found)]:
+    shown = [
+        tables.build_causes_table(found),
+        tables.build_shares_table(found.whole),
+        tables.build_steps_table(dict(found.by_step)),
+    ]
+    shown += [tables.build_versions_table(found)]
+    shown += [tables.build_profile_table(name, buckets) for name, buckets in found.profiles.items() if len(buckets) > 1]
+    for table in [*shown, tables.build_tokens_table(found), tables.build_rows_table(found)]:
         console.print(to_rich(table))
     if found.without_text:
         console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
-    for line in (tables.verdict(found), *(f"Fix of {fix}" for fix in tables.fixes(found))):
+    for line in (tables.format_verdict(found), *(f"Fix of {fix}" for fix in tables.list_fixes(found))):
         console.print(Text(line), soft_wrap=True)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say: NaN and infinities become null, keys text."""
+    """Convert to values that JSON can hold: NaN and infinities become null, keys text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -89,9 +96,12 @@ def _plain(value: Any) -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.attribute", description="Where does the mismatch of a recorded run come from?"
+        prog="python -m recipe.offpolicy.attribute",
+        description="Attribute the mismatch of a recorded run to its sources and causes.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of offpolicy.record.dir")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="the recording: the directory that offpolicy.record.dir named"
+    )
     parser.add_argument(
         "--steps",
         type=_steps,
@@ -106,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(text: str) -> tuple[int, int | None]:
+    """Parse ``FIRST:LAST`` into the first and the last step; a last of None is open."""
     found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
     if found is None or not (found[1] or found[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")

@@ -1,8 +1,8 @@
-"""Bounds for a target kept share or effective sample size, from a recording:
+"""Propose bounds for a target kept share or effective sample size, from a recording.
 
 python -m recipe.offpolicy.calibrate DIR --spec 'correction=[tis_token,gsm]' --target-kept 0.98 --target-ess 0.9
 
-Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is no good.
+Exit status: 0, 1 where a bound was not found, 2 where the recording or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .analysis.calibration.defaults import QUANTILE, ROUNDING
-from .command_line import need, needed_to_show, run
+from .command_line import list_output_modules, require_modules, run
 
 if TYPE_CHECKING:
-    from .analysis.calibration.joint import Joint
-    from .analysis.calibration.propose import Calibrated
+    from .analysis.calibration.joint import JointShares
+    from .analysis.calibration.propose import CalibrationResult
     from .correction import CorrectionSpec
     from .recording import Recording
 
 USAGE, UNREACHED = 2, 1
-"""Exit status: what was asked for cannot be meant, and no bound was found for a part of it."""
+"""Exit status: an invalid argument or recording; no bound found for a part."""
 _PIPE_WIDTH = 200
 
 
-def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
-    """The correction that overrides compose, or that acted at the last recorded step, and its keys without a value.
+def build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
+    """Build the correction to calibrate, and the keys in it that have no value yet.
+
+    It is what the overrides compose; without any, the correction that acted at the last recorded step.
 
     Raises:
         SpecError: it is malformed, or there is none.
         RecordingError: the recording cannot be read.
     """
-    from .analysis.calibration.parts import placeholders
-    from .analysis.whatif.composed import composed_mapping, composer
+    from .analysis.calibration.parts import fill_placeholders
+    from .analysis.whatif.compose import compose_correction, initialize_composer
     from .correction import CorrectionSpec, SpecError
 
     if spec:
-        with composer():
-            values, unset = placeholders(composed_mapping(spec))
+        with initialize_composer():
+            values, unset = fill_placeholders(compose_correction(spec))
     else:
         values, unset = dict(recording.parts(recording.steps[-1])[-1].spec), frozenset()
     correction = CorrectionSpec.from_mapping(values)
@@ -55,14 +57,15 @@ def asked(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, fr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
-    shown = needed_to_show(json=options.json, png=bool(options.png), html=bool(options.html))
-    need("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
+    shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
+    require_modules("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
-    from .analysis.attribution.first import Screen
-    from .analysis.calibration.joint import joint
-    from .analysis.calibration.propose import Request, calibrated
+    from .analysis.attribution.faults import FaultScreen
+    from .analysis.calibration.joint import compute_joint_shares
+    from .analysis.calibration.propose import Request, propose_bounds
     from .analysis.pages import PageError, check_target
     from .correction import SpecError
     from .recording import Recording, RecordingError
@@ -85,13 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
-        card = recording.card  # a damaged one is said before the work
-        spec, unset = asked(recording, options.spec)
-        screen = Screen(recording.steps)
-        result = calibrated(screen.watching(recording), spec, request, unset)
-        faults = screen.mend_first(card)
-        now = None if unset else joint(recording, spec)
-        then = joint(recording, result.spec)
+        card = recording.card  # read first, so that a damaged one fails before the work
+        spec, unset = build_spec(recording, options.spec)
+        # Samples the recording while calibration reads it, which saves a pass over the files.
+        screen = FaultScreen(recording.steps)
+        result = propose_bounds(screen.tee(recording), spec, request, unset)
+        faults = screen.describe_faults(card)
+        now = None if unset else compute_joint_shares(recording, spec)
+        then = compute_joint_shares(recording, result.spec)
         _show(options, result, now, then, faults)
     except BrokenPipeError:
         raise
@@ -102,71 +106,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return UNREACHED if missing else 0
 
 
-def _show(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> None:
-    from .analysis.calibration.tables import by_length, overrides, overview, plain, remarks, together
+def _show(
+    options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
+) -> None:
+    """Write figure, page, JSON or tables, as the options ask."""
+    from .analysis.calibration.tables import (
+        build_joint_table,
+        build_json,
+        build_length_table,
+        build_overview_table,
+        format_remarks,
+        list_overrides,
+    )
 
     confidence = options.confidence
     if options.png is not None:
-        from .analysis.calibration.drawings import curves
-        from .analysis.pages.figures import save
+        from .analysis.calibration.figures import draw_curves
+        from .analysis.pages.plotting import save
 
-        save(curves(result.proposals, confidence), options.png)
+        save(draw_curves(result.proposals, confidence), options.png)
     if options.html is not None:
         _page(options, result, now, then, faults).write(options.html)
     if options.json:
-        print(json.dumps(plain(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
+        print(json.dumps(build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
     from rich.console import Console
 
-    from .analysis.pages import fitted
+    from .analysis.pages import fit_to_width
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     if faults:
         console.print(faults, markup=False, soft_wrap=not sys.stdout.isatty())
-    lengths = [by_length(proposal, confidence) for proposal in result.proposals if proposal.lengths]
-    for table in (overview(result, confidence), *lengths, together(now, then)):
-        console.print(*fitted(table, console.width), sep="\n")
-    for remark in remarks(result, confidence):
+    lengths = [build_length_table(proposal, confidence) for proposal in result.proposals if proposal.lengths]
+    for table in (build_overview_table(result, confidence), *lengths, build_joint_table(now, then)):
+        console.print(*fit_to_width(table, console.width), sep="\n")
+    for remark in format_remarks(result, confidence):
         # A line each for other programs, and whole words for a reader.
         console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())
-    if pasted := overrides(result):
+    if pasted := list_overrides(result):
         console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
 
 
-def _page(options: argparse.Namespace, result: Calibrated, now: Joint | None, then: Joint, faults: str) -> Any:
-    from .analysis.calibration.drawings import panels as drawn
-    from .analysis.calibration.tables import by_length, overrides, overview, remarks, together
-    from .analysis.pages import Page, code, panels, paragraph, table
+def _page(
+    options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
+) -> Any:
+    from .analysis.calibration.figures import build_panels
+    from .analysis.calibration.tables import (
+        build_joint_table,
+        build_length_table,
+        build_overview_table,
+        format_remarks,
+        list_overrides,
+    )
+    from .analysis.pages import Page, render_code, render_panels, render_paragraph, render_table
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))
     if faults:
-        page.section("Mend first", paragraph(faults))
-    page.section(
+        page.add_section("Mend first", render_paragraph(faults))
+    page.add_section(
         "Proposed",
-        table(overview(result, confidence)),
-        code(" \\\n".join(map(shlex.quote, overrides(result))) or "none"),
+        render_table(build_overview_table(result, confidence)),
+        render_code(" \\\n".join(map(shlex.quote, list_overrides(result))) or "none"),
     )
-    page.section("Curves", panels(drawn(result.proposals, confidence)))
-    lengths = [table(by_length(proposal, confidence)) for proposal in result.proposals if proposal.lengths]
+    page.add_section("Curves", render_panels(build_panels(result.proposals, confidence)))
+    lengths = [
+        render_table(build_length_table(proposal, confidence)) for proposal in result.proposals if proposal.lengths
+    ]
     if lengths:
-        page.section("By length", *lengths)
-    page.section("Remarks", *(paragraph(remark) for remark in remarks(result, confidence)), table(together(now, then)))
+        page.add_section("By length", *lengths)
+    page.add_section(
+        "Remarks",
+        *(render_paragraph(remark) for remark in format_remarks(result, confidence)),
+        render_table(build_joint_table(now, then)),
+    )
     return page
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")
-    add("--target-kept", type=float, metavar="P", help="share that each mask is to keep of what it looks at")
+    add(
+        "--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it applies to"
+    )
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
     add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
     add("--by-length", action="store_true", help="advice by length also where it does not matter: one bound acts")
-    add("--confidence", type=float, default=0.95, metavar="P", help="of intervals, default %(default)s")
-    add("--floor-quantile", type=float, default=QUANTILE, metavar="P", help="of backend noise, which delta exceeds")
-    add("--rounding", type=float, default=ROUNDING, metavar="NATS", help="|log pi - log pi_old| taken for rounding")
+    add("--confidence", type=float, default=0.95, metavar="P", help="of the intervals, default %(default)s")
+    add(
+        "--floor-quantile",
+        type=float,
+        default=QUANTILE,
+        metavar="P",
+        help="quantile of the backend noise that delta has to exceed",
+    )
+    add(
+        "--rounding",
+        type=float,
+        default=ROUNDING,
+        metavar="NATS",
+        help="mean |log pi - log pi_old| up to which pi counts as pi_old",
+    )
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")

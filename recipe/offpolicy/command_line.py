@@ -1,4 +1,4 @@
-"""What every tool's command line has in common: packages that are missing, and readers that leave early."""
+"""Common ends of the command-line tools: missing packages and readers that close the pipe early."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
-"""Exit status: a package is missing; nobody reads what is printed (128 + SIGPIPE, as a shell says it)."""
+"""Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 _OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch")
 
 
-def need(tool: str, *modules: str) -> None:
-    """End the program with one line where one of ``modules`` is not installed."""
+def require_modules(tool: str, *modules: str) -> None:
+    """Exit with status 2 and a one-line message if one of ``modules`` is not installed."""
     if missing := [module for module in modules if not _is_there(module)]:
         names = " ".join(_DISTRIBUTIONS.get(module, module) for module in missing)
         sys.stderr.write(f"{tool}: not installed: {', '.join(missing)}. Fix: pip install {names}\n")
         raise SystemExit(BAD_INPUT)
 
 
-def needed_to_show(*, json: bool, png: bool, html: bool) -> list[str]:
-    """Modules that a tool's output takes."""
+def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
+    """List the modules that a tool's output needs."""
     return [*([] if json else ["rich"]), *(["matplotlib"] if png or html else []), *(["jinja2"] if html else [])]
 
 
 def run(tool: str, main: Callable[[], int]) -> int:
-    """``main``'s exit status; without a traceback where its reader leaves (``| head``) or a package is missing."""
+    """Run ``main`` and return its exit status; no traceback where the reader leaves (``
+
+    head``) or a package is missing.
+    """
     try:
         try:
             return main()
         finally:  # also behind --help, which ends the program
             sys.stdout.flush()
     except BrokenPipeError:
-        # What is still to be written goes nowhere, or Python would fail again at its end.
+        # Python flushes standard output at exit, and would fail again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except ModuleNotFoundError as error:
+        # Only packages that this project requires get the hint; another missing module is a bug.
         name = (error.name or "").split(".")[0]
         if name not in _OURS:
             raise
-        need(tool, name)
+        require_modules(tool, name)
         raise
 
 

@@ -33,10 +33,10 @@ from verl_patches.runtime_env import forward
 
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError, set_to
-from .doctor.launch import unknown_to_verl
-from .preflight.checks import active, groups_of
+from .doctor.launch import explain_unknown_keys
+from .preflight.checks import list_active, list_patch_groups
 from .preflight.examination import examine
-from .preflight.hydra_groups import overrides_of_task, own_keys_for_us
+from .preflight.hydra_groups import force_own_keys, read_task_overrides
 from .preflight.primary_config import check_primary, keep_search_path
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
@@ -52,10 +52,10 @@ def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
     Raises:
         CheckError: something stops the launch; all of it at once.
     """
-    found = examine(config, overrides_of_task(), say=_say)
+    found = examine(config, read_task_overrides(), say=_say)
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
-    if not found.spec.is_none and not active(config):
+    if not found.spec.is_none and not list_active(config):
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None
@@ -95,7 +95,7 @@ def main() -> None:
         begun.append(True)
         try:
             spec, remarks = prepare(config)
-            forward(config, groups=groups_of(live_path(config)))
+            forward(config, groups=list_patch_groups(live_path(config)))
         except (CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
         _say(str(live_path(config)))
@@ -107,7 +107,7 @@ def main() -> None:
 
     try:
         check_primary(sys.argv[1:])
-        sys.argv[1:] = keep_search_path(own_keys_for_us(sys.argv[1:]))
+        sys.argv[1:] = keep_search_path(force_own_keys(sys.argv[1:]))
     except (SpecError, CheckError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def main() -> None:
             run()
         except SystemExit as stop:
             # Hydra has advised to add the key, which verl would refuse or not read.
-            if stop.code == 1 and not begun and (unknown := unknown_to_verl(arguments)):
+            if stop.code == 1 and not begun and (unknown := explain_unknown_keys(arguments)):
                 sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
             raise
 

@@ -1,8 +1,8 @@
-"""One HTML page about a recorded run, to send to a colleague:
+"""Write one HTML page about a recorded run, to send to a colleague.
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
 
-Exit status: 0, or 2 where the recording or an argument is no good.
+Exit status: 0, or 2 where the recording or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import need, run
+from .command_line import require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
-    need("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
+    require_modules("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
     import torch
 
-    from .analysis.calibration.scores import recorded_spec
+    from .analysis.calibration.scores import read_recorded_spec
     from .analysis.pages import PageError, check_target
-    from .analysis.report.page import Found, page_of
-    from .analysis.report.sample import sample_of
-    from .analysis.report.studies import studies_of
-    from .analysis.report.timeline import timeline_of
+    from .analysis.report.page import ReportContents, build_page
+    from .analysis.report.step_sample import sample_steps
+    from .analysis.report.studies import run_studies
+    from .analysis.report.timeline import build_timeline
     from .correction import SpecError
     from .recording import Recording, RecordingError
     from .recording.redaction import redacted
@@ -35,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_target("--out", options.out, "report.html")
         recording = Recording(options.directory)
-        sample = sample_of(recording)
-        timeline = timeline_of(part for step in sample.timeline for part in recording.corrections(step))
+        sample = sample_steps(recording)
+        timeline = build_timeline(part for step in sample.timeline for part in recording.corrections(step))
         if not timeline.steps:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
-        spec = recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
-        studies = studies_of(recording, sample, spec, spec=options.spec)
+        spec = read_recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
+        studies = run_studies(recording, sample, spec, spec=options.spec)
         card, proof = redacted(recording.card), redacted(recording.proof)
-        found = Found(str(options.directory), card, proof, sample, timeline, studies)
-        size = page_of(found).write(options.out)
+        found = ReportContents(str(options.directory), card, proof, sample, timeline, studies)
+        size = build_page(found).write(options.out)
     except (RecordingError, SpecError, PageError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -55,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.offpolicy.report", description="One HTML page about a recorded run."
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="of offpolicy.record.dir")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named"
+    )
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
         "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"

@@ -1,4 +1,4 @@
-"""The answer to ``--help`` of commands whose own imports take seconds, or whose arguments are another program's."""
+"""Answer ``--help`` before the imports of a command that take seconds or belong to another program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FLAGS = ("--help", "-h")
 
 
 def answer_help(usage: str | None) -> None:
-    """Print the usage and end the program with 0, if that is what the command line asks for."""
+    """Print the usage and exit with 0 if the command line asks for help."""
     if any(flag in sys.argv[1:] for flag in FLAGS):
         print((usage or "").strip())  # noqa: T201
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""The command line: Hydra overrides in, tables, a picture, a page or JSON out."""
+"""Replay other corrections over recorded steps: tables, a picture, a page or JSON."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import need, needed_to_show, run
+from .command_line import list_output_modules, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
-"""Exit status: the replay of what acted is not what was recorded; nothing could be replayed."""
+"""Exit status: the replay differs from the recording; nothing could be replayed."""
 _NAME = "python -m recipe.offpolicy.whatif"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status, 0 where everything is well."""
+    """Run the command; return its exit status, 0 where the replay agrees with the recording."""
     given = _parser().parse_args(arguments)
-    shown = needed_to_show(json=given.json, png=bool(given.png), html=bool(given.html))
-    need("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
+    shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
+    require_modules("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
     from .analysis.pages import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED
-    from .analysis.whatif.command import replayed, show_result
+    from .analysis.whatif.command import run_from_arguments, write_result
     from .correction import SpecError
     from .recording import RecordingError
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--png", given.png, "whatif.png")
         if given.html:
             check_target("--html", given.html, "whatif.html")
-        result = replayed(given)
-        show_result(result, given)
+        result = run_from_arguments(given)
+        write_result(result, given)
     except BrokenPipeError:
         raise
     except (RecordingError, SpecError, PageError) as error:
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the recording: what offpolicy.record.dir named")
     parser.add_argument(
         "--spec", action="append", nargs="+", default=[], metavar="OVERRIDE",
-        help="Hydra overrides of one correction, as for a launch, or 'recorded', what acted; may be repeated",
+        help="Hydra overrides of one correction, as for a launch, or 'recorded'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",

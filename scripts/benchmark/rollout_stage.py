@@ -193,24 +193,26 @@ def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Time and memory over tokens, ours beside a line of slope 1 through its last point."""
-    from recipe.offpolicy.analysis.pages import figures
+    from recipe.offpolicy.analysis.pages import plotting
 
-    with figures.style():
-        drawing, panels = figures.panels(1, 2)
+    with plotting.apply_style():
+        drawing, panels = plotting.create_axes(1, 2)
         for axes, key, scale, label in zip(
             panels, ("seconds", "bytes"), (1e3, 2**-20), ("CPU time (ms)", "memory (MiB)"), strict=True
         ):
             for index, (who, name) in enumerate((("ours", "this package"), ("verl", "verl's helper"))):
                 line = [(point["tokens"], point[key] * scale) for point in points if point["helper"] == who]
-                axes.loglog(*zip(*line, strict=True), label=name, **figures.look(index))
+                axes.loglog(*zip(*line, strict=True), label=name, **plotting.get_line_style(index))
                 if who == "ours":
                     last = line[-1][1] / line[-1][0]
                     proportional = [count * last for count, _ in line]
-                    axes.loglog([count for count, _ in line], proportional, color=figures.MUTED, ls=":", label="linear")
+                    axes.loglog(
+                        [count for count, _ in line], proportional, color=plotting.MUTED, ls=":", label="linear"
+                    )
             axes.set_xscale("log", base=2)
             axes.set(xlabel="tokens, padding included", ylabel=label)
             axes.legend()
-        figures.save(drawing, path)
+        plotting.save(drawing, path)
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:

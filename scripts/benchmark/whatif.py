@@ -26,13 +26,12 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(ROOT))
 
-from recordings import drawn_rows, record  # noqa: E402
-
-from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, candidates  # noqa: E402
-from recipe.offpolicy.analysis.whatif.study import study  # noqa: E402
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates  # noqa: E402
+from recipe.offpolicy.analysis.whatif.study import run_study  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
+from tests.support.recordings import drawn_rows, record  # noqa: E402
 
 CORRECTIONS = (
     "correction=tis_token",
@@ -70,7 +69,7 @@ def read(directory: Path) -> int:
 def replay(directory: Path, chosen: list[Candidate]) -> int:
     """From the files to the measures; returns the response tokens."""
     recording = Recording(directory)
-    return study(recording, recording.steps, chosen).tokens
+    return run_study(recording, recording.steps, chosen).tokens
 
 
 def seconds_to_start() -> float:
@@ -83,7 +82,7 @@ def seconds_to_start() -> float:
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
     """Medians over rounds, each of which runs everything once."""
     bare = Candidate(UNCORRECTED, UNCORRECTED)
-    chosen = {name: [bare, *candidates([[name]], [], {})] for name in CORRECTIONS}
+    chosen = {name: [bare, *build_candidates([[name]], [], {})] for name in CORRECTIONS}
     chosen["all of these"] = [bare, *(one for several in list(chosen.values()) for one in several[1:])]
     reading: list[Seconds] = []
     replaying: dict[str, list[Seconds]] = {name: [] for name in chosen}

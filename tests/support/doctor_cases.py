@@ -217,27 +217,27 @@ OF_OURS: dict[str, Case] = {
         {"correction.masks.gsm": K3 | {"upper": 5.0}},
     ),
     "a bound beyond anything seen": Case(
-        "INERT", "masks.gsm", {"correction.masks.gsm.upper": 100.0}, "In use: 1.01", {"correction.masks.gsm.upper": 1.1}
+        "INERT", "masks.gsm", {"correction.masks.gsm.upper": 100.0}, "Usual: 1.01", {"correction.masks.gsm.upper": 1.1}
     ),
     "a budget beyond anything seen": Case(
         "INERT",
         "masks.m2po",
         {"correction.masks.m2po": M2PO | {"budget": 100.0}},
-        "In use: 0.04",
+        "Usual: 0.04",
         {"correction.masks.m2po": M2PO | {"budget": 1.0}},
     ),
     "a delta beyond anything seen": Case(
         "INERT",
         "masks.opsm",
         {"correction.masks.opsm": opsm(10.0)},
-        "In use: 0.1",
+        "Usual: 0.1",
         {"correction.masks.opsm": opsm(0.5)},
     ),
     "an outlier mask, which lies far out": Case(
         "INERT",
         "masks.outlier",
         {"correction.masks.outlier": OUTLIER | {"lower": 1e-6}},
-        "In use: 0.5",
+        "Usual: 0.5",
         {"correction.masks.outlier": OUTLIER},
     ),
     "a band without width": Case(
@@ -307,7 +307,7 @@ OF_OURS: dict[str, Case] = {
         "WRONG",
         "weight",
         {f"{ACTOR}.ppo_mini_batch_size": 100},
-        "cannot be dealt evenly to 8 data-parallel ranks",
+        "cannot be split evenly over 8 data-parallel ranks",
         {f"{ACTOR}.ppo_mini_batch_size": 128},
     ),
     "no count of rows": Case(

@@ -1,4 +1,4 @@
-"""Runs unmodified verl and vLLM without an accelerator. Loaded into every process by verl itself:
+"""Run unmodified verl and vLLM without an accelerator. Loaded into every process by verl itself:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
@@ -47,7 +47,7 @@ REQUIRED_ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 
 
 def install() -> None:
-    """Installs the group in this process. Idempotent.
+    """Install the group in this process. Idempotent.
 
     Raises:
         PatchError: the environment asks for another platform, or a target has moved.

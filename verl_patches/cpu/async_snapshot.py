@@ -1,4 +1,4 @@
-"""Makes a snapshot of FSDP2 weights a copy also when the weights lie on the CPU.
+"""Make a snapshot of FSDP2 weights a copy also when the weights lie on the CPU.
 
 verl's asynchronous trainer keeps the weights of the last synchronisation to compute pi_old with, by
 `param.detach().cpu()`, which on the CPU is the live parameter itself: pi_old is then the current policy, in silence.

@@ -1,4 +1,4 @@
-"""Lets `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU.
+"""Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU.
 
 That release runs every forward pass under autocast to bfloat16, whatever the configuration says. On a GPU autocast
 computes log_softmax in float32 all the same; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats a
@@ -22,7 +22,7 @@ _in_float32 = ContextVar("_in_float32", default=False)
 
 
 def is_float32(mixed_precision: Mapping[str, Any] | None) -> bool:
-    """Whether `fsdp_config.mixed_precision` asks for parameters in float32; null means bfloat16."""
+    """Return True if `fsdp_config.mixed_precision` asks for parameters in float32; null means bfloat16."""
     return str((mixed_precision or {}).get("param_dtype", "bf16")) in {"fp32", "float32", "torch.float32"}
 
 

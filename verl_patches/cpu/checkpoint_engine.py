@@ -65,7 +65,7 @@ CONTRACTS = (
 
 
 class WeightSyncError(RuntimeError):
-    """The weights did not get from the trainer to a rollout worker; the message says where and why."""
+    """Weights did not get from the trainer to a rollout worker; the message says where and why."""
 
 
 class FileCheckpointEngine(CheckpointEngine):
@@ -99,7 +99,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._sender = ""
 
     def prepare(self) -> dict[str, Any]:
-        """What `build_topology` has to know: the folder and its writer, from the master alone."""
+        """Return the input of `build_topology`: the folder and its writer, from the master alone."""
         if not self._is_master:
             return {"folder": None}
         self.finalize()  # a synchronisation that failed was never finalised
@@ -113,7 +113,7 @@ class FileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The keyword arguments of `init_process_group`, one a worker, for the trainer's and the rollouts' workers."""
+        """Build the arguments of `init_process_group` of each worker, for the trainer's and the rollouts' workers."""
         masters = [entry for entry in metadata if entry["folder"]]
         if len(masters) != 1:
             raise WeightSyncError(f"{NAME}: one process of the trainer has to write the weights, found {len(masters)}.")
@@ -124,7 +124,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return each(actor_wg_world_size), each(rollout_world_size)
 
     def init_process_group(self, folder: str, sender: str) -> None:
-        """Opens this end.
+        """Open this end.
 
         Raises:
             WeightSyncError: the sender's folder is not on this machine.
@@ -138,7 +138,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._folder, self._sender = Path(folder), sender
 
     def finalize(self) -> None:
-        """Closes this end; the master's removes the files."""
+        """Close this end; the master's removes the files."""
         if self._lock is not None:
             self._lock.close()
         if self._owned is not None:
@@ -146,7 +146,7 @@ class FileCheckpointEngine(CheckpointEngine):
         self._folder = self._owned = self._lock = None
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Writes every weight, or takes part in gathering them.
+        """Write every weight, or takes part in gathering them.
 
         Raises:
             WeightSyncError: there are none.
@@ -169,7 +169,7 @@ class FileCheckpointEngine(CheckpointEngine):
             raise
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Tensor]]:
-        """Yields (name, weight) as the sender writes them.
+        """Yield (name, weight) as the sender writes them.
 
         Raises:
             WeightSyncError: the sender failed, has ended, is silent for longer than the timeout, or sends the weights
@@ -189,7 +189,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 yield name, weight
 
     async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
-        """The bucket's file once it is complete; None after the last."""
+        """Return the bucket's file once it is complete; None after the last."""
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
@@ -222,7 +222,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return False
 
     def _publish(self, name: str, content: dict[str, Any]) -> None:
-        """Writes a file that appears complete or not at all."""
+        """Write a file that appears complete or not at all."""
         assert self._folder is not None, "verl calls init_process_group first"
         draft = self._folder / f"{name}.draft"
         if name.endswith(".json"):
@@ -233,7 +233,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterable[dict[str, Tensor]]:
-    """Copies of the weights in order, in groups that reach `size` bytes; the last may be smaller, none is empty."""
+    """Yield copies of the weights in order, in groups that reach `size` bytes; only the last may be smaller."""
     bucket: dict[str, Tensor] = {}
     held = 0
     for name, weight in weights:
@@ -260,7 +260,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def install() -> None:
-    """Registers the engine, once.
+    """Register the engine, once.
 
     Raises:
         PatchError: verl's base class is not what this engine was written for.
@@ -275,6 +275,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the engine is registered in this process."""
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except ValueError:

@@ -33,7 +33,7 @@ def _gloo(original: Callable[[], str]) -> str:
 
 class _DevicePatch(ReleasePatch):
     def install(self) -> None:
-        """Wraps the two functions.
+        """Wrap the two functions.
 
         Raises:
             PatchError: a target has moved, or there is an accelerator, which these releases take without asking.

@@ -1,4 +1,4 @@
-"""Lets VERL_ENGINE_DEVICE choose the training engine in releases of verl that do not read it.
+"""Let VERL_ENGINE_DEVICE choose the training engine in releases of verl that do not read it.
 
 An engine is registered for devices by name, none of them `cpu`; those for `cuda` run there. From 0.9 verl reads the
 variable itself; before that, every engine of the device that it names is registered for `cpu` as well, which is
@@ -29,7 +29,7 @@ REGISTER = Contract(
 
 
 def _registered() -> dict[str, dict[str, dict[str, Any]]]:
-    """Model type -> backend -> device -> engine class."""
+    """Return verl's registry: model type -> backend -> device -> engine class."""
     registry = importlib.import_module(f"{MODULE}.base").EngineRegistry
     engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
     return engines
@@ -48,12 +48,12 @@ def _register_for_cpu() -> None:
 
 
 def needed() -> bool:
-    """Whether the installed verl leaves the variable unread."""
+    """Return True if the installed verl does not read the variable."""
     return installed_has(lambda release: not release.platforms)
 
 
 def install() -> None:
-    """Registers the engines now or when verl's engines are imported."""
+    """Register the engines now or when verl's engines are imported."""
     if needed() and not in_force() and not waiting():
         after_import(MODULE, _register_for_cpu)
 

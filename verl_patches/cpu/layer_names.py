@@ -1,4 +1,4 @@
-"""Hands FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
+"""Hand FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
 
 vLLM's CPU build needs transformers 5, which gives these names as a set; verl 0.7.1 takes the first one by its index.
 Later releases make a list of it too.

@@ -1,4 +1,4 @@
-"""Lets Megatron's own attention take the padding mask that verl hands to Transformer Engine's.
+"""Let Megatron's own attention take the padding mask that verl hands to Transformer Engine's.
 
 Without Transformer Engine the layers are Megatron's local ones. verl's padded batches come with a mask of two
 dimensions, (batch, sequence), which Transformer Engine ignores for causal attention and the local one would

@@ -1,4 +1,4 @@
-"""Lets mbridge build its models from Megatron's local layers, where Transformer Engine is not installed.
+"""Let mbridge build its models from Megatron's local layers, where Transformer Engine is not installed.
 
 mbridge asks for Transformer Engine's layers, and names weights as they do: the norm in front of a linear layer is part
 of that layer there, and a layer of its own in the local ones.

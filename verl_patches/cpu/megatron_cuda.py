@@ -1,4 +1,4 @@
-"""Answers the part of `torch.cuda` that Megatron calls, where PyTorch was built without CUDA.
+"""Answer the part of `torch.cuda` that Megatron calls, where PyTorch was built without CUDA.
 
 Megatron asks `torch.cuda` for the device to allocate on, waits for it and seeds it, whatever device the run is on.
 The stand-ins come into force when a process sets up Megatron's process groups: importing verl imports Megatron too,
@@ -33,7 +33,7 @@ CONTRACT = Contract(
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands in for what has no meaning without an accelerator."""
+    """Do nothing: a stand-in for calls without meaning on the CPU."""
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
@@ -48,7 +48,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 
 
 def _on_the_host(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """`Tensor.cuda`: a tensor is where it should be already."""
+    """Replace `Tensor.cuda`: return the tensor, which is on the host already."""
     return self
 
 

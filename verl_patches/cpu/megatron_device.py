@@ -1,4 +1,4 @@
-"""Gives the modules of Megatron that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
+"""Give the modules of Megatron that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
 
 Their calls are `torch.zeros(..., device="cuda")` and the like, deep inside functions that cannot be wrapped without
 copying them. So each of these modules, and nothing else in the process, sees PyTorch through `CpuTorch`.
@@ -77,7 +77,7 @@ def _module(contract: Contract) -> str:
 
 
 def install() -> None:
-    """Acts on each module now or when it is imported. Idempotent."""
+    """Act on each module now or when it is imported. Idempotent."""
     for contract in CONTRACTS:
         if not is_awaited(_module(contract)):
             after_import(_module(contract), functools.partial(_hand_over, contract))
@@ -88,6 +88,6 @@ def waiting() -> bool:
 
 
 def in_force() -> bool:
-    """Every module that has been imported sees the CPU's PyTorch, and one has been."""
+    """Return True if a target module has been imported and all imported ones see the CPU's PyTorch."""
     imported = [sys.modules[name] for name in MODULES if name in sys.modules]
     return bool(imported) and all(isinstance(module.torch, CpuTorch) for module in imported)

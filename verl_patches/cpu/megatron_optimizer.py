@@ -1,4 +1,4 @@
-"""Lets Megatron's optimizers take parameters that lie on the CPU.
+"""Let Megatron's optimizers take parameters that lie on the CPU.
 
 They tell parameters apart by `param.type()`, of which they know "torch.cuda.FloatTensor" and its 16-bit siblings
 only, and raise at "torch.FloatTensor". While they look, `Tensor.type()` gives the name of CUDA's type.
@@ -24,7 +24,7 @@ def _contract(name: str, target: str, signature: str) -> Contract:
 
 @contextmanager
 def named_as_cuda() -> Iterator[None]:
-    """Inside, `Tensor.type()` without an argument says "torch.cuda.FloatTensor" for "torch.FloatTensor"."""
+    """Let `Tensor.type()` return "torch.cuda.FloatTensor" for "torch.FloatTensor" inside the block."""
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = inherited(self, *args, **kwargs)

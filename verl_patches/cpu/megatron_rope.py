@@ -1,4 +1,4 @@
-"""Tells mbridge the base of the rotary embedding where transformers 5 keeps it.
+"""Tell mbridge the base of the rotary embedding where transformers 5 keeps it.
 
 mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`.
 """

@@ -1,4 +1,4 @@
-"""Lets verl remove padding where flash-attn is not installed, which needs CUDA.
+"""Let verl remove padding where flash-attn is not installed, which needs CUDA.
 
 verl takes four functions that gather and scatter rows from flash-attn and ships them in plain PyTorch too, for NPUs.
 Where flash-attn is missing those take their place; from 0.9 verl does the same.

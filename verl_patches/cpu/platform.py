@@ -26,12 +26,12 @@ REGISTRY = Contract(
 
 
 def needed() -> bool:
-    """Whether the installed verl has platforms."""
+    """Return True if the installed verl has a platform registry."""
     return installed_has(lambda release: release.platforms)
 
 
 def install() -> None:
-    """Registers the platform under "cpu", once."""
+    """Register the platform under "cpu", once."""
     if not needed():
         return
     register = REGISTRY.check()
@@ -44,6 +44,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
+    """Return True if the platform is registered in this process."""
     manager = importlib.import_module("verl.plugin.platform.platform_manager")
     return bool(manager.PlatformRegistry.get(NAME) is _platform())
 

@@ -1,4 +1,4 @@
-"""What verl 0.9 asks of a device, answered for the CPU; see platform.py."""
+"""CPU implementation of verl 0.9's device platform; see platform.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 class PlatformCPU(PlatformBase):
-    """What verl asks of a device, answered for the CPU."""
+    """CPU implementation of verl's device platform."""
 
     device_name = property(lambda self: "cpu")
     vendor_name = property(lambda self: "cpu")

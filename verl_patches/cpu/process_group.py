@@ -1,4 +1,4 @@
-"""Lets verl open its process group when the accelerator is the CPU.
+"""Let verl open its process group when the accelerator is the CPU.
 
 verl asks for f"cpu:gloo,{device}:{backend}", which is "cpu:gloo,cpu:gloo" here, and PyTorch refuses a device
 that is named twice (verl-project/verl#6237).
@@ -24,7 +24,7 @@ CONTRACT = Contract(
 
 
 def once_per_device(backend: str | None) -> str | None:
-    """The backend string with repeated "device:backend" parts removed; anything else as it is."""
+    """Remove repeated "device:backend" parts from a backend string; anything else is returned as it is."""
     if backend is None:
         return None
     return ",".join(dict.fromkeys(backend.split(",")))

@@ -36,11 +36,11 @@ class Wrapping:
 
     @property
     def contract(self) -> Contract:
-        """The contract for the installed release."""
+        """Return the contract for the installed release."""
         return of_installed(*self.contracts)
 
     def in_force(self) -> bool:
-        """Whether the target is wrapped in this process."""
+        """Return True if the target is wrapped in this process."""
         return self.contract.in_force()
 
 
@@ -63,7 +63,7 @@ class ReleasePatch:
         return self.cause is None or installed_has(self.cause)
 
     def install(self) -> None:
-        """Wraps the targets now, or right after the import of `after`; once, however often it is asked for.
+        """Wrap the targets now, or right after the import of `after`; once, however often it is asked for.
 
         Raises:
             PatchError: a target has moved, or the release was not tested.
@@ -76,11 +76,11 @@ class ReleasePatch:
             after_import(self.after, self._wrap)
 
     def waiting(self) -> bool:
-        """Whether the patch is installed as soon as `after` is imported."""
+        """Return True if the patch will be installed when `after` is imported."""
         return any(getattr(finder, "action", None) == self._wrap for finder in sys.meta_path)
 
     def in_force(self) -> bool:
-        """Whether every target is wrapped in this process. Imports nothing that waits for `after`."""
+        """Return True if every target is wrapped in this process. Imports nothing that waits for `after`."""
         if self.after is not None and self.after not in sys.modules:
             return False
         return all(wrapping.in_force() for wrapping in self.wrappings)

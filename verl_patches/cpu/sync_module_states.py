@@ -1,4 +1,4 @@
-"""Lets FSDP1 broadcast a model that lies on the CPU from rank 0.
+"""Let FSDP1 broadcast a model that lies on the CPU from rank 0.
 
 verl asks FSDP1 to synchronise module states. PyTorch refuses that for parameters on the CPU, because its process
 group is meant to be NCCL; over gloo the broadcast itself works.

@@ -1,4 +1,4 @@
-"""Gives `torch.cpu` the part of `torch.cuda`'s memory and random-number API that verl calls.
+"""Give `torch.cpu` the part of `torch.cuda`'s memory and random-number API that verl calls.
 
 verl reaches its device through `get_torch_device()`, which is `torch.cpu` here, and calls functions that
 PyTorch defines for accelerators only. Only what is missing is added: the day PyTorch brings one, its own wins.
@@ -24,11 +24,11 @@ _added: set[str] = set()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands in for what has no meaning without an accelerator."""
+    """Do nothing: a stand-in for calls without meaning on the CPU."""
 
 
 def _resident(*_: Any, **__: Any) -> int:
-    """Bytes of memory that this process holds: the nearest thing to memory allocated on the device."""
+    """Return the resident memory of this process in bytes, in place of memory allocated on the device."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -60,7 +60,7 @@ API: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    """Adds each missing function to `torch.cpu`, once."""
+    """Add each missing function to `torch.cpu`, once."""
     MODULE.check()
     missing = [name for name in API if not hasattr(torch.cpu, name)]
     for name in missing:

@@ -1,4 +1,4 @@
-"""Gives vLLM's class of expert weights the name that earlier releases of verl import it by.
+"""Give vLLM's class of expert weights the name that earlier releases of verl import it by.
 
 verl before 0.9 imports `FusedMoE` to recognise the experts of models in FP8. vLLM has renamed that class, and without
 the name verl's rollout cannot be imported. Releases of vLLM that still have it keep theirs.
@@ -36,12 +36,12 @@ def _add_name() -> None:
 
 
 def needed() -> bool:
-    """Whether the installed verl asks for the old name."""
+    """Return True if the installed verl imports the old name."""
     return installed_has(lambda release: not release.platforms)
 
 
 def install() -> None:
-    """Adds the name now or when vLLM's layer is imported; most processes never import it."""
+    """Add the name now or when vLLM's layer is imported; most processes never import it."""
     if needed() and not in_force() and not waiting():
         after_import(MODULE, _add_name)
 

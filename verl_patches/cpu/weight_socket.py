@@ -1,4 +1,4 @@
-"""Names the socket that verl sends weights to vLLM through, where no GPU has a UUID to name it by.
+"""Name the socket through which verl sends weights to vLLM, where no GPU has a UUID to name it by.
 
 In 0.7.1 trainer and vLLM's worker each ask for the UUID of their own GPU and so agree on a name. On the CPU both know
 the slot of Ray's resource "GPU" that was given to the worker, and the Ray node that they run on; together these tell
@@ -19,7 +19,7 @@ _MODULE = "verl.workers.rollout.vllm_rollout.utils"
 
 
 def slot_name(environment: Mapping[str, str]) -> str:
-    """A name for the slot of Ray's resource "GPU" that the environment of a process shows.
+    """Return a name for the slot of Ray's resource "GPU" that the environment of a process shows.
 
     Raises:
         PatchError: it shows none or several: vLLM's workers then cannot be told apart.

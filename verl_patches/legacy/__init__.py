@@ -25,7 +25,7 @@ PATCHES = {
 
 
 def install() -> None:
-    """Installs the group in this process: each patch now, or when its actor is imported. Idempotent.
+    """Install the group in this process: each patch now, or when its actor is imported. Idempotent.
 
     Raises:
         PatchError: the installed verl has no legacy actors, or a target has moved.

@@ -1,4 +1,4 @@
-"""The functions of ``core_algos`` as a legacy actor's module knows them: answered by ours during a corrected update.
+"""Wrappers of ``core_algos`` in a legacy actor's module; ours answer during a corrected update.
 
 Outside of one, and in every other module, they are verl's.
 """
@@ -36,13 +36,13 @@ METRICS = Contract(
 
 
 def running() -> Update | None:
-    """The update under a handover that this process is in."""
+    """Return the update under a handover that this process is in, or None."""
     return _RUNNING.get()
 
 
 @contextmanager
 def update(current: Update) -> Iterator[None]:
-    """Lets ``current`` answer while an actor's update runs."""
+    """Let ``current`` answer while an actor's update runs."""
     token = _RUNNING.set(current)
     try:
         yield
@@ -51,7 +51,7 @@ def update(current: Update) -> Iterator[None]:
 
 
 def contracts(module: str) -> tuple[Contract, ...]:
-    """Of the functions of ``verl.workers.actor.<module>`` that ``install`` wraps, and of what these actors share."""
+    """Build the contracts of the functions of ``verl.workers.actor.<module>`` that ``install`` wraps."""
     functions = (
         Contract(
             name=f"{module}.{function}",
@@ -66,7 +66,7 @@ def contracts(module: str) -> tuple[Contract, ...]:
 
 
 def install(module: str) -> None:
-    """Wraps the functions of one actor's module. Idempotent.
+    """Wrap the functions of one actor's module. Idempotent.
 
     Raises:
         PatchError: a function is not what it was.
@@ -76,7 +76,7 @@ def install(module: str) -> None:
 
 
 def in_force(module: str) -> bool:
-    """Whether all of them are wrapped in this process."""
+    """Return True if all of them are wrapped in this process."""
     return all(contract.in_force() for contract in contracts(module))
 
 
@@ -93,7 +93,7 @@ def _answering(function: str) -> Callable[..., Any]:
 def _metrics(
     original: Callable[..., dict[str, float]], log_prob: Any, rollout_log_prob: Any, response_mask: Any
 ) -> dict[str, float]:
-    """verl's metrics of the mismatch, which end the run on a micro-batch without a response token."""
+    """Compute verl's mismatch metrics; NaN on a micro-batch without a response token, where verl's own raise."""
     if running() is None or response_mask.any():
         return original(log_prob, rollout_log_prob, response_mask)
     # The same keys, so that the ranks' metrics still fit together.

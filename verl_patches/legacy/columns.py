@@ -1,4 +1,4 @@
-"""What the trainer sends along with a batch, past the list of columns that verl's legacy actors select."""
+"""Columns that the trainer sends with a batch beyond those that verl's legacy actors select."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class Carried(DataProto):
-    """A batch whose ``select`` keeps mu and our columns, whatever is asked for."""
+    """Batch whose ``select`` keeps mu and our columns, whatever is asked for."""
 
     def select(
         self,
@@ -29,7 +29,7 @@ class Carried(DataProto):
 
 
 def handover_of(data: DataProto) -> Handover | None:
-    """What the trainer handed over with the batch; None where it handed nothing over.
+    """Return the trainer's handover of this batch, or None.
 
     Raises:
         KeyError: mu is to be read, and is not in the batch.
@@ -46,7 +46,7 @@ def handover_of(data: DataProto) -> Handover | None:
 
 
 def carried(data: DataProto, **columns: Tensor) -> Carried:
-    """A shallow copy of the batch with further columns, without the handover."""
+    """Return a shallow copy of the batch with further columns, without the handover."""
     batch = data.batch.copy()
     for key, column in columns.items():
         batch[key] = column

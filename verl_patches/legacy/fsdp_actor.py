@@ -1,4 +1,4 @@
-"""verl's legacy FSDP actor: the loss of the engine path in an update that comes with a handover.
+"""Patch of verl's legacy FSDP actor: the engine path's loss in an update that comes with a handover.
 
 ``update_policy`` selects the columns on its own list and no other, computes every mean over a micro-batch, and with
 one mini-batch and one epoch takes the current log-probs for pi_old. Here the batch keeps our columns, the numbers of
@@ -71,7 +71,7 @@ CONTRACTS = (*algorithms.contracts(MODULE), *_OURS)
 
 
 def install() -> None:
-    """Wraps the actor. Idempotent.
+    """Wrap the actor. Idempotent.
 
     Raises:
         PatchError: a target is not what it was.
@@ -85,7 +85,7 @@ def install() -> None:
 
 
 def in_force() -> bool:
-    """Whether the whole actor is wrapped in this process."""
+    """Return True if the whole actor is wrapped in this process."""
     ours = all(contract.in_force() for contract in _OURS)
     return ours and algorithms.in_force(MODULE)
 
@@ -138,12 +138,12 @@ def _forward_micro_batch(
 
 
 def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
-    """What ``update_policy`` multiplies the loss of a micro-batch by; held against the gradient in the proof."""
+    """Return the factor by which ``update_policy`` scales a micro-batch's loss; the proof checks it in the gradient."""
     if actor.config.use_dynamic_bsz:
         return len(micro_batch["response_mask"]) / actor.config.ppo_mini_batch_size
     return 1 / actor.gradient_accumulation
 
 
 def _upstream(scaler: Any) -> float:
-    """The gradient that fp16 training begins its backward pass with."""
+    """Return the gradient that fp16 training begins its backward pass with."""
     return 1.0 if scaler is None else float(scaler.get_scale())

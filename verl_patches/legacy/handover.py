@@ -1,4 +1,4 @@
-"""What a trainer sends with a batch so that a legacy actor trains with another loss; it brings its own behaviour."""
+"""Interface of the handover: an object sent with a batch that replaces a legacy actor's loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINI_ROWS = f"{PREFIX}global_batch_size"
 
 
 class Update(Protocol):
-    """One update of an actor: it answers, in verl's place, what ``update_policy`` calls of ``core_algos``."""
+    """One update of an actor, which answers in verl's place what ``update_policy`` calls of ``core_algos``."""
 
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
         """Take up a micro-batch, whose loss the actor multiplies by ``scale``, before it is computed."""
@@ -34,11 +34,11 @@ class Update(Protocol):
 
 
 class Handover(Protocol):
-    """Travels by value, once a batch."""
+    """Replacement loss of a legacy actor, sent by value once a batch."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
-        """Whether mu has to be in the batch."""
+        """Return True if mu has to be in the batch."""
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> Update:
         """Begin an update of an actor.

@@ -1,4 +1,4 @@
-"""Contracts for methods behind verl's ``GPUMemoryLogger``, which shows Python a function of any arguments."""
+"""Contracts on methods behind verl's ``GPUMemoryLogger``, whose wrapper hides their signature."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..contract import Contract, PatchError, bare_signature, literals, resolve
 
 
 class Logged(Contract):
-    """A contract whose signature and keys are those of the method that the logger calls."""
+    """Contract on the signature and keys of the method that the logger calls."""
 
     def check(self) -> Any:
-        """Returns the target as it stands in its class, once the method behind it is what was expected.
+        """Check the method behind the target, and return the target as it stands in its class.
 
         Raises:
             PatchError: as ``Contract.check``.
@@ -31,7 +31,7 @@ class Logged(Contract):
 
 
 def behind(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """The function of that name that a decorator without ``functools.wraps`` holds; itself where it is that one."""
+    """Return the function of that name behind a decorator without ``functools.wraps``, or the function itself."""
     function = inspect.unwrap(function)
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return next((found for found in (function, *held) if getattr(found, "__name__", None) == name), None)

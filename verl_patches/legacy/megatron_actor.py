@@ -1,4 +1,4 @@
-"""verl's legacy Megatron actor: the loss of the engine path in an update that comes with a handover.
+"""Patch of verl's legacy Megatron actor: the engine path's loss in an update that comes with a handover.
 
 ``make_minibatch_iterator`` selects the columns on its own list and no other, and the closure that computes the loss on
 the last pipeline stage gives a policy loss neither mu nor its micro-batch. Here the batch keeps our columns, the
@@ -79,7 +79,7 @@ CONTRACTS = (*algorithms.contracts(MODULE), DEAL, UPDATE, PASS, SPLIT)
 
 
 def install() -> None:
-    """Wraps the actor. Idempotent.
+    """Wrap the actor. Idempotent.
 
     Raises:
         PatchError: a target is not what it was.
@@ -94,14 +94,14 @@ def install() -> None:
 
 
 def in_force() -> bool:
-    """Whether the whole actor is wrapped in this process."""
+    """Return True if the whole actor is wrapped in this process."""
     targets = (DEAL, UPDATE, PASS, SPLIT)
     return algorithms.in_force(MODULE) and all(each.in_force() for each in targets)
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """The mini-batches of one update, and what came with the batch that they were dealt from."""
+    """Mini-batches of one update, with the handover of the batch that they were split from."""
 
     mini_batches: Iterable[Any]
     handover: Handover
@@ -128,12 +128,12 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
 
 
 def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
-    """What the backward pass begins with: the loss scale of fp16 training, 1 without."""
+    """Return the gradient that the backward pass begins with: the loss scale of fp16 training, 1 without."""
     return 1.0 if grad_scale is None else float(grad_scale(torch.ones(())))
 
 
 def _refuse(actor: Any) -> None:
-    """A schedule in which a loss is not that of the micro-batch taken last."""
+    """Refuse schedules in which a loss is not that of the micro-batch taken last."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
@@ -170,7 +170,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
 
 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
-    """The micro-batches, each taken up by the update when it is asked for."""
+    """Yield the micro-batches; each is taken up by the update when it is asked for."""
     for micro_batch in micro_batches:
         # Where verl moves it next, which then moves nothing.
         rows = micro_batch.to(get_device_id())

@@ -1,1 +1,1 @@
-"""Tools that read recordings, offline: attribution, what-if, calibration, the report and their pages."""
+"""Offline tools that read recordings: attribution, what-if, calibration, the report and their pages."""

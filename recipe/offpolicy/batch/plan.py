@@ -17,7 +17,7 @@ from torch import Tensor
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_kept_scale
-from ..correction.rows import count_tokens_by_row
+from ..correction.row_layout import count_tokens_by_row
 from .weight_versions import EXTRA_FIELDS, row_versions, token_versions
 
 PLAN = "offpolicy_plan"

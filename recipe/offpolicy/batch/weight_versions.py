@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..correction.rows import spread_over_tokens
+from ..correction.row_layout import spread_over_tokens
 
 EXTRA_FIELDS = "extra_fields"
 """Key of the rows' mappings in which verl's V1 trainer keeps them."""

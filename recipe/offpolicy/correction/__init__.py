@@ -12,8 +12,8 @@ Needs torch alone. The three log-probs, each (B, T), or nested by row with layou
 from .mask_spec import MaskSpec
 from .problem import Problem, SpecError
 from .proximal import proximal_log_prob
-from .results import BatchConstants, RolloutStage, StepStage
 from .spec import CorrectionSpec
+from .stage_results import BatchConstants, RolloutStage, StepStage
 from .stages import batch_constants, rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns

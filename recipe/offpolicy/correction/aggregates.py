@@ -1,45 +1,126 @@
-"""What a mask compares with its bounds, by unit, as least and greatest value."""
+"""Table of aggregates: how a unit's ratios become the number that a mask compares with its bounds.
+
+Everything that asks about an aggregate reads this table: masks, validation, start-up checks, calibration offline and
+online. The liveness proof does not: ``proof/trials.py`` states each by itself.
+"""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal
+
 from torch import Tensor
 
-from . import MaskSpec
-from .ratios import divergence
-from .units import Units
+from .ratios import EXP_CLAMP, compute_divergence
+
+TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Log-ratio and the log-probs of numerator and denominator -> value of each token, float64, 0 where policies agree."""
 
 
-def extremes(
-    mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Least and greatest of what ``correction.masks.outside`` compares: a unit lies inside if and only if both do.
+@dataclass(frozen=True)
+class Aggregate:
+    """Number of a unit that a mask compares, computed from its tokens' ratios r_t.
 
-    Args:
-        units: of ``mask.level``.
-        log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
-        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
-
-    Returns:
-        (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
-        that are ratios. One and the same but for aggregates that bind each token by itself; (log r)^2 for
-        ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
+    Attributes:
+        name: as ``masks.<name>.aggregate`` gives it.
+        reduce: from values of tokens to that of the unit; ``each`` compares every token, all of which must lie inside,
+            and ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``.
+        token: value of a token; None: its log-ratio.
+        on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
+        least, greatest: range of what is compared; a mask that holds all of it never acts.
+        usual: bounds in use, lower and upper; None for an open side.
+        at: what is compared where every log-ratio is so many nats.
+        widest: greatest distance from agreement that an online bound may move to.
+        single: the aggregate with the same value on single tokens that is to be named instead; empty: itself.
     """
-    match mask.aggregate:
-        case "product":
-            value = units.total(log_value)
-        case "geometric":
-            value = units.mean(log_value)
-        case "any":
-            return -units.greatest(-log_value), units.greatest(log_value)
-        case "binary_tv":
-            gap = numerator.detach().double().exp() - denominator.detach().double().exp()
-            return -units.greatest(-gap), units.greatest(gap)
-        case "second_moment":
-            value = log_value.square()
-        case _:
-            measure, reduction = mask.aggregate.split("_")
-            tokens = torch.where(units.valid, divergence(measure, log_value), 0.0)
-            reduce = {"max": units.greatest, "mean": units.mean, "sum": units.total}[reduction]
-            value = reduce(tokens)
-    return value, value
+
+    name: str
+    reduce: Literal["sum", "mean", "max", "each", "batch"]
+    usual: tuple[float | None, float | None]
+    token: TokenValue | None = None
+    on_ratio: bool = False
+    least: float = -math.inf
+    greatest: float = math.inf
+    at: Callable[[float], float] = float
+    widest: float = math.inf
+    single: str = ""
+
+    @property
+    def one_sided(self) -> bool:
+        """True if the value is never negative, so that only an upper bound can act."""
+        return self.least == 0
+
+    @property
+    def of_log_ratios(self) -> bool:
+        """True for a sum or mean of log ratios, which ``delta`` can bound."""
+        return self.token is None and self.reduce in ("sum", "mean")
+
+
+def compute_probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute p_numerator - p_denominator of the sampled token, float64.
+
+    Example:
+        >>> import torch
+        >>> half, quarter = torch.tensor([0.5, 0.25]).log()
+        >>> round(compute_probability_gap(half - quarter, half, quarter).item(), 6)
+        0.25
+    """
+    return numerator.detach().double().exp() - denominator.detach().double().exp()
+
+
+def compute_square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute (log r)^2, float64.
+
+    Example:
+        >>> import torch
+        >>> compute_square(torch.tensor(-3.0), torch.tensor(0.0), torch.tensor(0.0)).item()
+        9.0
+    """
+    return log_ratio.double().square()
+
+
+def _divergence(name: str, log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    return compute_divergence(name, log_ratio)
+
+
+def _family(measure: str, mean: float, other: float, at: Callable[[float], float], *, signed: bool) -> list[Aggregate]:
+    """Build the entries for sum, mean and max of a per-token divergence."""
+    bounds: tuple[tuple[Literal["sum", "mean", "max"], float], ...] = (("sum", other), ("mean", mean), ("max", other))
+    return [
+        Aggregate(
+            f"{measure}_{reduce}",
+            reduce,
+            (-bound if signed else None, bound),
+            partial(_divergence, measure),
+            least=-math.inf if signed else 0.0,
+            at=at,
+            single="" if reduce == "sum" else f"{measure}_sum",
+        )
+        for reduce, bound in bounds
+    ]
+
+
+_ENTRIES: Final = (
+    Aggregate("product", "sum", (0.5, 2.0), on_ratio=True, widest=600.0),  # exp(600) can still be written
+    Aggregate("geometric", "mean", (0.99, 1.01), on_ratio=True, widest=EXP_CLAMP, single="product"),
+    Aggregate("any", "each", (0.5, 2.0), on_ratio=True, widest=EXP_CLAMP),
+    *_family("k1", 0.01, 0.7, float, signed=True),
+    *_family("k2", 0.01, 0.2, lambda nats: nats**2 / 2, signed=False),
+    *_family("k3", 0.01, 0.2, lambda nats: math.expm1(nats) - nats, signed=False),
+    *_family("tv", 0.01, 0.2, lambda nats: math.expm1(nats) / 2, signed=False),
+    Aggregate(
+        "binary_tv",
+        "each",
+        (-0.2, 0.2),
+        compute_probability_gap,
+        least=-1.0,
+        greatest=1.0,
+        at=lambda nats: math.inf,  # no log-ratio bounds it; its range does
+        widest=0.99,
+    ),
+    Aggregate("second_moment", "batch", (None, 0.2), compute_square, at=lambda nats: nats**2),
+)
+AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}

@@ -8,9 +8,9 @@ from .mask_spec import MaskSpec
 from .ratios import EXP_CLAMP
 
 _TOKEN = math.log(1e5)
-"""Nats between two policies on one token beyond which no bound in use lies: outlier masks reach to 1e-4."""
+"""Largest bound in use on one token, in nats: outlier masks reach to ratios of 1e-4."""
 _MEAN = math.log(10.0)
-"""Nats a token, as a mean over a unit: nothing of one policy is left in the other long before."""
+"""Largest bound worth proposing on a mean over a unit, in nats a token: such policies have diverged long before."""
 
 
 def compute_arithmetic_limit(mask: MaskSpec) -> float:
@@ -20,7 +20,7 @@ def compute_arithmetic_limit(mask: MaskSpec) -> float:
         >>> compute_arithmetic_limit(MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any"))
         20.0
     """
-    return math.inf if _summed(mask) else _at(mask, EXP_CLAMP)
+    return math.inf if _summed(mask) else mask.entry.at(EXP_CLAMP)
 
 
 def compute_proposal_limit(mask: MaskSpec) -> float:
@@ -32,24 +32,10 @@ def compute_proposal_limit(mask: MaskSpec) -> float:
         10.0
     """
     if _summed(mask):
-        return _at(mask, EXP_CLAMP)
-    averaged = mask.level != "token" and (mask.aggregate == "geometric" or mask.aggregate.endswith("_mean"))
-    return _at(mask, _MEAN if averaged or mask.aggregate == "second_moment" else _TOKEN)
+        return mask.entry.at(EXP_CLAMP)
+    averaged = mask.entry.reduce == "batch" or (mask.level != "token" and mask.entry.reduce == "mean")
+    return mask.entry.at(_MEAN if averaged else _TOKEN)
 
 
 def _summed(mask: MaskSpec) -> bool:
-    return mask.level != "token" and (mask.aggregate == "product" or mask.aggregate.endswith("_sum"))
-
-
-def _at(mask: MaskSpec, nats: float) -> float:
-    """Compute the aggregate's value at a log-ratio of ``nats``."""
-    if mask.aggregate == "binary_tv":
-        return math.inf  # a difference of probabilities, whose range the mask itself is held to
-    if mask.aggregate == "second_moment":
-        return nats**2
-    measure = mask.aggregate.split("_")[0]
-    return {
-        "k2": nats**2 / 2,
-        "k3": math.expm1(nats) - nats,
-        "tv": math.expm1(nats) / 2,
-    }.get(measure, nats)
+    return mask.level != "token" and mask.entry.reduce == "sum"

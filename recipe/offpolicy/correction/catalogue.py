@@ -10,7 +10,7 @@ from typing import Final
 from .statistics import Reduction
 
 BUCKETS: Final = {"le16": 16, "le64": 64, "le256": 256, "le1024": 1024, "le4096": 4096, "gt4096": None}
-"""Length buckets, by the most valid tokens that a row of each may have; None: any more."""
+"""Length buckets -> the most valid tokens of a row in it; None: no limit."""
 
 SIGNS: Final = ("positive", "negative")
 TURNS: Final = ("first", "post_tool")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rows import detect_layout
+from .row_layout import detect_layout
 
 HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 """verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
@@ -94,4 +94,5 @@ def _by_group(values: Tensor, group: Tensor) -> Tensor:
 
 def _without(count: Tensor, rejected: Tensor) -> Tensor:
     left = count - rejected
+    # The clamp keeps 0 / 0 out of the branch that is not taken.
     return torch.where(left > 0, count / left.clamp(min=1), torch.ones_like(count))

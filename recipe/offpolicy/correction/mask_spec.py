@@ -1,4 +1,4 @@
-"""What a mask is: a band on an aggregate of a ratio of policies."""
+"""Specification of a mask: bounds on an aggregate of a ratio of policies."""
 
 from __future__ import annotations
 
@@ -7,41 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import band, choice, number, ordered_bounds, ratio_bounds, require_keys
+from .validation import get_usual_bounds, read_choice, read_number, read_ordered_bounds, read_ratio_bounds, require_keys
 
 Ratio = Literal["rollout", "full", "ppo"]
-Aggregate = Literal[
-    "product",
-    "geometric",
-    "any",
-    "k1_sum",
-    "k1_mean",
-    "k1_max",
-    "k2_sum",
-    "k2_mean",
-    "k2_max",
-    "k3_sum",
-    "k3_mean",
-    "k3_max",
-    "tv_sum",
-    "tv_mean",
-    "tv_max",
-    "binary_tv",
-    "second_moment",
-]
 When = Literal["any", "negative", "positive"]
 Sign = Literal["row", "token"]
-
-ON_RATIO = ("product", "geometric", "any")
-"""Aggregates whose bounds are ratios; those of the others are differences, 0 where two policies agree."""
 
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """A band on an aggregate of a ratio of policies; what lies outside loses its gradient.
+    """Bounds on an aggregate of a ratio of policies; units outside lose their gradient.
 
     Attributes:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old.
@@ -63,7 +42,7 @@ class MaskSpec:
 
     ratio: Ratio
     level: Level
-    aggregate: Aggregate
+    aggregate: str
     lower: float | None
     upper: float | None
     when: When
@@ -81,8 +60,8 @@ class MaskSpec:
         bound_keys = {"delta"} if "delta" in mapping else {"budget"} if "budget" in mapping else {"lower", "upper"}
         _one_way_to_bound(mapping, bound_keys, key)
         require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign"})
-        aggregate = choice(mapping, "aggregate", Aggregate, key)
-        if (aggregate == "second_moment") != ("budget" in mapping):
+        aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
+        if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
             raise SpecError(
                 "second_moment is bounded by budget, and nothing else is.",
                 key=f"{key}.aggregate",
@@ -95,7 +74,7 @@ class MaskSpec:
             delta = _delta(mapping["delta"], aggregate, key)
             lower = math.exp(-delta)
         elif "budget" in mapping:
-            budget = number(mapping["budget"], f"{key}.budget", nullable=False)
+            budget = read_number(mapping["budget"], f"{key}.budget", nullable=False)
             if budget is None or budget <= 0:
                 raise SpecError(
                     "a mean of (log ratio)^2, a number > 0.",
@@ -106,13 +85,13 @@ class MaskSpec:
         else:
             lower, upper = _bounds(mapping, aggregate, key)
         mask = cls(
-            ratio=choice(mapping, "ratio", Ratio, key),
-            level=choice(mapping, "level", Level, key),
+            ratio=read_choice(mapping, "ratio", Ratio, key),
+            level=read_choice(mapping, "level", Level, key),
             aggregate=aggregate,
             lower=lower,
             upper=upper,
-            when=choice(mapping, "when", When, key),
-            sign=choice(mapping, "sign", Sign, key, "row"),
+            when=read_choice(mapping, "when", When, key),
+            sign=read_choice(mapping, "sign", Sign, key, "row"),
             delta=delta,
             budget=budget,
         )
@@ -130,7 +109,7 @@ class MaskSpec:
                 mend={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
             )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
-        if half_set and self.level == "token" and self.aggregate in ("product", "geometric") and self.when == "any":
+        if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
             side = "lower" if self.lower is None else "upper"
             raise SpecError(
                 "a band on single tokens has two bounds.",
@@ -138,17 +117,17 @@ class MaskSpec:
                 key=f"{key}.{side}",
                 mend={f"{key}.aggregate": "any"},
             )
-        if self.aggregate == "second_moment" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
+        if self.entry.reduce == "batch" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
             raise SpecError(
                 "its cut is fixed for the batch from mu and pi_old, by token, whatever the advantage.",
                 key=f"{key}.aggregate",
-                value="second_moment",
+                value=self.aggregate,
                 beside={f"{key}.{name}": getattr(self, name) for name in ("ratio", "level", "when")},
                 mend={f"{key}.ratio": "rollout", f"{key}.level": "token", f"{key}.when": "any"},
             )
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values from which ``from_mapping`` makes an equal spec."""
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
         if self.delta is not None:
             mapping["delta"] = self.delta
@@ -159,6 +138,11 @@ class MaskSpec:
         return mapping | {"when": self.when, "sign": self.sign}
 
     @property
+    def entry(self) -> Aggregate:
+        """The aggregate's entry in ``AGGREGATES``."""
+        return AGGREGATES[self.aggregate]
+
+    @property
     def limits(self) -> tuple[float, float]:
         """Inclusive bounds on the aggregate as it is compared: in nats of log ratio for those on a ratio.
 
@@ -166,18 +150,18 @@ class MaskSpec:
         """
         if self.delta is not None:
             return -self.delta, math.inf
-        scale = math.log if self.aggregate in ON_RATIO else float
+        scale = math.log if self.entry.on_ratio else float
         lower = -math.inf if self.lower is None else scale(self.lower)
         return lower, math.inf if self.upper is None else scale(self.upper)
 
     @property
     def needs_step(self) -> bool:
-        """Whether the decision waits for the current policy or for the advantages."""
+        """True if the decision needs the current policy or the advantages."""
         return self.ratio != "rollout" or self.when != "any"
 
     @property
     def picks_tokens(self) -> bool:
-        """Whether it looks at some tokens of a unit and not at others: shares of it are then of tokens."""
+        """True if it applies to some tokens of a unit and not to others, so that its shares are of tokens."""
         return self.when != "any" and self.sign == "token"
 
 
@@ -196,7 +180,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 
 
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mend that brings the aggregate and its kind of bound together, as arguments of SpecError."""
+    """Return, as arguments of SpecError, the fix that brings the aggregate and its kind of bound together."""
     if "budget" in mapping:
         return {"mend": {f"{key}.aggregate": "second_moment"}}
     if "delta" in mapping:
@@ -206,15 +190,15 @@ def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
-    """Bounds for a mask that has none: both of a band on single tokens, else the upper one."""
-    lower, upper = band(aggregate)
-    both = mapping.get("level") == "token" and aggregate in ("product", "geometric")
+    """Propose bounds for a mask that has none: both of a band on single tokens, else the upper one."""
+    lower, upper = get_usual_bounds(aggregate)
+    both = mapping.get("level") == "token" and AGGREGATES[aggregate].of_log_ratios
     return ({f"{key}.lower": lower} if both else {}) | {f"{key}.upper": upper}
 
 
 def _delta(value: Any, aggregate: str, key: str) -> float:
-    delta = number(value, f"{key}.delta", nullable=False) if value != "???" else None
-    if aggregate not in ("geometric", "product"):
+    delta = read_number(value, f"{key}.delta", nullable=False) if value != "???" else None
+    if not AGGREGATES[aggregate].of_log_ratios:
         raise SpecError(
             "delta bounds a mean or a sum of log ratios.",
             f"Set {key}.aggregate=geometric, or give lower and upper.",
@@ -231,7 +215,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
             value=value,
             mend={f"{key}.delta": 0.1},
         )
-    if delta > EXP_CLAMP and aggregate == "geometric":
+    if delta > EXP_CLAMP and AGGREGATES[aggregate].reduce == "mean":
         raise SpecError(
             f"a drift of more than {EXP_CLAMP:g} nats never occurs in a mean, so that the mask never acts.",
             f"Set {key}.delta=0.1 for example, or remove the mask.",
@@ -243,7 +227,8 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
 
 
 def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float | None, float | None]:
-    lower, upper = ratio_bounds(mapping, key) if aggregate in ON_RATIO else ordered_bounds(mapping, key)
+    entry = AGGREGATES[aggregate]
+    lower, upper = read_ratio_bounds(mapping, key) if entry.on_ratio else read_ordered_bounds(mapping, key)
     if lower is None and upper is None:
         raise SpecError(
             "a mask with both sides open never acts.",
@@ -255,34 +240,27 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is None:
             continue
-        if aggregate.startswith(("k2", "k3", "tv")) and bound < 0:
+        if entry.one_sided and bound < 0:
             raise SpecError(
                 f"{aggregate} is never negative.",
                 "Set a bound >= 0, or null.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
-        if aggregate == "binary_tv" and abs(bound) > 1:
+        if not entry.one_sided and abs(bound) > entry.greatest:
             raise SpecError(
-                "a difference of probabilities lies in [-1, 1].",
+                f"{aggregate} lies in [{entry.least:g}, {entry.greatest:g}].",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": band(aggregate)[side == "upper"]},
+                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
-    least, greatest = _range(aggregate)
-    if (lower is None or lower <= least) and (upper is None or upper >= greatest):
+    if (lower is None or lower <= entry.least) and (upper is None or upper >= entry.greatest):
         raise SpecError(
             f"{aggregate} never lies outside, so that the mask never acts.",
             key=f"{key}.lower",
             value=lower,
             beside={f"{key}.upper": upper},
-            mend={f"{key}.upper": band(aggregate)[1]},
+            mend={f"{key}.upper": get_usual_bounds(aggregate)[1]},
         )
     return lower, upper
-
-
-def _range(aggregate: str) -> tuple[float, float]:
-    if aggregate == "binary_tv":
-        return -1.0, 1.0
-    return 0.0 if aggregate.startswith(("k2", "k3", "tv")) else -math.inf, math.inf

@@ -1,17 +1,18 @@
-"""Masks: which units of tokens lie outside the band on their aggregated ratio."""
+"""Masks: find the units whose aggregated ratio lies outside the bounds."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .aggregates import AGGREGATES, Aggregate
 from .mask_spec import MaskSpec
-from .ratios import beyond, divergence
-from .rows import RowLayout, detect_layout
+from .ratios import exceeds_bounds
+from .row_layout import RowLayout, detect_layout
 from .units import Units
 
 
-def outside(
+def find_outside(
     spec: MaskSpec,
     log_ratio: Tensor,
     units: Units,
@@ -20,7 +21,7 @@ def outside(
     denominator: Tensor,
     cutoff: float | None = None,
 ) -> Tensor:
-    """Tokens of the units that lie outside the band, bounds inclusive.
+    """Find the tokens of the units that lie outside the band, bounds inclusive.
 
     Aggregates are accumulated in float64 and compared in float32, as the bound's own log is, so that a unit whose
     mean or sum equals that log in float32 lies inside. With ``delta`` and a negative advantage this is off-policy
@@ -30,10 +31,18 @@ def outside(
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 off ``units.valid``.
         units: of ``spec.level``.
         numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
-        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``second_moment_cutoff``.
+        cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
 
     Returns:
         Bool of that shape, without meaning off ``units.valid``.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[0.2, 0.0], [0.0, 0.01]]).double(), torch.ones(2, 2, dtype=torch.bool)
+        >>> spec = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")  # mean ratios e^0.1 and e^0.005
+        >>> units = partition_units("sequence", valid, None)
+        >>> find_outside(spec, log_r, units, numerator=log_r, denominator=log_r).tolist()
+        [[True, True], [False, False]]
     """
     return units.spread(_outside(spec, log_ratio, units, numerator, denominator, cutoff))
 
@@ -41,40 +50,78 @@ def outside(
 def _outside(
     spec: MaskSpec, log_ratio: Tensor, units: Units, numerator: Tensor, denominator: Tensor, cutoff: float | None
 ) -> Tensor:
-    match spec.aggregate:
-        case "product":
-            return _beyond(spec, units.total(log_ratio))
-        case "geometric":
-            return _beyond(spec, units.mean(log_ratio))
-        case "any":
-            return _any(units, _beyond(spec, log_ratio))
-        case "binary_tv":
-            gap = numerator.detach().double().exp() - denominator.detach().double().exp()
-            return _any(units, _beyond(spec, gap))
-        case "second_moment":
+    aggregate = AGGREGATES[spec.aggregate]
+    value = _by_token(aggregate, units, log_ratio, numerator, denominator)
+    match aggregate.reduce:
+        case "each":
+            return _any(units, _beyond(spec, value))
+        case "batch":
             if cutoff is None:
-                raise ValueError("second_moment cuts by the batch: pass the constants of batch_constants.")
-            return log_ratio.double().square() > cutoff
-        case _:
-            measure, reduction = spec.aggregate.split("_")
-            values = torch.where(units.valid, divergence(measure, log_ratio), 0.0)
-            if reduction == "max":
-                greatest = units.greatest(values)
-                return _beyond(spec, greatest) & (units.tokens > 0)
-            return _beyond(spec, units.mean(values) if reduction == "mean" else units.total(values))
+                raise ValueError(f"{aggregate.name} cuts by the batch: pass the constants of batch_constants.")
+            return value > cutoff
+        case "max":
+            return _beyond(spec, units.greatest(value)) & (units.tokens > 0)
+        case reduction:
+            return _beyond(spec, units.mean(value) if reduction == "mean" else units.total(value))
+
+
+def compute_extremes(
+    mask: MaskSpec, units: Units, log_value: Tensor, *, numerator: Tensor, denominator: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the least and greatest values that ``find_outside`` compares: a unit lies inside if and only if both do.
+
+    Args:
+        units: of ``mask.level``.
+        log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
+        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+
+    Returns:
+        (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
+        that are ratios. One and the same but for aggregates that bind each token by itself; (log r)^2 for
+        ``second_moment``, which the batch's cutoff binds. Without meaning for a unit without a token.
+
+    Example:
+        >>> from .units import partition_units
+        >>> log_r, valid = torch.tensor([[0.5, -0.25, 9.0]]).double(), torch.tensor([[True, True, False]])
+        >>> spec = MaskSpec("rollout", "sequence", "any", 0.5, 2.0, "any")
+        >>> units = partition_units("sequence", valid, None)
+        >>> least, greatest = compute_extremes(spec, units, log_r, numerator=log_r, denominator=log_r)
+        >>> least.item(), greatest.item()
+        (-0.25, 0.5)
+    """
+    aggregate = AGGREGATES[mask.aggregate]
+    value = _by_token(aggregate, units, log_value, numerator, denominator)
+    match aggregate.reduce:
+        case "each":
+            return -units.greatest(-value), units.greatest(value)
+        case "max":
+            value = units.greatest(value)
+        case "mean":
+            value = units.mean(value)
+        case "sum":
+            value = units.total(value)
+    return value, value
+
+
+def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    if aggregate.token is None:
+        return log_ratio
+    value = aggregate.token(log_ratio, numerator, denominator)
+    # A sum or mean must not see what stands off the unit; the others leave it out by themselves.
+    return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
 def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:
-    return beyond(value, *spec.limits)
+    return exceeds_bounds(value, *spec.limits)
 
 
 def _any(units: Units, flags: Tensor) -> Tensor:
-    """Whether one of the unit's tokens is flagged."""
+    """Flag units of which one token is flagged."""
     return flags if units.level == "token" else units.greatest(flags) > 0
 
 
-def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
-    """The greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
+def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
+    """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
 
     Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 
@@ -83,6 +130,11 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
 
     Returns:
         -1 if no token may be kept; infinity if all may.
+
+    Example:
+        >>> log_r = torch.tensor([[0.0, 1.0, 2.0]])  # means of squares: 0, 1/2, 5/3
+        >>> compute_second_moment_cutoff(0.5, log_r, torch.ones(1, 3, dtype=torch.bool))
+        1.0
     """
     squares = log_ratio[valid].double().square().sort().values
     if not len(squares):
@@ -97,8 +149,8 @@ def second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> flo
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
-    """Where a mask looks: by the sign of the row's mean advantage over its valid tokens, or of each token's own.
+def find_applicable(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
+    """Find the tokens that a mask applies to, by the sign of the row's mean advantage or of each token's own.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
@@ -106,6 +158,12 @@ def applies(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout |
 
     Returns:
         Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
+
+    Example:
+        >>> spec = MaskSpec("full", "token", "product", 0.5, 2.0, "negative")
+        >>> advantages, valid = torch.tensor([[-3.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+        >>> find_applicable(spec, advantages, valid).tolist()  # row means -1 and 1
+        [[True], [False]]
     """
     if spec.when == "any":
         return torch.ones_like(valid[..., :1])

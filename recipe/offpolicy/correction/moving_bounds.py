@@ -15,13 +15,13 @@ from typing import Any, Final, Literal
 from . import CorrectionSpec, MaskSpec, WeightSpec
 
 Bounds = Mapping[str, float | None]
-"""The keys of a part that bound it, with their values: lower and upper, or delta; of a weight upper alone."""
+"""Bound keys of a part with their values: lower and upper, or delta; of a weight upper alone."""
 Side = Literal["both", "upper", "lower"]
-"""Of a band, which of its bounds move."""
+"""Bounds of a band that move."""
 WEIGHT: Final = "correction.weight"
-"""Names the weight where masks go by their own names, none of which has a dot."""
+"""Name of the weight among names of masks, none of which has a dot."""
 MOVES = "moves"
-"""Stands in a structure for a bound that moves; an open side stays null."""
+"""Placeholder of a moving bound in the structure; an open side stays null."""
 
 
 def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[str, float | None]]:

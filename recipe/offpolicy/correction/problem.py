@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["NOTE", "INERT", "WRONG"]
-"""NOTE: it does what it says, and is rarely all that was meant. INERT: it trains, and would do nothing. WRONG: it would
-do something else than it says, and stops the launch."""
+"""NOTE: works as configured, and is rarely all that was meant. INERT: trains without any effect. WRONG: would train
+otherwise than configured, and stops the launch."""
 
 EVERYTHING = ("*",)
 """Concerns every correction that is configured."""
@@ -31,7 +31,7 @@ class Problem:
     """A configuration problem: key, value, reason, and the overrides that fix it.
 
     Attributes:
-        key, value: as Hydra has them; an empty key where the reason says all.
+        key, value: as Hydra has them; an empty key where the reason needs none.
         reason: a sentence.
         fix: a sentence; empty for the one that the overrides make, if there are any.
         verdict: what becomes of the corrections that it concerns.
@@ -61,11 +61,11 @@ class Problem:
         if self.fix or not self.overrides:
             return self.fix
         removed = {override[1:] for override in self.overrides if override.startswith("~")}
-        # A null is set to something before it can be removed, which is nobody's business.
-        told = [each for each in self.overrides if each.partition("=")[0] not in removed]
-        *first, last = map(_proposed, told)
-        said = f"{', '.join(first)} and {last}." if first else f"{last}."
-        return said[:1].upper() + said[1:]
+        # A null has to be set before Hydra can remove it; the sentence leaves that step out.
+        stated = [each for each in self.overrides if each.partition("=")[0] not in removed]
+        *first, last = map(_phrase, stated)
+        sentence = f"{', '.join(first)} and {last}." if first else f"{last}."
+        return sentence[:1].upper() + sentence[1:]
 
     @property
     def pasted(self) -> str:
@@ -85,7 +85,7 @@ class Problem:
         return f"{self.statement} {self.advice}".strip()
 
 
-def _proposed(override: str) -> str:
+def _phrase(override: str) -> str:
     return f"remove {override.lstrip('~')}" if override.startswith("~") else f"set {override.lstrip('+')}"
 
 
@@ -94,7 +94,7 @@ class SpecError(ValueError):
 
     Args:
         reason, fix: sentences; without a fix the one that ``mend`` makes.
-        key, value: as they were given; an empty key where the reason says all.
+        key, value: as they were given; an empty key where the reason needs none.
         beside: other keys and their values, without which the value would be fine.
         mend: key -> the value that mends it.
         removed: keys that are to be taken away before, with the values that they have.
@@ -121,7 +121,7 @@ class SpecError(ValueError):
 
 
 class CheckError(RuntimeError):
-    """Configuration that would train otherwise than it says; carries all of its problems."""
+    """Configuration that would train otherwise than intended; carries all of its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(problems)

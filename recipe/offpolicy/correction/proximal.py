@@ -10,9 +10,9 @@ from torch import Tensor
 Proximal = Literal["recompute", "bypass", "reuse", "loglinear"]
 
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
-"""Those that need no forward pass for pi_old."""
+"""Sources that need no forward pass for pi_old."""
 OF_THE_TRAINER = ("recompute", "reuse")
-"""Those by which pi_old is what the trainer's weights give at the start of the step."""
+"""Sources by which pi_old is the policy of the trainer's weights at the start of the step."""
 
 
 def proximal_log_prob(

@@ -105,11 +105,11 @@ def compute_excess(log_value: Tensor) -> Tensor:
     return log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP).expm1_()
 
 
-def beyond(value: Tensor, lower: float, upper: float) -> Tensor:
+def exceeds_bounds(value: Tensor, lower: float, upper: float) -> Tensor:
     """Flag values outside [lower, upper], inclusive; compared in float32, as every bound is.
 
     Example:
-        >>> beyond(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()
+        >>> exceeds_bounds(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()
         [True, False, False, True]
     """
     value = value.to(torch.float32)
@@ -118,7 +118,7 @@ def beyond(value: Tensor, lower: float, upper: float) -> Tensor:
     return value < lower if upper == math.inf else (value < lower) | (value > upper)
 
 
-def divergence(name: str, log_value: Tensor) -> Tensor:
+def compute_divergence(name: str, log_value: Tensor) -> Tensor:
     """Compute per-token samples of a divergence between the two policies of a ratio r, under the denominator's samples.
 
     ``k1`` = -log r, ``k2`` = (log r)^2 / 2, ``k3`` = r - 1 - log r (Schulman 2020, Approximating KL divergence), in
@@ -131,7 +131,7 @@ def divergence(name: str, log_value: Tensor) -> Tensor:
         float64 of the same shape.
 
     Example:
-        >>> [round(divergence(name, torch.tensor(2.0).log()).item(), 4) for name in ("k1", "k2", "k3", "tv")]
+        >>> [round(compute_divergence(name, torch.tensor(2.0).log()).item(), 4) for name in ("k1", "k2", "k3", "tv")]
         [-0.6931, 0.2402, 0.3069, 0.5]
     """
     value = log_value.double()

@@ -26,11 +26,11 @@ def check_together(spec: CorrectionSpec) -> None:
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
-    for rule in (_proximal_fits, _denominator_fits, _baseline_fits, _skyrl_fits):
+    for rule in (_check_proximal, _check_denominator, _check_baseline, _check_skyrl):
         rule(spec)
 
 
-def _proximal_fits(spec: CorrectionSpec) -> None:
+def _check_proximal(spec: CorrectionSpec) -> None:
     if spec.proximal == "loglinear":
         if spec.alpha is None or not 0 < spec.alpha < 1:
             raise SpecError(
@@ -60,9 +60,9 @@ def _proximal_fits(spec: CorrectionSpec) -> None:
                 beside=_proximal(spec),
                 mend={"correction.proximal": "recompute"},
             )
-        _inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
+        _refuse_inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
     if spec.proximal == "reuse":
-        _inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
+        _refuse_inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
         if spec.kl_clip is not None:
             raise SpecError(
                 "pi / pi_old is 1, so that nothing is clipped.",
@@ -71,7 +71,7 @@ def _proximal_fits(spec: CorrectionSpec) -> None:
                 beside=_proximal(spec),
                 mend={"correction.kl_clip": None},
             )
-    if spec.proximal in ("reuse", "loglinear") and (batch_wide := _batch_wide(spec)):
+    if spec.proximal in ("reuse", "loglinear") and (batch_wide := _batch_level_keys(spec)):
         key, value = next(iter(batch_wide.items()))
         raise SpecError(
             "it is fixed for the batch from pi_old, which is not known before the gradient step.",
@@ -86,7 +86,7 @@ def _proximal(spec: CorrectionSpec) -> dict[str, Any]:
     return {"correction.proximal": spec.proximal}
 
 
-def _inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
+def _refuse_inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
     for name, mask in spec.masks:
         if mask.ratio == ratio:
             key = f"correction.masks.{name}.ratio"
@@ -100,7 +100,7 @@ def _inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
             )
 
 
-def _batch_wide(spec: CorrectionSpec) -> dict[str, Any]:
+def _batch_level_keys(spec: CorrectionSpec) -> dict[str, Any]:
     """Collect the keys that are fixed for the whole batch, with their values."""
     keys: dict[str, Any] = {}
     if spec.weight is not None and spec.weight.normalize:
@@ -113,16 +113,16 @@ def _batch_wide(spec: CorrectionSpec) -> dict[str, Any]:
     return keys
 
 
-def _step_rejects(spec: CorrectionSpec) -> str | None:
+def _find_step_rejection(spec: CorrectionSpec) -> str | None:
     """Key of the first part that can drop tokens by the current policy or the advantages."""
     weighs = spec.weight is not None and spec.weight.kind != "reject"
     return next((part for part in spec.step_parts if part != "weight" or not weighs), None)
 
 
-def _denominator_fits(spec: CorrectionSpec) -> None:
+def _check_denominator(spec: CorrectionSpec) -> None:
     if spec.denominator == "original":
         return
-    if late := _step_rejects(spec):
+    if late := _find_step_rejection(spec):
         raise SpecError(
             f"correction.{late} waits for the current policy or the advantages, so that the count would change within "
             f"a mini-batch.",
@@ -140,10 +140,10 @@ def _denominator_fits(spec: CorrectionSpec) -> None:
         )
 
 
-def _baseline_fits(spec: CorrectionSpec) -> None:
+def _check_baseline(spec: CorrectionSpec) -> None:
     if spec.baseline == "include":
         return
-    if late := _step_rejects(spec):
+    if late := _find_step_rejection(spec):
         raise SpecError(
             f"circular: what correction.{late} rejects depends on the current policy or on the very advantages that "
             f"the baseline makes.",
@@ -164,7 +164,7 @@ def _baseline_fits(spec: CorrectionSpec) -> None:
         )
 
 
-def _skyrl_fits(spec: CorrectionSpec) -> None:
+def _check_skyrl(spec: CorrectionSpec) -> None:
     if not spec.skyrl_compat:
         return
     for name, mask in spec.masks:
@@ -182,7 +182,7 @@ def _skyrl_fits(spec: CorrectionSpec) -> None:
         plain = {key: value for key, value in weight.to_mapping().items() if key in _OF_WEIGHT}
         _refuse_skyrl("correction.weight", plain, "weight")
     if spec.needs_batch:
-        key, value = next(iter(_batch_wide(spec).items()))
+        key, value = next(iter(_batch_level_keys(spec).items()))
         _refuse_skyrl(key, value, "key")
 
 

@@ -1,6 +1,6 @@
 """Shadow mode: report what corrections that are switched off would have done, without touching the gradient.
 
-They decide through the same two stages as the correction that is on, and nothing of it reaches a gradient.
+They go through the same two stages as the correction that is on.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from .proximal import Proximal
 from .rules import check_together
 from .units import Level
 from .validation import (
-    choice,
-    known_keys,
-    mapping_at,
-    metric_name,
-    number,
-    ratio_bounds,
+    check_known_keys,
+    check_metric_name,
+    read_bool,
+    read_choice,
+    read_number,
+    read_ratio_bounds,
     require_keys,
-    truth,
+    require_mapping,
 )
 from .weight_spec import WeightSpec
 
@@ -53,13 +53,13 @@ class CorrectionSpec:
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
-        denominator: what the loss is divided by: ``original`` counts rejected tokens and rows, ``kept`` does not.
-        baseline: whether rejected siblings count in the group baselines of GRPO, RLOO and OPO.
+        denominator: of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
+        baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
         skyrl_compat: reproduces SkyRL, where an outlier mask acts first, then token masks, and what decides by
             sequence sees only the tokens that these leave.
-        allow_truncated_sampling: says that top-p, top-k, min-p or a repetition penalty is meant, although
-            mu is then another distribution than the one pi_old is compared with.
+        allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu is another
+            distribution than the one that pi_old is compared with.
     """
 
     weight: WeightSpec | None = None
@@ -86,17 +86,17 @@ class CorrectionSpec:
                 key="correction",
                 value=mapping,
             )
-        known_keys(mapping, _KEYS, "correction")
+        check_known_keys(mapping, _KEYS, "correction")
         spec = cls(
             weight=_weight(mapping.get("weight")),
             masks=_masks(mapping.get("masks")),
-            proximal=choice(mapping, "proximal", Proximal, "correction", "recompute"),
-            alpha=number(mapping.get("alpha"), "correction.alpha"),
-            denominator=choice(mapping, "denominator", Denominator, "correction", "original"),
-            baseline=choice(mapping, "baseline", Baseline, "correction", "include"),
+            proximal=read_choice(mapping, "proximal", Proximal, "correction", "recompute"),
+            alpha=read_number(mapping.get("alpha"), "correction.alpha"),
+            denominator=read_choice(mapping, "denominator", Denominator, "correction", "original"),
+            baseline=read_choice(mapping, "baseline", Baseline, "correction", "include"),
             kl_clip=_kl_clip(mapping.get("kl_clip")),
-            skyrl_compat=truth(mapping, "skyrl_compat", "correction"),
-            allow_truncated_sampling=truth(mapping, "allow_truncated_sampling", "correction"),
+            skyrl_compat=read_bool(mapping, "skyrl_compat", "correction"),
+            allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
         )
         check_together(spec)
         return spec
@@ -132,12 +132,14 @@ class CorrectionSpec:
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
+        # 31 bits are exact as a float too, in which metrics carry it.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
+        # The other options act through a weight or a mask alone, see rules.check_together.
         return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
 
     @property
@@ -176,16 +178,16 @@ def _weight(value: Any) -> WeightSpec | None:
         return None
     key = "correction.weight"
     fix = f"Set {key}=null, or choose an option that has a weight, such as tis_token, in correction=[...]."
-    return WeightSpec.from_mapping(mapping_at(value, key, fix, {key: None}), key=key)
+    return WeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
 
 
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
     whole, option = "correction.masks", "choose an option that has masks, such as gsm, in correction=[...]."
-    masks = mapping_at({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    masks = require_mapping({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
     specs = []
     for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
-        name, key = metric_name(given, whole, mask), f"{whole}.{given}"
-        specs.append((name, MaskSpec.from_mapping(mapping_at(mask, key, f"Remove it, or {option}"), key=key)))
+        name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
+        specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, f"Remove it, or {option}"), key=key)))
     return tuple(specs)
 
 
@@ -196,11 +198,11 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     # A single number is what PPO's own clip takes: the distance of both bounds from 1.
     width = value if isinstance(value, float) and 0 < value < 1 else 0.2
     bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
-    mapping = mapping_at(value, key, "", {key: bounds_around_1})
-    known_keys(mapping, {"lower", "upper"}, key)
+    mapping = require_mapping(value, key, "", {key: bounds_around_1})
+    check_known_keys(mapping, {"lower", "upper"}, key)
     bounds = {"lower": None, "upper": None, **mapping}
     require_keys(bounds, {"lower", "upper"}, key)
-    lower, upper = ratio_bounds(bounds, key)
+    lower, upper = read_ratio_bounds(bounds, key)
     if lower is None or upper is None or not lower < 1 < upper:
         raise SpecError(
             "a clip of pi / pi_old, two bounds around 1.",

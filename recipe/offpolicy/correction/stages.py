@@ -17,13 +17,13 @@ from torch import Tensor
 
 from . import telemetry
 from .mask_spec import MaskSpec, Ratio
-from .masks import applies, outside, second_moment_cutoff
+from .masks import compute_second_moment_cutoff, find_applicable, find_outside
 from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
-from .results import BatchConstants, RolloutStage, StepStage
-from .rows import RowLayout, detect_layout
-from .sample import build_sample
+from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
+from .stage_results import BatchConstants, RolloutStage, StepStage
 from .statistics import Statistic
+from .token_sample import build_sample
 from .units import Units, partition_units
 from .weight_spec import WeightSpec
 from .weights import apply_bounds, compute_log_weight, find_rejected_units, sum_weights
@@ -55,11 +55,12 @@ def batch_constants(
     if spec.weight is not None and spec.weight.normalize:
         ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
         total, count = sum_weights(spec.weight, log_rho, partition_units(spec.weight.level, valid, ids, rows))
+        # Where everything is rejected there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
         weight_mean,
         {
-            name: second_moment_cutoff(mask.budget, log_rho, valid)
+            name: compute_second_moment_cutoff(mask.budget, log_rho, valid)
             for name, mask in spec.masks
             if mask.budget is not None
         },
@@ -144,6 +145,7 @@ def rollout_stage(
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
         if spec.skyrl_compat and part.level != "token":
+            # SkyRL aggregates a sequence over the tokens that its token masks have left.
             seen = torch.where(keep, log_rho, 0.0)
             basis = partition_units(part.level, keep, ids[part.level], rows)
         drop: Tensor | None
@@ -152,7 +154,7 @@ def rollout_stage(
             weight, drop = weighed.weight, weighed.drop
         else:
             cutoff = constants.cutoffs.get(key.removeprefix("masks."))
-            drop = outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
+            drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
         if drop is not None:
             drops[key] = drop
             keep = keep & ~drop
@@ -242,8 +244,8 @@ def step_stage(
     for name, mask in spec.masks:
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
-            drop = outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
-            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & applies(mask, signs, valid, rows)
+            drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
+            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & find_applicable(mask, signs, valid, rows)
             keep = keep & ~drops[f"masks.{name}"]
 
     statistics, full = dict(stage.statistics), None
@@ -292,6 +294,7 @@ def _weigh(
     raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
     weight = apply_bounds(spec, raw)
     if spec.lower is not None and spec.kind != "reject":
+        # A lower bound has lifted the 0 off valid tokens.
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit)) if spec.kind == "reject" else None
     return telemetry.AppliedWeight(
@@ -314,7 +317,7 @@ def _ids(
     ids, name = {"turn": (segment_ids, "segment_ids"), "version": (versions, "versions")}.get(level, (None, ""))
     if name and ids is None:
         raise ValueError(
-            f"level={level} without {name}: nothing says which tokens belong together. Pass {name}, (B, T) integers, "
+            f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
             f"or set level=sequence."
         )
     if ids is None:
@@ -327,6 +330,6 @@ def _no_advantages(spec: CorrectionSpec) -> None:
     for name, mask in spec.masks:
         if mask.when != "any":
             raise ValueError(
-                f"correction.masks.{name}.when={mask.when} without advantages: nothing says which rows it looks at. "
+                f"correction.masks.{name}.when={mask.when} without advantages: its rows are unknown. "
                 f"Pass advantages, (B, T), or set correction.masks.{name}.when=any."
             )

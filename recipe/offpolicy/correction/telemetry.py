@@ -1,12 +1,12 @@
 """Statistics of a correction, which add up over micro-batches and ranks.
 
-``catalogue`` says what each one means. Everything is summed in float64, over the original response mask.
+``catalogue`` defines each one. Everything is summed in float64, over the original response mask.
 
 On long rows, new tensors of the size of all tokens are what costs: each log-ratio is exponentiated once, and counts by
 length, sign and staleness come from sums by row. On short ones it is the number of operations. A boolean mask is used
 as a number, for torch selects by booleans at a fraction of the speed of its arithmetic on CPU.
 
-Tensors of tokens and columns are those of ``rows.Rows``.
+Tensors of tokens and columns are those of ``row_layout.RowLayout``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from . import statistics as st
 from .catalogue import SIGNS
-from .ratios import beyond, compute_excess
-from .sample import TokenSample, sum_products, sum_squares, to_float64
+from .ratios import compute_excess, exceeds_bounds
 from .statistics import Moments, Reduction, Statistic
+from .token_sample import TokenSample, sum_products, sum_squares, to_float64
 from .units import Units
 from .weight_spec import WeightSpec
 
@@ -71,8 +71,8 @@ def measure_rollout(
     """Measure the mismatch pi_old / mu, each tensor by token.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> statistics, _ = measure_rollout(sample, torch.zeros(1, 2).double(), mu, mu)
@@ -105,8 +105,8 @@ def measure_rollout(
         "rows": sample.tokens > 0,
         "tokens": sample.length,
         "k3": k3_by_row,
-        "geometric": ~beyond(by_row / sample.length.clamp(min=1), *_GEOMETRIC),
-        "product": ~beyond(by_row, *_PRODUCT),
+        "geometric": ~exceeds_bounds(by_row / sample.length.clamp(min=1), *_GEOMETRIC),
+        "product": ~exceeds_bounds(by_row, *_PRODUCT),
     }
     for name, sums in sample.groups.sum_columns(columns).items():
         if name.startswith("length/"):
@@ -140,8 +140,8 @@ def measure_step(
     """Measure the drift pi / pi_old and the full ratio pi / mu at one gradient step; also return the latter's moments.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask, mu = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, -2.0]])
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> zero = torch.zeros(1, 2).double()
@@ -151,6 +151,7 @@ def measure_step(
         >>> round(statistics["ppo_ratio/mean"].value(), 9)
         1.25
     """
+    # log pi = log pi_old + log r: pi itself need not be read again.
     current_total = mismatch.old_total + log_r.sum()
     ppo, full = (_of_tokens(sample, compute_excess(value)) for value in (log_r, log_full))
     not_finite = _not_finite(sample, log_prob, advantages)
@@ -173,8 +174,8 @@ def measure_weight(
         ratio: of the ratio that is weighed, by token; None leaves the raw weight out.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> measure_weight(sample, None, None, None)["weight/mean"].value()  # no weight is a weight of 1
@@ -202,8 +203,8 @@ def measure_keep(
     """Measure what is kept, and what each part rejects by itself, each tensor by token.
 
     Example:
-        >>> from .rows import detect_layout
-        >>> from .sample import build_sample
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
         >>> mask = torch.ones(1, 4, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> drop = torch.tensor([[True, False, False, False]])
@@ -270,6 +271,7 @@ def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:
     none, far = (count == 0).double(), torch.finfo(torch.float64).max
     least = greatest = torch.zeros_like(counted.sum())
     if none.numel():
+        # Moves weights that do not occur beyond all that do: cheaper than to select by a mask.
         least, greatest = torch.add(above, none, alpha=far).amin(), torch.sub(above, none, alpha=far).amax()
     return Moments(counted.sum(), sum_products(counted, above), count.sum(), least, greatest)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .rows import RowLayout, detect_layout
+from .row_layout import RowLayout, detect_layout
 
 Level = Literal["token", "sequence", "turn", "version"]
 
@@ -24,7 +24,7 @@ class Units:
 
     Attributes:
         valid: (B, T) bool, or (N,) packed: the tokens that belong to a unit.
-        index: of their shape, int64: where along the last dimension the value of each token's unit lies; None by token
+        index: of their shape, int64, last-dimension position of the value of each token's unit; None by token
             and by sequence.
         level: what a unit is.
         rows: how tokens lie in rows.

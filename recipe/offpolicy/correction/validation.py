@@ -1,4 +1,4 @@
-"""Read plain values of a correction, and refuse what cannot be meant by key, value, reason and mend."""
+"""Readers of a correction's plain values; each error has key, value, reason and fix."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
+from .aggregates import AGGREGATES
 from .problem import SpecError
 from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
 _IN_USE = {"delta": 0.1, "budget": 0.04, "kind": "truncate", "ratio": "rollout", "when": "any", "sign": "row"}
-_BANDS: dict[str, tuple[float | None, float | None]] = {
-    "product": (0.5, 2.0),
-    "geometric": (0.99, 1.01),
-    "any": (0.5, 2.0),
-    "binary_tv": (-0.2, 0.2),
-    "k1_sum": (-0.7, 0.7),
-    "k1_mean": (-0.01, 0.01),
-    "k1_max": (-0.7, 0.7),
-}
-"""Aggregate -> bounds in use; the others are never negative: from above 0.01 for a mean, else 0.2."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def mapping_at(value: Any, key: str, fix: str, mend: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """``value`` if it is a mapping; ``fix`` and ``mend`` are proposed where it is not, or else that it be removed."""
+def require_mapping(value: Any, key: str, fix: str, mend: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping; the error proposes ``fix`` and ``mend``, or else to remove the key.
+
+    Example:
+        >>> require_mapping({"level": "token"}, "correction.weight", "Remove it.")
+        {'level': 'token'}
+    """
     if not isinstance(value, Mapping):
         removed = {key: value} if mend is None else None
         raise SpecError("expected a mapping.", fix, key=key, value=value, mend=mend, removed=removed)
     return value
 
 
-def known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str) -> None:
-    """Nothing but known keys."""
+def check_known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str) -> None:
+    """Check that a mapping has known keys only.
+
+    Example:
+        >>> check_known_keys({"upper": 2.0}, ("lower", "upper"), "correction.weight")
+        >>> check_known_keys({"uper": 2.0}, ("lower", "upper"), "correction.weight")
+        Traceback (most recent call last):
+            ...
+        recipe.offpolicy.correction.problem.SpecError: correction.weight.uper=2.0: unknown key. ...
+    """
     known = set(known)
     if unknown := {str(name): value for name, value in mapping.items() if name not in known}:
         name = min(unknown)
@@ -52,13 +56,17 @@ def known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str) -> No
 
 
 def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, optional: Iterable[str] = ()) -> None:
-    """All required keys, with values, and no others than the optional ones."""
+    """Check that a mapping has all required keys, with values, and no others than the optional ones.
+
+    Example:
+        >>> require_keys({"lower": None, "upper": 2.0}, ("lower", "upper"), "correction.weight")
+    """
     required = set(required)
-    known_keys(mapping, required | set(optional), key)
+    check_known_keys(mapping, required | set(optional), key)
     left_open = sorted((required - set(mapping)) | {name for name, value in mapping.items() if value == _MISSING})
     if "level" in left_open:
         _refuse_without_level(mapping, left_open, key)
-    in_use = {each: value for name in left_open for each, value in usual(mapping, name, key).items()}
+    in_use = {each: value for name in left_open for each, value in propose_value(mapping, name, key).items()}
     for name in left_open:
         hint = "null leaves that side open" if name in {"lower", "upper"} else "it has no default"
         published = " OPSM has no published default." if name == "delta" else ""
@@ -72,7 +80,7 @@ def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, 
 
 
 def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key: str) -> None:
-    """Refuse a weight or mask that does not say which tokens it decides together, which no default could guess."""
+    """Refuse a weight or mask without a level, for which there is no default."""
     kind = "mask" if key.startswith("correction.masks.") else "weight"
     others = [name for name in left_open if name not in ("level", "lower", "upper")]
     given = ", ".join(f"{key}.{name}" for name in mapping if name not in left_open)
@@ -90,12 +98,17 @@ def _refuse_without_level(mapping: Mapping[str, Any], left_open: list[str], key:
     )
 
 
-def choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, default: str | None = None) -> Any:
-    """One of the options of a Literal type."""
-    allowed = get_args(options)
+def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, default: str | None = None) -> Any:
+    """Read one of the options of a Literal type, or of a tuple.
+
+    Example:
+        >>> read_choice({"kind": "clip"}, "kind", ("clip", "reject"), "correction.weight")
+        'clip'
+    """
+    allowed = get_args(options) or options
     if (value := mapping.get(name, default)) not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
-        in_use = default or usual(mapping, name, key).get(f"{key}.{name}", allowed[0])
+        in_use = default or propose_value(mapping, name, key).get(f"{key}.{name}", allowed[0])
         guessed = near[0] if near else None if name == "level" else in_use
         raise SpecError(
             "no such choice.",
@@ -107,8 +120,13 @@ def choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, defaul
     return cast(Any, value)
 
 
-def truth(mapping: Mapping[str, Any], name: str, key: str) -> bool:
-    """True or false; false where it is left out."""
+def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
+    """Read True or False; False where the key is left out.
+
+    Example:
+        >>> read_bool({"normalize": True}, "normalize", "correction.weight")
+        True
+    """
     value = mapping.get(name, False)
     if not isinstance(value, bool):
         raise SpecError(
@@ -121,8 +139,13 @@ def truth(mapping: Mapping[str, Any], name: str, key: str) -> bool:
     return value
 
 
-def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
-    """A finite number or None; ``nullable`` is for messages."""
+def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
+    """Read a finite number or None; ``nullable`` is for messages.
+
+    Example:
+        >>> read_number(2, "correction.weight.upper")
+        2.0
+    """
     if value is None:
         return None
     in_use = None if nullable else _IN_USE.get(key.rpartition(".")[2])
@@ -150,7 +173,7 @@ def number(value: Any, key: str, *, nullable: bool = True) -> float | None:
 
 
 def _meant(key: str, value: Any, otherwise: Any) -> dict[str, Any]:
-    """The number that a string spells by its key, or the two bounds, written ``0.99_1.01`` as verl does."""
+    """Propose the number that a string contains, or the two bounds, written ``0.99_1.01`` as in verl."""
     owner, _, name = key.rpartition(".")
     parts = value.split("_") if isinstance(value, str) else ()
     try:
@@ -162,9 +185,14 @@ def _meant(key: str, value: Any, otherwise: Any) -> dict[str, Any]:
     return {key: numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else otherwise}
 
 
-def ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    """``lower`` <= ``upper``, either of them None for an open side."""
-    lower, upper = (number(mapping[side], f"{key}.{side}") for side in ("lower", "upper"))
+def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
+    """Read ``lower`` <= ``upper``, either of them None for an open side.
+
+    Example:
+        >>> read_ordered_bounds({"lower": None, "upper": 0.2}, "correction.masks.kl")
+        (None, 0.2)
+    """
+    lower, upper = (read_number(mapping[side], f"{key}.{side}") for side in ("lower", "upper"))
     if lower is not None and upper is not None and lower > upper:
         raise SpecError(
             "nothing lies between.",
@@ -177,29 +205,38 @@ def ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, 
     return lower, upper
 
 
-def ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
-    """Bounds on a ratio: positive."""
+def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
+    """Read bounds on a ratio, which must be positive.
+
+    Example:
+        >>> read_ratio_bounds({"lower": 0.5, "upper": 2}, "correction.weight")
+        (0.5, 2.0)
+    """
     for side in ("lower", "upper"):
-        bound = number(mapping[side], f"{key}.{side}")
+        bound = read_number(mapping[side], f"{key}.{side}")
         if bound is not None and bound <= 0:
             raise SpecError(
                 "ratios are positive.",
                 "Set a bound > 0, or null to leave it open.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend=usual(mapping, side, key),
+                mend=propose_value(mapping, side, key),
             )
-    return ordered_bounds(mapping, key)
+    return read_ordered_bounds(mapping, key)
 
 
-def usual(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
-    """A value in use for what is left open or malformed: null beside another bound, else that of a group option.
+def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
+    """Propose a value for a key that is left out or malformed: null beside another bound, else one in use.
 
     Args:
         mapping: what is beside it, of a weight or a mask.
 
     Returns:
         ``key.name`` -> the value; empty where none is in use.
+
+    Example:
+        >>> propose_value({"lower": 0.5}, "upper", "correction.masks.gsm")
+        {'correction.masks.gsm.upper': None}
     """
     full = f"{key}.{name}"
     if name in ("lower", "upper"):
@@ -207,7 +244,7 @@ def usual(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
         if isinstance(other, int | float) and other > 0 and mapping.get("kind") != "clip":
             return {full: None}
         weighs = "kind" in mapping and mapping.get("aggregate") != "geometric"
-        lower, upper = band("product" if weighs else str(mapping.get("aggregate", "product")))
+        lower, upper = get_usual_bounds("product" if weighs else str(mapping.get("aggregate", "product")))
         open_below = name == "lower" and mapping.get("kind") == "truncate"
         return {full: None if open_below else lower if name == "lower" else upper}
     if name == "aggregate":
@@ -215,16 +252,25 @@ def usual(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
     return {full: _IN_USE[name]} if name in _IN_USE else {}
 
 
-def band(aggregate: str) -> tuple[float | None, float | None]:
-    """Bounds in use on an aggregate; None for an open side."""
-    return _BANDS.get(aggregate, (None, 0.01 if aggregate.endswith("_mean") else 0.2))
+def get_usual_bounds(aggregate: str) -> tuple[float | None, float | None]:
+    """Return the bounds in use on an aggregate; None for an open side.
+
+    Example:
+        >>> get_usual_bounds("geometric"), get_usual_bounds("k3_mean")
+        ((0.99, 1.01), (None, 0.01))
+    """
+    return AGGREGATES[aggregate].usual if aggregate in AGGREGATES else (None, 0.2)
 
 
-def metric_name(name: str, key: str, mask: Any = None) -> str:
-    """A name that can be part of a metric: verl reduces metrics by the substrings "min" and "max".
+def check_metric_name(name: str, key: str, mask: Any = None) -> str:
+    """Check that a name can be part of a metric: verl reduces metrics by the substrings "min" and "max".
 
     Args:
         mask: what has the name, as it was given.
+
+    Example:
+        >>> check_metric_name("gsm", "correction.masks")
+        'gsm'
     """
     if not _NAME.fullmatch(name) or "min" in name or "max" in name:
         raise SpecError(
@@ -239,7 +285,7 @@ def metric_name(name: str, key: str, mask: Any = None) -> str:
 
 
 def _renamed(name: str) -> str:
-    """The name with what it may not have taken out."""
+    """Rename a mask so that its name is allowed."""
     plain = re.sub(r"[^a-z0-9_]", "", name.lower().replace("-", "_"))
     while "min" in plain or "max" in plain:
         plain = plain.replace("min", "least").replace("max", "greatest")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import choice, ratio_bounds, require_keys, truth, usual
+from .validation import propose_value, read_bool, read_choice, read_ratio_bounds, require_keys
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
@@ -49,8 +49,8 @@ class WeightSpec:
             SpecError: anything malformed.
         """
         require_keys(mapping, {"level", "kind", "lower", "upper"}, key, {"aggregate", "ratio", "normalize"})
-        kind = choice(mapping, "kind", Kind, key)
-        lower, upper = ratio_bounds(mapping, key)
+        kind = read_choice(mapping, "kind", Kind, key)
+        lower, upper = read_ratio_bounds(mapping, key)
         for side, bound in (("lower", lower), ("upper", upper)):
             if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
                 raise SpecError(
@@ -59,7 +59,7 @@ class WeightSpec:
                     "Set a bound inside, or null to leave that side open.",
                     key=f"{key}.{side}",
                     value=bound,
-                    mend=usual(mapping, side, key),
+                    mend=propose_value(mapping, side, key),
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
@@ -93,13 +93,13 @@ class WeightSpec:
                 mend={f"{key}.upper": 2.0},
             )
         weight = cls(
-            level=choice(mapping, "level", Level, key),
+            level=read_choice(mapping, "level", Level, key),
             kind=kind,
             lower=lower,
             upper=upper,
-            aggregate=choice(mapping, "aggregate", WeightAggregate, key, "product"),
-            ratio=choice(mapping, "ratio", WeightRatio, key, "rollout"),
-            normalize=truth(mapping, "normalize", key),
+            aggregate=read_choice(mapping, "aggregate", WeightAggregate, key, "product"),
+            ratio=read_choice(mapping, "ratio", WeightRatio, key, "rollout"),
+            normalize=read_bool(mapping, "normalize", key),
         )
         if weight.normalize and weight.needs_step:
             raise SpecError(

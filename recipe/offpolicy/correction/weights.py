@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .ratios import beyond, clamp_and_exp
+from .ratios import clamp_and_exp, exceeds_bounds
 from .units import Units
 from .weight_spec import WeightSpec
 
@@ -67,7 +67,7 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor) -> Tensor:
     if spec.kind != "reject":
         return torch.zeros_like(log_value, dtype=torch.bool)
     lower = -math.inf if spec.lower is None else math.log(spec.lower)
-    return beyond(log_value, lower, math.inf if spec.upper is None else math.log(spec.upper))
+    return exceeds_bounds(log_value, lower, math.inf if spec.upper is None else math.log(spec.upper))
 
 
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:

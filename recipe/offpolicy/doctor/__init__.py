@@ -1,19 +1,19 @@
-"""Is the correction of this launch live? Asked before the launch, without a GPU and without Ray.
+"""Check before a launch that its correction is live, without a GPU and without Ray.
 
     python -m recipe.offpolicy.doctor 'correction=[tis_token,gsm]' data.train_files=...
     python -m recipe.offpolicy.doctor --module verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token ...
     python -m recipe.offpolicy.doctor --script run.sh [arguments of the script]
 
 Composes the configuration that the launch would train with, runs every check of its start, and says of each correction
-LIVE, INERT because ..., or WRONG because ..., with the override that mends it. verl's own validation is asked too; of
-the critic and of LoRA's rank it is left to the launch.
+LIVE, INERT because ..., or WRONG because ..., with the override that mends it. verl's own validation runs too; that of
+the critic and of LoRA's rank is left to the launch.
 
 A script is read, not run. Of its programs only those are called that look, print and change nothing: basename, cat,
 cut, date, dirname, expr, grep, head, hostname, nproc, readlink, realpath, seq, tail, tr, uname, wc, whoami, and Python
 code that does no more than ask for releases of packages and places of modules, in an isolated interpreter. Each has
 5 seconds and 1 MiB of output.
 
-Exit status: 0 everything that is asked for is LIVE, or nothing is asked for; 1 something is INERT, it would do nothing;
+Exit status: 0 everything configured is LIVE, or nothing is configured; 1 something is INERT, it would do nothing;
 2 something is WRONG, it would do something else than it says or end the run, there is no configuration,
 or the doctor itself failed.
 """

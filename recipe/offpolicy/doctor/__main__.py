@@ -1,4 +1,4 @@
-"""See the package."""
+"""Entry point of ``python -m recipe.offpolicy.doctor``; see the package's docstring."""
 
 import contextlib
 import gc
@@ -6,23 +6,23 @@ import logging
 import os
 import sys
 
-# What verl imports stays until the end: looking for garbage among it takes a quarter of the time.
+# What verl imports stays until the end, and collecting garbage among it takes a quarter of the time.
 gc.disable()
-# verl and what it imports talk of GPUs and plugins, which do not matter here.
+# verl and what it imports log about GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
 from ..command_line import run  # noqa: E402
-from .command import failed, main  # noqa: E402
+from .command import describe_failure, main  # noqa: E402
 
 try:
     status = run("doctor", main)
 except SystemExit as stop:  # --help, and arguments that do not go together
     status = stop.code if isinstance(stop.code, int) else 2
 except Exception as error:  # not even its own modules could be imported
-    sys.stderr.write(f"{failed(error)}\n")
+    sys.stderr.write(f"{describe_failure(error)}\n")
     status = 2
 for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(BrokenPipeError):
         stream.flush()
-# Taking it all down would take another second.
+# Tearing the interpreter down would take another second.
 os._exit(status)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __doc__ as _HELP
-from .bash.values import ScriptError
+from .bash.shell_values import ScriptError
 
 _OURS = "recipe.offpolicy.main_offpolicy"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = _parser()
+    parser = _build_parser()
     known, given = parser.parse_known_args(arguments)
     given = [argument for argument in given if argument != "--"]
     if known.script is not None and known.module is not None:
@@ -26,27 +26,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.line is not None and known.script is None:
         parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
     out = sys.stdout
-    # Whoever is imported may print; what is asked for stands alone on the standard output.
+    # Imported packages may print; the standard output is kept for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from .diagnosis import Diagnosis, diagnose
         from .launch import Launch
-        from .scripts import launch_of
-        from .show import as_json, show
+        from .scripts import find_launch
+        from .show import show, to_json
 
         launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
         try:
             if known.script is not None:
-                launch = launch_of(Path(known.script), given, known.line)
+                launch = find_launch(Path(known.script), given, known.line)
             diagnosis = diagnose(launch)
         except ScriptError as error:
             diagnosis = Diagnosis(launch, error=str(error))
-        except Exception as error:  # of the doctor's own; a status of Python's would say INERT
-            diagnosis = Diagnosis(launch, error=failed(error))
-    # A reader such as `head` may have seen enough; of that rich makes an exit.
+        except Exception as error:  # of the doctor itself: Python's exit status 1 would mean INERT
+            diagnosis = Diagnosis(launch, error=describe_failure(error))
+    # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
         if known.json:
-            json.dump(as_json(diagnosis), out, indent=2)
+            json.dump(to_json(diagnosis), out, indent=2)
             out.write("\n")
         else:
             show(diagnosis, out)
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return diagnosis.status
 
 
-def failed(error: Exception) -> str:
-    """What is said where the doctor itself fails."""
+def describe_failure(error: Exception) -> str:
+    """Format the message for a failure of the doctor itself."""
     said = " ".join(str(error).split())
     return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.offpolicy.doctor",
         description=_HELP,

@@ -1,4 +1,4 @@
-"""The verdict on each correction of one launch."""
+"""The verdicts on each configured correction of one launch."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ..correction.problem import EVERYTHING, MU, CheckError
 from ..preflight.bound_pairs import find_pairs
 from ..preflight.checks import (
     CHECKS,
-    OF_VERLS_OWN,
     REMARKS,
-    Part,
-    active,
-    null_sections,
-    parts_of,
-    refused_by_verl,
-    unreadable_values,
-    unresolved_interpolations,
+    VERL_CHECKS,
+    ConfiguredPart,
+    check_by_verl,
+    find_null_sections,
+    find_unreadable_values,
+    find_unresolved_interpolations,
+    list_active,
+    list_parts,
 )
-from ..preflight.checks.seams import seams, seams_held
-from ..preflight.examination import examine, found_by, verls_loss
-from ..preflight.hydra_groups import overrides_of_task
+from ..preflight.checks.seams import check_seams, check_seams_with
+from ..preflight.examination import collect_problems, describe_verls_loss, examine
+from ..preflight.hydra_groups import read_task_overrides
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
-from .launch import VERLS, Launch, LaunchError, composed
-from .seams import hold
+from .contracts_in_source import check_contracts
+from .launch import VERLS, Launch, LaunchError, compose
 
 State = Literal["LIVE", "INERT", "WRONG"]
 _STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One thing that the configuration asks for.
+class VerdictRow:
+    """One configured part with its problems.
 
     Attributes:
         name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: what is asked for; "" where it is named by a problem alone.
+        meaning: what is configured, in a few words; "" for a row that only a problem names.
         problems: with a verdict, the worst first.
     """
 
@@ -55,26 +55,27 @@ class Row:
 
     @property
     def verdict(self) -> State:
+        """The worst verdict of its problems, LIVE without any."""
         verdicts = {problem.verdict for problem in self.problems}
         return "WRONG" if "WRONG" in verdicts else "INERT" if "INERT" in verdicts else "LIVE"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is to be said of a launch.
+    """The result of the doctor on one launch.
 
     Attributes:
         path: release, trainer and worker; None where the keys that say so have no values.
         notes: remarks that change no verdict.
         said: what the launch itself would say, such as what ``correction=auto`` chose.
         fingerprint: of our own correction.
-        error: why there is no configuration to look at; "" where there is.
+        error: why no configuration could be composed; "" if one was.
         headline: which correction is on, or UNCORRECTED; "" where there is no configuration.
     """
 
     launch: Launch
     path: LivePath | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[VerdictRow, ...] = ()
     notes: tuple[Problem, ...] = ()
     said: tuple[str, ...] = ()
     fingerprint: int | None = None
@@ -83,26 +84,27 @@ class Diagnosis:
 
     @property
     def verdict(self) -> State:
+        """The worst verdict of all rows; WRONG without a configuration."""
         if self.error:
             return "WRONG"
         return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="LIVE")
 
     @property
     def status(self) -> int:
-        """0: all is live, or nothing is asked for; 1: something would do nothing; 2: something else than it says."""
+        """The exit status: 0 LIVE or nothing configured, 1 INERT, 2 WRONG."""
         return _STATUS[self.verdict]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Each once."""
+        """All problems of the rows, without repetition."""
         return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))
 
 
 def diagnose(launch: Launch) -> Diagnosis:
     """Compose the launch's configuration and run every check and remark on it, without Ray."""
     try:
-        config = composed(launch)
-        return judged(config, launch, overrides_of_task())
+        config = compose(launch)
+        return judge(config, launch, read_task_overrides())
     except (LaunchError, PatchError, SpecError, CheckError) as error:
         return Diagnosis(launch, error=str(error))
     except OmegaConfBaseException as error:
@@ -110,59 +112,67 @@ def diagnose(launch: Launch) -> Diagnosis:
         return Diagnosis(launch, error=f"{launch.module}: not a configuration of verl's PPO ({said}).")
 
 
-def judged(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:
-    """The verdicts on a composed configuration.
+def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> Diagnosis:
+    """Run the checks on a composed configuration and collect the verdicts.
 
     Args:
         overrides: of the command line, with what Hydra was given for ours.
     """
-    if null := list(null_sections(config)):
-        return Diagnosis(launch, rows=arranged((), null)[0])
+    if null := list(find_null_sections(config)):
+        return Diagnosis(launch, rows=arrange_rows((), null)[0])
     if not launch.ours:
-        return _of_verl(config, launch, live_path(config), overrides)
-    found = examine(config, overrides, checks=tuple(_seams if check is seams else check for check in CHECKS))
-    parts = parts_of(config, found.spec) if found.spec is not None else ()
-    rows, notes = arranged(parts, found.problems)
+        return _judge_verl(config, launch, live_path(config), overrides)
+    found = examine(
+        config, overrides, checks=tuple(_check_seams_in_source if check is check_seams else check for check in CHECKS)
+    )
+    parts = list_parts(config, found.spec) if found.spec is not None else ()
+    rows, notes = arrange_rows(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
-    return Diagnosis(launch, _path(config), rows, notes, found.said, fingerprint, headline=found.headline)
+    return Diagnosis(launch, _find_path(config), rows, notes, found.said, fingerprint, headline=found.headline)
 
 
-def _path(config: DictConfig) -> LivePath | None:
+def _find_path(config: DictConfig) -> LivePath | None:
     try:
         return live_path(config)
     except OmegaConfBaseException:  # an interpolation without a value, which has a problem of its own
         return None
 
 
-def _of_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
-    """The verdicts on verl's own programs: on its own correction alone."""
+def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
+    """Judge a program of verl's, which has only verl's own correction."""
     known = launch.module in VERLS
-    problems = [*unresolved_interpolations(config), *find_pairs(overrides)]
+    problems = [*find_unresolved_interpolations(config), *find_pairs(overrides)]
     if known:
-        problems += unreadable_values(config)
+        problems += find_unreadable_values(config)
     else:
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
-        # Where nothing is asked for, nothing can be other than it says.
-        problems.append(Problem("module", launch.module, reason, fix, "WRONG" if active(config) else "NOTE"))
+        # Without a correction there is none that could act otherwise than configured.
+        problems.append(Problem("module", launch.module, reason, fix, "WRONG" if list_active(config) else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))
     read_otherwise = {problem.key for problem in problems}
-    found = found_by((*OF_VERLS_OWN, *REMARKS) if known else (), config, CorrectionSpec())
+    found = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
     problems += [problem for problem in found if problem.key not in read_otherwise]
     if known and not any(problem.verdict == "WRONG" for problem in problems):
-        problems += found_by((refused_by_verl,), config, CorrectionSpec())
-    rows, notes = arranged(parts_of(config, CorrectionSpec()), problems)
-    asked = bool(active(config))
-    said = f"{verls_loss(config)}" if asked else f"UNCORRECTED: {launch.module} with {verls_loss(config)}"
+        problems += collect_problems((check_by_verl,), config, CorrectionSpec())
+    rows, notes = arrange_rows(list_parts(config, CorrectionSpec()), problems)
+    asked = bool(list_active(config))
+    said = (
+        f"{describe_verls_loss(config)}"
+        if asked
+        else f"UNCORRECTED: {launch.module} with {describe_verls_loss(config)}"
+    )
     return Diagnosis(launch, where, rows, notes, headline=said)
 
 
-def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[Row, ...], tuple[Problem, ...]]:
-    """A row for each part with what concerns it, and rows for problems of what is no part; and the notes."""
+def arrange_rows(
+    parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
+) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
+    """Arrange problems into a row per part, rows for what belongs to no part, and notes."""
     parts = list(parts)
-    rows = {part.name: Row(part.name, part.meaning) for part in parts}
+    rows = {part.name: VerdictRow(part.name, part.meaning) for part in parts}
     notes = []
     for problem in problems:
         if problem.verdict == "NOTE":
@@ -174,7 +184,7 @@ def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[
             own = problem.key or "correction"
             concerned = [own if named in ("", *EVERYTHING, *MU) else named]
         for name in concerned:
-            row = rows.get(name, Row(name, ""))
+            row = rows.get(name, VerdictRow(name, ""))
             rows[name] = replace(row, problems=(*row.problems, problem))
     by_weight = {"WRONG": 0, "INERT": 1, "NOTE": 2}
     return tuple(
@@ -183,11 +193,11 @@ def arranged(parts: Iterable[Part], problems: Iterable[Problem]) -> tuple[tuple[
     ), tuple(notes)
 
 
-def _concerns(problem: Problem, part: Part) -> bool:
+def _concerns(problem: Problem, part: ConfiguredPart) -> bool:
     if problem.parts == EVERYTHING:
         return part.name != ROUTER_REPLAY
     return (problem.parts == MU and part.reads_mu) or part.name in problem.parts
 
 
-def _seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    return seams_held(live_path(config), hold)
+def _check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    return check_seams_with(live_path(config), check_contracts)

@@ -1,4 +1,4 @@
-"""Which launch is looked at: the program, its arguments, and the configuration that Hydra makes of them."""
+"""The launch under examination: its program, its arguments, and the configuration that Hydra composes of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from verl_patches.contract import PatchError, installed_release
 
 from ..correction import SpecError
 from ..correction.problem import CheckError
-from ..preflight.checks.module_source import source_of
-from ..preflight.hydra_groups import own_keys_for_us
+from ..preflight.checks.module_source import find_source
+from ..preflight.hydra_groups import force_own_keys
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
-from .source import HydraMain, hydra_main
-from .unknown_keys import unknown_keys
+from .hydra_main import HydraMain, read_hydra_main
+from .unknown_keys import find_unknown_keys
 
 OURS = "recipe.offpolicy.main_offpolicy"
 VERLS = ("verl.trainer.main_ppo",)
@@ -35,20 +35,20 @@ VERLS = ("verl.trainer.main_ppo",)
 _OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
-"""A place of a search path that is looked for from the current directory."""
+"""A relative place of a search path, resolved from the current directory."""
 
 
 class LaunchError(ValueError):
-    """A launch whose configuration cannot be made; the message says why, and names the key where there is one."""
+    """A launch whose configuration cannot be composed; the message says why, and names the key if there is one."""
 
 
-class UnknownKeys(LaunchError):
+class UnknownKeysError(LaunchError):
     """Overrides of keys that the configuration does not have."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch.
+    """A program with its arguments.
 
     Attributes:
         module: the program, as ``python -m`` names it.
@@ -62,29 +62,30 @@ class Launch:
 
     @property
     def ours(self) -> bool:
+        """True for this recipe's own program."""
         return self.module == OURS
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The arguments that are no flags."""
+        """The arguments that are not flags."""
         return tuple(argument for argument in self.arguments if not argument.startswith("-"))
 
 
-def composed(launch: Launch) -> DictConfig:
-    """The configuration that the launch would train with, in this process's Hydra application.
+def compose(launch: Launch) -> DictConfig:
+    """Compose the configuration that the launch would train with, in this process's Hydra application.
 
     Raises:
         LaunchError: there is no such program, or Hydra does not take its arguments.
         SpecError: ``correction=null``, two ``correction=``, or a primary configuration without our sections.
     """
-    program = _OUR_CONFIGURATION if launch.ours else _program(launch.module)
+    program = _OUR_CONFIGURATION if launch.ours else _find_program(launch.module)
     given = [argument for argument in launch.arguments if argument != _CHECK]
     if launch.ours:
         check_primary(given)
-        given = keep_search_path(own_keys_for_us(given))
-    arguments = _parsed(given)
+        given = keep_search_path(force_own_keys(given))
+    arguments = _parse(given)
     if arguments.multirun:
-        raise LaunchError("--multirun: several runs, and this looks at one. Take one value of each key.")
+        raise LaunchError("--multirun: several runs, and the doctor checks one. Fix: give one value of each key.")
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
@@ -95,52 +96,52 @@ def composed(launch: Launch) -> DictConfig:
         GlobalHydra.instance().clear()
         hydra = Hydra.create_main_hydra2(detect_task_name(str(program.file), None), search_path)
     except (HydraException, OmegaConfBaseException) as error:
-        raise LaunchError(_whole(error)) from error
+        raise LaunchError(_format_error(error)) from error
     try:
-        config = _with(hydra, name, arguments.overrides)
+        config = _compose_with(hydra, name, arguments.overrides)
     except OverrideParseException as error:
-        raise LaunchError(f"{error.override}: Hydra cannot read this override. {_whole(error)}") from error
+        raise LaunchError(f"{error.override}: Hydra cannot read this override. {_format_error(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         verls = launch.ours or launch.module in VERLS
         owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"
-        compose = partial(_with, hydra, name)
-        if unknown := unknown_keys(compose, arguments.overrides, owner, verls=verls):
-            raise UnknownKeys("\n".join(map(str, unknown))) from error
-        raise LaunchError(_whole(error)) from error
+        compose = partial(_compose_with, hydra, name)
+        if unknown := find_unknown_keys(compose, arguments.overrides, owner, verls=verls):
+            raise UnknownKeysError("\n".join(map(str, unknown))) from error
+        raise LaunchError(_format_error(error)) from error
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
     return config
 
 
-def unknown_to_verl(arguments: Sequence[str]) -> str:
-    """The overrides of our program that name keys which verl does not have, with what to do; "" if there are none."""
+def explain_unknown_keys(arguments: Sequence[str]) -> str:
+    """Explain overrides of our program that name keys unknown to verl, with the fix; "" if there are none."""
     try:
-        composed(Launch(OURS, tuple(arguments)))
-    except UnknownKeys as error:
+        compose(Launch(OURS, tuple(arguments)))
+    except UnknownKeysError as error:
         return str(error)
     except (LaunchError, PatchError, SpecError, CheckError):
         return ""
     return ""
 
 
-def _with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
+def _compose_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
     return hydra.compose_config(
         config_name=name, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False, from_shell=False
     )
 
 
-def _program(module: str) -> HydraMain:
-    path = source_of(module)
+def _find_program(module: str) -> HydraMain:
+    path = find_source(module)
     if path is None:
         raise LaunchError(f"{module}: no such program is found. Install it, or go to where it is launched from.")
-    found = hydra_main(path)
+    found = read_hydra_main(path)
     if found is None:
         raise LaunchError(f"{module}: {path} has no @hydra.main, so that it takes no overrides.")
     return found
 
 
-class _Parsed:
+class _ParsedArguments:
     multirun: bool
     config_name: str | None
     config_path: str | None
@@ -148,7 +149,7 @@ class _Parsed:
     overrides: list[str]
 
 
-def _parsed(arguments: list[str]) -> _Parsed:
+def _parse(arguments: list[str]) -> _ParsedArguments:
     parser = get_args_parser()
 
     def refuse(message: str) -> None:
@@ -156,7 +157,7 @@ def _parsed(arguments: list[str]) -> _Parsed:
 
     parser.error = refuse  # type: ignore[method-assign, assignment]
     # argparse takes overrides in one run only; flags may stand among them.
-    return cast(_Parsed, parser.parse_intermixed_args(arguments))
+    return cast(_ParsedArguments, parser.parse_intermixed_args(arguments))
 
 
 def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
@@ -166,8 +167,8 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
     search_path.prepend(provider="command-line", path=f"file://{absolute}", anchor=SearchPathQuery(provider="schema"))
 
 
-def _whole(error: BaseException | None) -> str:
-    """Hydra's message and what has caused it."""
+def _format_error(error: BaseException | None) -> str:
+    """Format Hydra's message with its causes."""
     said: list[str] = []
     while error is not None:
         if (text := str(error).strip()) and text not in said:

@@ -1,4 +1,4 @@
-"""The launch in a script: which of its programs it is, and whether all of its words are known."""
+"""The launch in a script: which of its programs trains, with all of its arguments known."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import re
 from pathlib import Path
 
-from . import unknown
-from .bash.reader import Called
+from . import unknown_words
+from .bash.interpreter import ProgramCall
 from .bash.script import read_script
-from .bash.values import Ends, Field, ScriptError, Unknown
+from .bash.shell_values import Field, ScriptEnd, ScriptError, Unknown
 from .launch import Launch
-from .unknown import KEY
+from .unknown_words import KEY
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -21,8 +21,8 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FLAGS_WITH_VALUE = ("-W", "-X")
 
 
-def launch_of(script: Path, arguments: list[str], line: int | None = None) -> Launch:
-    """The launch of a training program in a script.
+def find_launch(script: Path, arguments: list[str], line: int | None = None) -> Launch:
+    """Find the launch of a training program in a script.
 
     Args:
         arguments: of the script, which reach the launch where it hands them on; one that sets a key whose value only
@@ -37,18 +37,18 @@ def launch_of(script: Path, arguments: list[str], line: int | None = None) -> La
     found = [
         (called, launch)
         for called in read.calls
-        if (launch := _launch(called, script, arguments)) is not None and line in (None, called.line)
+        if (launch := _build_launch(called, script, arguments)) is not None and line in (None, called.line)
     ]
     if not found:
-        raise ScriptError(f"{script}: {_no_launch(read.end, line)}")
+        raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
         lines = ", ".join(f"{called.line} ({launch.module})" for called, launch in found)
         raise ScriptError(f"{script}: several launches, at the lines {lines}. Choose one: --line {found[0][0].line}.")
     called, launch = found[-1]
     if called.doubt is not None:
-        why = unknown.said([called.doubt], script)
+        why = unknown_words.describe_unknowns([called.doubt], script)
         raise ScriptError(f"{script}, line {called.line}: whether this is launched is not known: {why}")
-    if lost := [argument for argument in arguments if _lost(argument, launch, read.looked_at)]:
+    if lost := [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]:
         raise ScriptError(
             f"{script}, line {called.line}: {lost[0]} does not reach the launch. "
             f'Fix: end the launch in "$@", or put {lost[0]} into it.'
@@ -56,7 +56,7 @@ def launch_of(script: Path, arguments: list[str], line: int | None = None) -> La
     return launch
 
 
-def _no_launch(end: Ends | None, line: int | None) -> str:
+def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
     if end is not None and end.name == "exit":
         status = f" ({end.name} {end.status})" if end.status else ""
         because = f": {end.because}" if end.because else ""
@@ -67,8 +67,8 @@ def _no_launch(end: Ends | None, line: int | None) -> str:
     return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was met."
 
 
-def _lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
-    """Whether an argument does nothing: an override that is in no word, or what the script does not look at either."""
+def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
+    """Return True if an argument has no effect: an override in no word, or another that the script never reads."""
     if argument in launch.arguments:
         return False
     if _LIKE_AN_OVERRIDE.fullmatch(argument):
@@ -76,8 +76,8 @@ def _lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
     return argument not in looked_at
 
 
-def _launch(called: Called, script: Path, arguments: list[str]) -> Launch | None:
-    """The launch that a call is; None if it is none.
+def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> Launch | None:
+    """Build the launch of a call; None if the call is no launch.
 
     Raises:
         ScriptError: it is one, and a word of it is not known.
@@ -85,26 +85,28 @@ def _launch(called: Called, script: Path, arguments: list[str]) -> Launch | None
     words = called.words
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
     if start is None:
-        if isinstance(words[0], Unknown) and _overrides(words[1:]) > 1:
-            why = unknown.said([words[0]], script)
+        if isinstance(words[0], Unknown) and _count_overrides(words[1:]) > 1:
+            why = unknown_words.describe_unknowns([words[0]], script)
             raise ScriptError(f"{script}, line {called.line}: which program this calls is not known: {why}")
         return None
     by_torchrun = str(words[start]).endswith("torchrun")
-    module, rest = _below_torchrun(list(words[start + 1 :])) if by_torchrun else _module(list(words[start + 1 :]))
-    if module is None or not _overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
+    module, rest = (
+        _find_below_torchrun(list(words[start + 1 :])) if by_torchrun else _find_module(list(words[start + 1 :]))
+    )
+    if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
-    rest = [_settled(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
+    rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
-        raise ScriptError(f"{script}, line {called.line}: {unknown.overrides_said(unknowns, script)}")
+        raise ScriptError(f"{script}, line {called.line}: {unknown_words.describe_overrides(unknowns, script)}")
     return Launch(str(module), tuple(map(str, rest)), f"{script}, line {called.line}")
 
 
-def _module(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """What Python runs, as a module, and its arguments."""
+def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:
+    """Find the module that Python runs, and its arguments."""
     while words:
         word = words.pop(0)
         if word == "-m" and words:
-            return _below_torchrun(words[1:]) if words[0] in _TORCHRUN else (words[0], words[1:])
+            return _find_below_torchrun(words[1:]) if words[0] in _TORCHRUN else (words[0], words[1:])
         if word in _FLAGS_WITH_VALUE:
             words = words[1:]
         elif isinstance(word, str) and word.endswith(".py"):
@@ -114,18 +116,18 @@ def _module(words: list[Field]) -> tuple[Field | None, list[Field]]:
     return None, []
 
 
-def _below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """What torchrun runs in each process: what follows its own flags, which may have values of their own."""
+def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
+    """Find the module that torchrun runs in each process, behind torchrun's own flags and their values."""
     for place, word in enumerate(words):
         if word in ("-m", "--module"):
             return (words[place + 1], words[place + 2 :]) if words[place + 1 :] else (None, [])
         if isinstance(word, str) and not word.startswith("-") and word.endswith(".py"):
-            return _module(words[place:])
+            return _find_module(words[place:])
     return None, []
 
 
-def _settled(word: Field, later: list[Field]) -> Field:
-    """A word that is not known, with the value that a later word gives its key: of two, Hydra takes the last."""
+def _settle(word: Field, later: list[Field]) -> Field:
+    """Replace an unknown word by a later value of the same key: of two overrides, Hydra takes the last."""
     found = KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
     if found is None or not isinstance(word, Unknown):
         return word
@@ -135,6 +137,6 @@ def _settled(word: Field, later: list[Field]) -> Field:
     return word
 
 
-def _overrides(words: list[Field] | tuple[Field, ...]) -> int:
-    """How many words look like overrides of nested keys."""
+def _count_overrides(words: list[Field] | tuple[Field, ...]) -> int:
+    """Count the words that look like overrides of nested keys."""
     return sum(isinstance(word, str) and _OVERRIDE.fullmatch(word) is not None for word in words)

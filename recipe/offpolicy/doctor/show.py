@@ -1,4 +1,4 @@
-"""A diagnosis for people, and for programs."""
+"""Output of a diagnosis: a table on the terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rich.text import Text
 
 from ..correction.problem import Problem, format_value
 from ..recording.redaction import redacted, redacted_text
-from .diagnosis import Diagnosis, Row
+from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 
 SCHEMA = 1
 _STYLES = {"LIVE": "bold green", "INERT": "bold yellow", "WRONG": "bold red", "NOTE": "dim"}
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as plain values.
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Convert a diagnosis to plain values.
 
     ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
     the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
@@ -54,18 +54,18 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "name": row.name,
                 "meaning": row.meaning,
                 "verdict": row.verdict,
-                "problems": [_plain(problem) for problem in row.problems],
+                "problems": [_problem_to_json(problem) for problem in row.problems],
             }
             for row in diagnosis.rows
         ],
-        "notes": [_plain(problem) for problem in diagnosis.notes],
+        "notes": [_problem_to_json(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
-    # What a launch was given ends in the logs of whoever asks.
+    # Arguments may hold secrets, and this output ends in logs.
     return cast(dict[str, Any], redacted(plain))
 
 
-def _plain(problem: Problem) -> dict[str, Any]:
+def _problem_to_json(problem: Problem) -> dict[str, Any]:
     value = problem.value
     return {
         "key": problem.key,
@@ -78,35 +78,35 @@ def _plain(problem: Problem) -> dict[str, Any]:
 
 
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
-    """A table of verdicts, then each reason with its fix on lines of their own, never cut."""
+    """Print a table of verdicts, then each reason with its fix on uncut lines of their own."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=10_000)
     if diagnosis.launch.origin:
         module = diagnosis.launch.module
-        _line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
+        _print_line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
     if diagnosis.headline:
-        _line(console, diagnosis.headline)
+        _print_line(console, diagnosis.headline)
     if diagnosis.path is not None:
-        _line(console, str(diagnosis.path))
+        _print_line(console, str(diagnosis.path))
     for line in diagnosis.said:
-        _line(console, line)
+        _print_line(console, line)
     if diagnosis.error:
-        _line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
-        _line(console, diagnosis.error)
+        _print_line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
+        _print_line(console, diagnosis.error)
         return
     if diagnosis.rows:
-        console.print(_table(diagnosis.rows))
+        console.print(_build_table(diagnosis.rows))
     problems = [*diagnosis.problems, *diagnosis.notes]
     for problem, following in zip_longest(problems, problems[1:]):
-        _line(console, problem.verdict, str(problem), style=problem.verdict)
-        # What mends several is said once, below the last of them.
+        _print_line(console, problem.verdict, str(problem), style=problem.verdict)
+        # Overrides shared by consecutive problems are printed once, below the last of them.
         if problem.overrides and (following is None or following.overrides != problem.overrides):
-            _line(console, f"      {problem.pasted}")
-    _line(console, _conclusion(diagnosis))
+            _print_line(console, f"      {problem.pasted}")
+    _print_line(console, _format_conclusion(diagnosis))
 
 
-def _table(rows: tuple[Row, ...]) -> Table:
+def _build_table(rows: tuple[VerdictRow, ...]) -> Table:
     table = Table()
     for heading in ("correction", "verdict", "asked for"):
         table.add_column(heading, overflow="fold")
@@ -115,7 +115,7 @@ def _table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
-def _line(console: Console, *texts: str, style: str | None = None) -> None:
+def _print_line(console: Console, *texts: str, style: str | None = None) -> None:
     first, *rest = map(redacted_text, texts)
     text = Text()
     text.append(first, style=_STYLES[style] if style else "")
@@ -125,19 +125,21 @@ def _line(console: Console, *texts: str, style: str | None = None) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _conclusion(diagnosis: Diagnosis) -> str:
+def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
-        return "No correction is asked for: there is nothing that could be live."
+        return "No correction is configured: there is nothing to check."
     if diagnosis.verdict == "LIVE":
         if diagnosis.launch.module == OURS:
             return (
                 "LIVE: every check passes and the seams are in place. The first update of the run proves it, or stops."
             )
-        return "LIVE: verl reads what is asked for. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+        return (
+            "LIVE: verl reads what is configured. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+        )
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not mends:
         return said
-    # A sentence alone mends the others.
+    # The others have a fix in words alone.
     what = "All of it" if all(problem.overrides for problem in diagnosis.problems) else "What can be pasted"
     return f"{said} {what} in one line: {shlex.join(mends)}"

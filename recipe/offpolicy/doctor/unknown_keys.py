@@ -1,4 +1,4 @@
-"""Overrides of keys that the composed configuration does not have: all at once, and without the advice to add them."""
+"""Overrides of keys that the composed configuration does not have, found all at once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TARGET = "_target_"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
-"""Composes with these overrides."""
+"""Composes the configuration with these overrides."""
 
 
-def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verls: bool = True) -> list[Problem]:
+def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verls: bool = True) -> list[Problem]:
     """Find the overrides for which a configuration has no key.
 
     Args:
@@ -38,15 +38,15 @@ def unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *, verl
     if not plain:
         return []
     try:
-        # What cannot be added, because it is there, hides nothing either.
+        # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
         others = [each for each in overrides if _PLAIN.fullmatch(each) is None]
         config = compose([f"+{each}" if _ADDED.match(each) else each for each in others])
     except (HydraException, OmegaConfBaseException):
         return []
-    return [problem for found in plain for problem in _unknown(config, found["key"], found["value"], owner, verls)]
+    return [problem for found in plain for problem in _check_key(config, found["key"], found["value"], owner, verls)]
 
 
-def _unknown(config: DictConfig, key: str, value: str, owner: str, verls: bool) -> Iterator[Problem]:
+def _check_key(config: DictConfig, key: str, value: str, owner: str, verls: bool) -> Iterator[Problem]:
     names = key.split(".")
     if names[0] == "hydra":
         return
@@ -55,12 +55,14 @@ def _unknown(config: DictConfig, key: str, value: str, owner: str, verls: bool) 
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
         if name not in list(node):  # "in" leaves out what is still to be given
-            yield Problem("", None, f"{key}={value}: {owner} has no such key.", _fix(config, node, names, depth, verls))
+            yield Problem(
+                "", None, f"{key}={value}: {owner} has no such key.", _build_fix(config, node, names, depth, verls)
+            )
             return
         node = node._get_node(name)
 
 
-def _fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, verls: bool) -> str:
+def _build_fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, verls: bool) -> str:
     of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and _TARGET not in section)
     if of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON:
         return f"Set {_ENGINE}={_MEGATRON}, which brings it, or leave it out."

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
-from tensordict import TensorDict
 from torch import Tensor
 
 from ..correction import Problem

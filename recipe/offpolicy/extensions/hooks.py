@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ..fault_tolerance.checkpoints import changes
+from ..fault_tolerance.checkpoints import find_changes
 from ..proof.verify import LivenessError
 from .batch_view import BatchView, PromptView
 from .extension import Extension, WorkerExtension
@@ -194,7 +194,7 @@ class ExtensionHooks:
         return [
             line
             for section in sorted(noted.keys() | now.keys())
-            for line in changes(noted.get(section, {}), now.get(section, {}), section)
+            for line in find_changes(noted.get(section, {}), now.get(section, {}), section)
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:

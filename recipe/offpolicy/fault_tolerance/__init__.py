@@ -1,1 +1,1 @@
-"""A run that hangs or loses a worker ends with its cause; a checkpoint stays loadable."""
+"""Bounded hangs, detection of lost workers, and checkpoints that stay loadable."""

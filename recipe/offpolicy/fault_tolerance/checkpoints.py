@@ -1,4 +1,4 @@
-"""Checkpoints that stay loadable, and that know which correction they were trained with.
+"""Checkpoints that stay loadable and that record the correction they were trained with.
 
 verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. Three things
 are missing for a run that ends in the middle. With one checkpoint to keep, the previous is deleted before the new one
@@ -34,10 +34,13 @@ CHANGED = "offpolicy.resume_changed_correction"
 STATES = "offpolicy"
 """Folder of a checkpoint for what extensions keep in files."""
 _STEP = "global_step_"
+_ACTIVE = "steering"
+"""Key of the alarms' and moved bounds' state in a record; checkpoints that exist spell it so."""
 _CUT_SHORT = "its writing was cut short"
 
 
-def _none(found: Mapping[str, Any] | None) -> list[str]:
+def _no_differences(found: Mapping[str, Any] | None) -> list[str]:
+    """Return no differences: the default of ``check_before_loading``."""
     return []
 
 
@@ -50,20 +53,22 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Folder:
-    """``trainer.default_local_dir``: the checkpoints of a run."""
+class CheckpointFolder:
+    """The folder ``trainer.default_local_dir``, which holds the checkpoints of a run."""
 
     path: Path
 
     @classmethod
-    def of(cls, config: DictConfig) -> Folder:
+    def from_config(cls, config: DictConfig) -> CheckpointFolder:
+        """Build it from a composed configuration, relative to the current directory."""
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
-    def step(self, step: int) -> Path:
+    def step_path(self, step: int) -> Path:
+        """Return the folder ``global_step_N`` of a step, which need not exist."""
         return self.path / f"{_STEP}{step}"
 
-    def tracked(self) -> int | None:
-        """The step that verl resumes; None without a tracker.
+    def read_tracked_step(self) -> int | None:
+        """Read the step that verl would resume; None without a tracker file.
 
         Raises:
             ValueError: the tracker holds no number: its writing was interrupted.
@@ -72,105 +77,106 @@ class Folder:
             return int((self.path / TRACKER).read_text())
         return None
 
-    def begun(self) -> Mark | None:
-        """The checkpoint that was begun and not completed, as far as we know."""
+    def read_unfinished(self) -> UnfinishedCheckpoint | None:
+        """Read which checkpoint was begun and not completed; None if none was."""
         record = _read(self.path / SAVING)
-        return None if record is None else Mark(record["step"], record["tracked"])
+        return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
-    def whole(self, step: int) -> bool:
-        """Whether nothing of a checkpoint is known to be missing; those of other runs have no record."""
-        if not self.step(step).is_dir() or self._emptied(step):
+    def is_whole(self, step: int) -> bool:
+        """Return True unless a checkpoint is known to be incomplete; those without our record count as whole."""
+        if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
-        mark, record = self.begun(), _read(self.step(step) / RECORD)
+        mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
         if record is not None and not record["complete"]:
             # verl names a checkpoint whose save went on beside the training when that is done.
             with contextlib.suppress(ValueError):
-                return (self.tracked() or 0) >= step
+                return (self.read_tracked_step() or 0) >= step
             return False
         if record is not None or mark is None or mark.step != step:
             return True
         # verl names a checkpoint when it is complete; one that was named already was being written over.
         with contextlib.suppress(ValueError):
-            return self.tracked() == step != mark.tracked
+            return self.read_tracked_step() == step != mark.tracked
         return False
 
-    def _emptied(self, step: int) -> bool:
-        """Whether verl has deleted the weights of an old checkpoint and left the rest of it."""
-        actor = self.step(step) / "actor"
+    def _is_emptied(self, step: int) -> bool:
+        """Return True if verl has deleted the weights of an old checkpoint and left its folder."""
+        actor = self.step_path(step) / "actor"
         return actor.is_dir() and not any(actor.iterdir())
 
-    def recorded(self) -> list[int]:
-        """Steps that our records call complete, newest first."""
+    def list_complete_steps(self) -> list[int]:
+        """List the steps that our records call complete, newest first."""
         found = {path.parent.name.removeprefix(_STEP): _read(path) for path in self.path.glob(f"{_STEP}*/{RECORD}")}
         return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A checkpoint that is being written: of which step, and which step could be resumed until then, if any."""
+class UnfinishedCheckpoint:
+    """A checkpoint whose writing has begun: its step, and the step that was resumable until then, if any."""
 
     step: int
     tracked: int | None
 
 
 @contextlib.contextmanager
-def saving(
+def guard_save(
     config: DictConfig,
     step: int,
     spec: CorrectionSpec,
-    steering: Mapping[str, Any] | None = None,
+    active: Mapping[str, Any] | None = None,
     extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
 ) -> Iterator[None]:
-    """Around verl's ``_save_checkpoint``: marks the checkpoint as begun, and records it when it is complete.
+    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as begun, and record it once it is complete.
 
     Args:
-        steering: what is in force in the place of the configured correction, see ``steering.Steering.state``.
-        extensions: takes a folder for their files; what they have to keep, by section.
+        active: state of the alarms and moved bounds, see ``monitor.active_correction``.
+        extensions: takes a folder for their files; returns the extensions' state, by section.
     """
-    folder = Folder.of(config)
+    folder = CheckpointFolder.from_config(config)
     _keep_previous(config)
-    record = folder.step(step) / RECORD
+    record = folder.step_path(step) / RECORD
     try:
-        tracked = folder.tracked()
+        tracked = folder.read_tracked_step()
     except ValueError:
         tracked = None
     write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
     record.unlink(missing_ok=True)
     yield
-    # An asynchronous save of Megatron's goes on; verl names it when it is done.
+    # An asynchronous save of Megatron goes on in the background; verl writes its tracker when it is done.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
     content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
     content |= {"step": step, "complete": complete}
-    if steering is not None:
-        content["steering"] = dict(steering)
-    if states := extensions(folder.step(step) / STATES):
+    if active is not None:
+        content[_ACTIVE] = dict(active)
+    if states := extensions(folder.step_path(step) / STATES):
         content["extensions"] = dict(states)
     write_json(record, content)
     if complete:
-        # As verl has just done, but at once.
+        # verl has just written the same, but not atomically: a run killed meanwhile would leave no number.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
 
-def before_loading(
+def check_before_loading(
     config: DictConfig,
     spec: CorrectionSpec,
-    differences: Callable[[Mapping[str, Any] | None], list[str]] = _none,
-    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _none,
+    differences: Callable[[Mapping[str, Any] | None], list[str]] = _no_differences,
+    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
 ) -> dict[str, Any] | None:
-    """Before verl's ``_load_checkpoint``: see that it will load a whole checkpoint, of the same correction.
+    """Check, before verl's ``_load_checkpoint``, that it will load a whole checkpoint of the same correction.
 
     Args:
-        differences: takes the checkpoint's ``steering``; keys in which this run would not go on alike, see ``changes``.
-        of_extensions: takes what it holds of extensions, by section; likewise.
+        differences: takes the checkpoint's state of alarms and moved bounds; lists keys in which this run would not
+            go on alike, in the form of ``find_changes``.
+        of_extensions: takes the checkpoint's state of extensions, by section; likewise.
 
     Returns:
-        The checkpoint's ``steering``, for a run with the same correction; None where there is none.
+        The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
 
     Raises:
         CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
     """
-    path = _to_load(config)
+    path = _find_resumed(config)
     if path is None:
         return None
     record = _read(path / RECORD)
@@ -181,77 +187,80 @@ def before_loading(
             RECORD,
         )
         return None
-    steering: dict[str, Any] | None = record.get("steering")
-    of_correction = changes(_by_effect(record["correction"]), _by_effect(spec.to_mapping()))
-    if not (found := of_correction + differences(steering) + of_extensions(record.get("extensions", {}))):
+    active: dict[str, Any] | None = record.get(_ACTIVE)
+    of_correction = find_changes(_normalize_proximal(record["correction"]), _normalize_proximal(spec.to_mapping()))
+    if not (found := of_correction + differences(active) + of_extensions(record.get("extensions", {}))):
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
     elif OmegaConf.select(config, CHANGED, default=False):
-        logger.warning("resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _lines(found))
+        logger.warning(
+            "resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _format_lines(found)
+        )
     else:
         raise CheckpointError(
-            f"{path} was trained with another correction:{_lines(found)}\n"
+            f"{path} was trained with another correction:{_format_lines(found)}\n"
             f"Set these back, or say that the change is meant with {CHANGED}=true."
         )
-    if of_correction and steering is not None:
+    if of_correction and active is not None:
         logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
         return None
-    return steering
+    return active
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
-    """What the checkpoint that verl has just loaded holds of extensions, and the folder of their files."""
-    path = _to_load(config)
+    """Read the extensions' state in the checkpoint that verl has just loaded, and the folder of their files."""
+    path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
-    """Keys, below ``key``, in which two mappings of plain values differ, with both values."""
-    before, now = _flat(old, key), _flat(new, key)
+def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:
+    """List the keys below ``key`` in which two mappings of plain values differ, with both values."""
+    before, now = _flatten(old, key), _flatten(new, key)
     return [
-        f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} now"
+        f"{key}: {_format_value(before, key)} in the checkpoint, {_format_value(now, key)} now"
         for key in sorted(before.keys() | now.keys())
         if key not in before or key not in now or before[key] != now[key]
     ]
 
 
-def _by_effect(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """With one name for the two ways to log pi_old of the trainer's weights, as a run may change from one to the other
-    by its micro-batches alone."""
+def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
+    """Map ``reuse`` to ``recompute``: both log pi_old of the trainer's weights, and micro-batch sizes alone may switch
+    between them.
+    """
     of_trainer = correction.get("proximal") in OF_THE_TRAINER
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
-    """The whole file or none of it, with the permissions ``mode`` less those that the umask takes away."""
+    """Write a JSON file atomically, with the permissions ``mode`` less the umask."""
     _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
 
 
-def _to_load(config: DictConfig) -> Path | None:
-    """The checkpoint that verl is about to load; None for a new run."""
+def _find_resumed(config: DictConfig) -> Path | None:
+    """Find the checkpoint that verl is about to load; None for a new run."""
     mode = config.trainer.resume_mode
     if mode == "auto":
-        folder = Folder.of(config)
-        step = _newest_whole(folder)
-        return None if step is None else folder.step(step)
+        folder = CheckpointFolder.from_config(config)
+        step = _choose_whole_step(folder)
+        return None if step is None else folder.step_path(step)
     if mode != "resume_path":
         return None
     path = Path.cwd() / str(config.trainer.resume_from_path)
-    folder, name = Folder(path.parent), path.name.removeprefix(_STEP)
-    if name.isdigit() and path.is_dir() and not folder.whole(int(name)):
-        others = [step for step in folder.recorded() if step != int(name) and folder.whole(step)]
-        advice = f"{folder.step(others[0])} is whole." if others else "No other one there is known to be whole."
+    folder, name = CheckpointFolder(path.parent), path.name.removeprefix(_STEP)
+    if name.isdigit() and path.is_dir() and not folder.is_whole(int(name)):
+        others = [step for step in folder.list_complete_steps() if step != int(name) and folder.is_whole(step)]
+        advice = f"{folder.step_path(others[0])} is whole." if others else "No other one there is known to be whole."
         raise CheckpointError(f"trainer.resume_from_path={path}: {_CUT_SHORT}. {advice}")
     return path
 
 
-def _newest_whole(folder: Folder) -> int | None:
-    """The step to resume; the tracker is mended where it names a checkpoint that is not whole."""
-    mark = folder.begun()
+def _choose_whole_step(folder: CheckpointFolder) -> int | None:
+    """Choose the step to resume, and repoint verl's tracker if it names an incomplete checkpoint."""
+    mark = folder.read_unfinished()
     try:
-        tracked = folder.tracked()
+        tracked = folder.read_tracked_step()
     except ValueError:
         named, trouble = folder.path / TRACKER, "it holds no number"
     else:
@@ -259,13 +268,13 @@ def _newest_whole(folder: Folder) -> int | None:
             if mark is not None:
                 logger.warning("the first checkpoint, of step %d, was cut short: training begins anew.", mark.step)
             return None
-        if folder.whole(tracked):
+        if folder.is_whole(tracked):
             if mark is not None and mark.step != tracked:
                 logger.warning("the checkpoint of step %d was cut short; resuming step %d.", mark.step, tracked)
             return tracked
-        named = folder.step(tracked)
+        named = folder.step_path(tracked)
         trouble = _CUT_SHORT if named.is_dir() else "it is not there"
-    whole = [step for step in folder.recorded() if folder.whole(step)]
+    whole = [step for step in folder.list_complete_steps() if folder.is_whole(step)]
     if not whole:
         raise CheckpointError(
             f"{named}: {trouble}, and no other checkpoint is known to be whole. Name one by "
@@ -278,7 +287,7 @@ def _newest_whole(folder: Folder) -> int | None:
 
 
 def _keep_previous(config: DictConfig) -> None:
-    """Two checkpoints where one was asked for: verl deletes the previous one before the new one is named."""
+    """Raise verl's limit of one kept checkpoint to two: it deletes the previous one before the new one is named."""
     trainer = config.trainer
     single = [
         key for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep") if OmegaConf.select(trainer, key) == 1
@@ -297,17 +306,17 @@ def _keep_previous(config: DictConfig) -> None:
     )
 
 
-def _flat(values: Any, key: str) -> dict[str, Any]:
+def _flatten(values: Any, key: str) -> dict[str, Any]:
     if isinstance(values, Mapping) and values:
-        return {path: leaf for name, value in values.items() for path, leaf in _flat(value, f"{key}.{name}").items()}
+        return {path: leaf for name, value in values.items() for path, leaf in _flatten(value, f"{key}.{name}").items()}
     return {key: values}
 
 
-def _lines(items: list[str]) -> str:
+def _format_lines(items: list[str]) -> str:
     return "".join(f"\n  {item}" for item in items)
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not there"
 
 

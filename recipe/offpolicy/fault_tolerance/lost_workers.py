@@ -1,8 +1,8 @@
-"""Finds out that a Ray actor of the run has died, also while nobody waits for its answer.
+"""Detection of dead Ray actors, also of those for whose answer nobody waits.
 
-verl learns of a dead worker only by waiting for its answer. Where nobody does, as with agent loops that were sent off,
-or where another worker waits, as an agent loop for an inference server, prompts stay pending or are asked for again
-for ever.
+verl learns of a dead worker only by waiting for its answer. Where the driver does not wait, as for agent loops in
+the background, or another worker does, as an agent loop for an inference server, prompts stay pending or are requested
+again for ever.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HOLDERS = (
 """Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
 
 
-class LostWorkers:
-    """Called, it gives a sentence about actors that have died, or None.
+class LostWorkerDetector:
+    """A callable that returns an error message if a Ray actor of the trainer has died, else None.
 
     Each actor has one call of Ray's own ``__ray_ready__`` waiting: an actor that is busy leaves it in its queue, and
     one that has died fails it at once, with the cause.
@@ -34,14 +34,14 @@ class LostWorkers:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Answer that is waited for -> who is to give it.
+        # Reference to a pending answer -> the actor that owes it.
         self._waiting: dict[Any, Any] = {}
 
     def __call__(self) -> str | None:
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        listed = {handle: holder for holder, handle in handles(self._trainer)}
+        listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
             self._waiting[handle.__ray_ready__.remote()] = handle
         if not self._waiting:
@@ -53,25 +53,25 @@ class LostWorkers:
             try:
                 ray.get(answer)
             except ActorUnavailableError:
-                continue  # a network that may come back
+                continue  # Ray raises it for a broken connection too, which may come back
             except RayActorError as error:
-                # One that the trainer does not list any more has been ended on purpose.
+                # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
                     lost.append(f"a worker of {listed[handle]} has died: {' '.join(str(error).split())}")
         return " ".join(lost) or None
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the Ray actors that the trainer lists, so that whoever waits for one of them gets an error at once."""
+    """Kill the trainer's Ray actors, so that whoever waits for one of them gets an error at once."""
     import ray
 
-    for _, handle in handles(trainer):
+    for _, handle in list_actor_handles(trainer):
         with contextlib.suppress(Exception):  # those that have died already
             ray.kill(handle)
 
 
-def handles(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """(holder, handle) of every Ray actor that the trainer lists."""
+def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """List (attribute of the trainer, handle) of every Ray actor that the trainer holds."""
     for path in HOLDERS:
         found: Any = trainer
         for part in path.split("."):

@@ -1,7 +1,7 @@
-"""Ends a run that is stuck, or that has lost a worker, within a bounded time and with a sentence that says where.
+"""A watchdog thread that ends a hanging run, or one that lost a worker, in bounded time and names the phase.
 
 verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or
-rollouts that fail and are asked for again for ever keep a run alive that does nothing. A thread beside the trainer
+rollouts that fail and are requested again for ever keep a run alive that does nothing. A thread beside the trainer
 knows which phase of a step it is in, by wrapped methods, and since when.
 """
 
@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import Problem
 from ..correction.problem import remove, set_to
-from .lost_workers import LostWorkers, end_workers
+from .lost_workers import LostWorkerDetector, end_workers
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -48,34 +48,35 @@ PHASES: Mapping[str, str] = {
     "_load_checkpoint": "load_checkpoint",
     "_validate": "validation",
 }
-"""Attribute below the trainer -> the phase that it is; of verl 0.7.1 to 0.9.1, V0 and V1. Each has what it has."""
+"""Method below the trainer -> its phase, for the V0 and V1 trainers of all releases; each trainer has some of them."""
 BETWEEN = "between_phases"
 """The driver's own work between two phases: rewards, advantages, metrics, the logger."""
 NAMES = tuple(sorted({*PHASES.values(), BETWEEN}))
 
 SECTION = "offpolicy.watchdog"
 SIGNAL = signal.SIGUSR2
-"""Wakes the main thread, which then raises."""
+"""Interrupts the main thread, whose handler then raises."""
 PATIENCE = 5.0
-"""Seconds that the main thread has to wake, before what it may be waiting for is ended."""
+"""Seconds that the main thread has to react to the signal, before the actors that it may wait for are killed."""
 GRACE = 60.0
-"""Seconds that a run which was told to end has to unwind, before its process is ended."""
+"""Seconds that an ending run has to unwind, before its process is ended."""
 EXIT_CODE = 70
 
 
 class WatchdogError(RuntimeError):
-    """The run is stuck or has lost a worker; the message says where."""
+    """The run is stuck or has lost a worker; the message names the phase."""
 
 
 class _Interrupt(KeyboardInterrupt):
-    """What the signal raises: ray.get is left by no other error, and ``except Exception`` does not stop it.
+    """Raised in the main thread by the signal handler: ``ray.get`` ends for a KeyboardInterrupt alone, and no ``except
+    Exception`` catches it.
 
-    ``Watchdog.speaking`` puts the verdict in its place.
+    ``Watchdog.raise_verdict`` replaces it by the verdict.
     """
 
 
 class Phases:
-    """Which phases the trainer is in, outermost first, and since when.
+    """A thread-safe stack of the phases that the trainer is in, outermost first, with their start times.
 
     Args:
         limits: phase -> seconds that it may take, None for any time.
@@ -100,8 +101,8 @@ class Phases:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """The time inside counts as this phase."""
+    def enter(self, name: str) -> Iterator[None]:
+        """Count the time inside the context as this phase."""
         entry = (name, self.clock())
         with self._lock:
             self._stack.append(entry)
@@ -115,25 +116,25 @@ class Phases:
     @property
     def shortest(self) -> float:
         """Seconds of the shortest limit; infinite where there is none."""
-        limits = [self.limit(name) for name in {*NAMES, *self._limits}]
+        limits = [self.get_limit(name) for name in {*NAMES, *self._limits}]
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
-    def limit(self, name: str) -> float | None:
-        """Seconds that a phase may take."""
+    def get_limit(self, name: str) -> float | None:
+        """Return the time limit of a phase in seconds; None for no limit."""
         return self._limits.get(name, self._default)
 
-    def current(self) -> list[tuple[str, float]]:
-        """(phase, seconds in it), outermost first; ``BETWEEN`` alone where there is none."""
+    def list_current(self) -> list[tuple[str, float]]:
+        """List (phase, seconds spent in it), outermost first; ``BETWEEN`` alone outside of all phases."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
             return stack or [(BETWEEN, now - self._idle_since)]
 
-    def overdue(self) -> str | None:
-        """What is wrong, in a sentence, or None."""
-        current = self.current()
+    def describe_overdue(self) -> str | None:
+        """Return an error message if a phase has exceeded its limit, else None."""
+        current = self.list_current()
         for name, seconds in reversed(current):
-            limit = self.limit(name)
+            limit = self.get_limit(name)
             if limit is not None and seconds > limit:
                 key = f"{SECTION}.phase_timeouts.{name}" if name in self._limits else f"{SECTION}.step_timeout"
                 within = [outer for outer, _ in current if outer != name]
@@ -145,17 +146,17 @@ class Phases:
 
 
 class Watchdog:
-    """The thread that watches, and ends the run.
+    """A thread that watches the phases and the workers of a run, and ends the run.
 
     Args:
         phases: what the trainer is doing.
-        lost: asked at every ``poll`` for workers that have died; None: never.
-        poll: seconds between two looks.
+        lost: returns an error message if a worker has died; called at every ``poll``. None: never.
+        poll: seconds between two checks.
         step: the step that the trainer is at, for messages.
-        release: ends what the main thread may be waiting for, where the signal alone does not wake it.
+        release: kills what the main thread may wait for, if the signal alone does not interrupt it.
         patience: seconds from the signal to that.
         grace: seconds from there to the end of the process.
-        end: ends this process at once; never returns.
+        end: exits this process at once; never returns.
     """
 
     def __init__(
@@ -186,33 +187,33 @@ class Watchdog:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Begin to watch; to be called in the thread that trains."""
+        """Start watching; call it in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
-            # The only way to raise in a thread that waits.
+            # A signal is the only way to raise in a thread that is blocked in C code, as in ray.get.
             self._before = signal.signal(SIGNAL, self._raise)
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; idempotent."""
+        """Stop watching; idempotent."""
         self._stopped.set()
         if self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(SIGNAL, self._before)
             self._before = None
 
-    def failed(self) -> None:
-        """The run has ended with an error of its own: from now on its process has the grace to end as well."""
+    def start_grace_period(self) -> None:
+        """Note that the run has failed by itself: its process has ``grace`` seconds left to exit."""
         self._deadline = self.phases.clock() + self._grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time inside counts as this phase; what it raises after a verdict is the verdict."""
-        with self.phases.inside(name), self.speaking():
+        """Count the time inside the context as this phase; after a verdict, what it raises becomes the verdict."""
+        with self.phases.enter(name), self.raise_verdict():
             yield
 
     @contextlib.contextmanager
-    def speaking(self) -> Iterator[None]:
-        """Whatever is raised in here after a verdict, the verdict is what the user has to read."""
+    def raise_verdict(self) -> Iterator[None]:
+        """Re-raise secondary exceptions as the original WatchdogError."""
         try:
             yield
         except BaseException as error:
@@ -231,7 +232,7 @@ class Watchdog:
                 if self.phases.clock() > self._deadline:
                     self._end_process("the run has failed.")
                     return
-            elif sentence := self.phases.overdue() or self._lost_workers():
+            elif sentence := self.phases.describe_overdue() or self._lost_workers():
                 self._end_run(sentence)
                 return
 
@@ -239,7 +240,7 @@ class Watchdog:
         try:
             return self._lost() if self._lost else None
         except Exception:
-            # Time limits are left; they must not be lost with it.
+            # The time limits still work, and must not be lost with this check.
             logger.warning("cannot look whether all workers are alive, and stops trying.", exc_info=True)
             self._lost = None
             return None
@@ -248,10 +249,10 @@ class Watchdog:
         return max(0.05, min(self._poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
-        phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.current())
+        phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
         self.verdict = WatchdogError(f"{sentence} Step {self._step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
-        # To the descriptor: it is what Ray shows of a process, whatever Python's sys.stderr is by now.
+        # To descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
@@ -273,7 +274,7 @@ class Watchdog:
 def watch(
     trainer: Any, config: DictConfig, clock: Callable[[], float] = time.monotonic, **options: Any
 ) -> Watchdog | None:
-    """Watch over a trainer of verl's from here on; once, after its construction and in the thread that trains.
+    """Start a watchdog over a verl trainer; call it once, after construction, in the thread that trains.
 
     Args:
         trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, those of
@@ -291,7 +292,7 @@ def watch(
         return None
     watchdog = Watchdog(
         Phases(limits, default, clock),
-        lost=LostWorkers(trainer) if poll is not None else None,
+        lost=LostWorkerDetector(trainer) if poll is not None else None,
         poll=poll if poll is not None else 10.0,
         step=lambda: getattr(trainer, "global_steps", "?"),
         release=lambda: end_workers(trainer),
@@ -303,8 +304,8 @@ def watch(
     return watchdog
 
 
-def problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.watchdog``.
+def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
+    """Find the problems of the keys ``offpolicy.watchdog``.
 
     Args:
         extensions: phases beside ``NAMES``.
@@ -340,7 +341,7 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
-    """Wrap what is there of ``PHASES``, and look again after each of them for parts that it has made."""
+    """Wrap the methods of ``PHASES`` that exist, and after each call those of parts that the trainer has made since."""
     wrapped: set[str] = set()
 
     def bind() -> None:
@@ -374,15 +375,15 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
     @functools.wraps(fit)
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
-            with watchdog.speaking():
+            with watchdog.raise_verdict():
                 result = fit(*args, **kwargs)
         except BaseException:
             if watchdog.verdict is None:
-                # Now: what comes after may end this process before anybody else has said why.
+                # Logged at once: cleaning up may end this process before the error is reported elsewhere.
                 logger.error("the run has failed.", exc_info=True)
             if _in_ray_actor():
-                # What comes after, such as closing a store, waits for processes that may not answer any more.
-                watchdog.failed()
+                # Cleaning up, such as closing a store, may wait for processes that no longer answer.
+                watchdog.start_grace_period()
             elif watchdog.verdict is None:
                 watchdog.stop()
             raise

@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, Statistic
 from ..correction.moving_bounds import Side, format_part_path
-from ..fault_tolerance.checkpoints import changes
+from ..fault_tolerance.checkpoints import find_changes
 from .alarms import settings as alarm_settings
-from .alarms.panel import CONFIGURED, Panel
+from .alarms.alarms import CONFIGURED, Alarms
 from .bounds import settings
 from .bounds.controller import Calibration
 
@@ -33,7 +33,7 @@ class Steering:
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
         self._configured = spec
-        self._panel = Panel.of(config)
+        self._panel = Alarms.from_config(config)
         self._calibration = Calibration.of(config, spec)
         self._noted = settings.plain(config)
 
@@ -95,7 +95,7 @@ class Steering:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
         alarms = state["alarms"]
-        name, there = alarms["in_force"], self._panel.fallback_of(alarms["in_force"])
+        name, there = alarms["in_force"], self._panel.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]
         self._panel.restore(alarms, in_force=name if goes_on else CONFIGURED)
         if self._calibration is not None and state["calibration"] is not None:
@@ -112,10 +112,10 @@ def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str
     """Where a run would not go on as the checkpoint with this ``state`` was left: keys, with both values."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}
-    found = changes(unset | noted, unset | settings.plain(config), settings.SECTION)
+    found = find_changes(unset | noted, unset | settings.plain(config), settings.SECTION)
     if state is None or state["fallback"] is None:
         return found
     name = state["alarms"]["in_force"]
-    alarm = alarm_settings.settings_of(config).get(name)
+    alarm = alarm_settings.read_settings(config).get(name)
     configured = alarm.fallback.to_mapping() if alarm is not None and alarm.fallback is not None else {}
-    return found + changes(state["fallback"], configured, f"{alarm_settings.SECTION}.{name}.fallback")
+    return found + find_changes(state["fallback"], configured, f"{alarm_settings.SECTION}.{name}.fallback")

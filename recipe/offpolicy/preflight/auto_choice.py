@@ -1,4 +1,4 @@
-"""What ``correction=auto`` chooses: the set of corrections for a run's set-up, and why.
+"""The selection made by ``correction=auto``: corrections for a run's set-up, with the reasons.
 
 ``select`` is the decision tree, and ``check_requirements`` holds the configuration to what a correction of the loss
 cannot do, such as replaying routes.
@@ -25,7 +25,7 @@ _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key of verl's that the selection relies on.
+    """A key of verl that the selection relies on.
 
     Attributes:
         key: Hydra path.
@@ -44,7 +44,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a set-up needs.
+    """The corrections that a set-up needs, with reasons, requirements and advice.
 
     Attributes:
         options: of the group ``correction``.
@@ -60,12 +60,18 @@ class Selection:
 
 
 def select(setup: Setup) -> Selection:
-    """The decision tree: engine, mode, mini-batches, model, trajectory.
+    """Select corrections by engine, mode, mini-batches, model and trajectory.
 
     Asynchronous data gets one weight, prox / mu, under one cap: the trainer's log-prob at the weights that sampled,
     which would tell the mismatch of the engines from staleness, cannot be computed once the weights have moved on.
     """
-    decisions = (_weight(setup), _rate_limit(setup), _clip(setup), _routing(setup), _tools(setup))
+    decisions = (
+        _choose_weight(setup),
+        _choose_rate_limit(setup),
+        _choose_clip(setup),
+        _choose_routing(setup),
+        _choose_tools(setup),
+    )
     return Selection(
         options=tuple(option for one in decisions for option in one.options) or ("none",),
         reasons=tuple(line for one in decisions for line in one.reasons),
@@ -74,7 +80,7 @@ def select(setup: Setup) -> Selection:
     )
 
 
-def _weight(setup: Setup) -> Selection:
+def _choose_weight(setup: Setup) -> Selection:
     engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
     if setup.mode == "async":
         folded = {
@@ -91,7 +97,7 @@ def _weight(setup: Setup) -> Selection:
     return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh))
 
 
-def _rate_limit(setup: Setup) -> Selection:
+def _choose_rate_limit(setup: Setup) -> Selection:
     if setup.mode == "sync":
         return Selection((), ())
     why = (
@@ -106,14 +112,14 @@ def _rate_limit(setup: Setup) -> Selection:
     )
 
 
-def _clip(setup: Setup) -> Selection:
+def _choose_clip(setup: Setup) -> Selection:
     n = f"setup.minibatches={setup.minibatches}"
     if setup.minibatches == 1:
         return Selection((), (f"{n}: a single step on each batch, within which nothing drifts.",))
     return Selection((), (f"{n}: drift within a batch is left to the clip of the base loss.",))
 
 
-def _routing(setup: Setup) -> Selection:
+def _choose_routing(setup: Setup) -> Selection:
     if setup.model == "dense":
         return Selection((), ("setup.model=dense: no routes to replay.",))
     replay = "disabled" if setup.minibatches == 1 else "R2" if setup.minibatches == 2 else "R3"
@@ -146,7 +152,7 @@ def _routing(setup: Setup) -> Selection:
     return Selection((), (line,), tuple(requires), tuple(advice))
 
 
-def _tools(setup: Setup) -> Selection:
+def _choose_tools(setup: Setup) -> Selection:
     if setup.trajectory == "single":
         return Selection((), ("setup.trajectory=single: nothing but the model's own tokens.",))
     return Selection(
@@ -158,16 +164,16 @@ def _tools(setup: Setup) -> Selection:
 
 
 def check_requirements(config: DictConfig, requires: tuple[Requirement, ...]) -> None:
-    """Hold the configuration to a selection.
+    """Check a configuration against the requirements of a selection.
 
     Raises:
         CheckError: all keys that differ, with their fix.
     """
-    if problems := [problem for one in requires if (problem := _unmet(config, one))]:
+    if problems := [problem for one in requires if (problem := _check_requirement(config, one))]:
         raise CheckError(problems)
 
 
-def _unmet(config: DictConfig, one: Requirement) -> Problem | None:
+def _check_requirement(config: DictConfig, one: Requirement) -> Problem | None:
     if one.instead is not None and OmegaConf.select(config, one.instead[0]) == one.instead[1]:
         return None
     value = OmegaConf.select(config, one.key)
@@ -186,8 +192,8 @@ def _unmet(config: DictConfig, one: Requirement) -> Problem | None:
     return Problem(one.key, value, one.why, fix, overrides=(set_to(one.key, one.value, add=missing),))
 
 
-def lines(selection: Selection) -> Iterator[str]:
-    """What is printed of a selection at start-up."""
+def format_selection(selection: Selection) -> Iterator[str]:
+    """Format the lines that start-up prints about a selection."""
     yield f"correction=auto is correction=[{','.join(selection.options)}]:"
     yield from (f"  {reason}" for reason in selection.reasons)
     yield from (f"  advice: {line}" for line in selection.advice)

@@ -1,4 +1,4 @@
-"""The set-up of a run that makes it off policy: given under ``setup``, or read from verl's own keys."""
+"""The set-up of a run that makes it off-policy: given under ``setup``, or read from verl's keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import SpecError
-from .model_config import experts_of
+from .model_config import find_experts
 
 Engine = Literal["same", "different"]
 Mode = Literal["sync", "async"]
@@ -26,7 +26,7 @@ _ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")
 
 @dataclass(frozen=True)
 class Setup:
-    """What makes a run off policy.
+    """The properties of a run that make it off-policy.
 
     Attributes:
         engine: whether rollouts come from the trainer's own engine.
@@ -48,12 +48,12 @@ class Setup:
 
 
 def read_setup(config: DictConfig) -> Setup:
-    """The set-up of a composed configuration: ``setup.*`` as given, else read from verl's keys.
+    """Read the set-up of a composed configuration: ``setup.*`` where given, else from verl's keys.
 
     Raises:
         SpecError: unknown keys or values, what is neither given nor known, and what is given and contradicted.
     """
-    given = _given(config)
+    given = _read_given(config)
     values: dict[str, Any] = {}
     for name, look in _LOOKS.items():
         seen = look(config)
@@ -78,12 +78,12 @@ def read_setup(config: DictConfig) -> Setup:
 
 
 def refuse_setup(config: DictConfig) -> None:
-    """For corrections chosen by name: nothing reads ``setup``.
+    """Refuse keys under ``setup`` beside corrections chosen by name, which do not read them.
 
     Raises:
         SpecError: a key of it is set.
     """
-    for name, value in _given(config).items():
+    for name, value in _read_given(config).items():
         if value is not None:
             key = f"setup.{name}"
             fix = f"Set correction=auto, or {key}=null."
@@ -91,15 +91,15 @@ def refuse_setup(config: DictConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the configuration says, by which key; not ``firm``: as far as it can tell."""
+class _Observed:
+    """A value that the configuration shows, and its source; not ``firm`` where the user may know better."""
 
     value: Any
     source: str
     firm: bool = True
 
 
-def _given(config: DictConfig) -> dict[str, Any]:
+def _read_given(config: DictConfig) -> dict[str, Any]:
     node = config.get("setup")
     given: Any = {} if node is None else node
     if OmegaConf.is_config(node):
@@ -124,57 +124,57 @@ def _given(config: DictConfig) -> dict[str, Any]:
     return {name: given.get(name) for name in _LOOKS}
 
 
-def _engine(config: DictConfig) -> _Seen | None:
+def _find_engine(config: DictConfig) -> _Observed | None:
     name = OmegaConf.select(config, f"{_ROLLOUT}.name")
     # Kernels can be matched until both engines agree to the bit, which the user knows and no key says.
-    return _Seen("different", f"{_ROLLOUT}.name={name}", firm=False) if name in _ROLLOUT_ENGINES else None
+    return _Observed("different", f"{_ROLLOUT}.name={name}", firm=False) if name in _ROLLOUT_ENGINES else None
 
 
-def _mode(config: DictConfig) -> _Seen | None:
+def _find_mode(config: DictConfig) -> _Observed | None:
     if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
-        return _Seen("sync", "the V0 trainer")
+        return _Observed("sync", "the V0 trainer")
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    return None if mode is None else _Seen("sync" if mode == "sync" else "async", f"trainer.v1.trainer_mode={mode}")
+    return None if mode is None else _Observed("sync" if mode == "sync" else "async", f"trainer.v1.trainer_mode={mode}")
 
 
-def _model(config: DictConfig) -> _Seen | None:
+def _find_model(config: DictConfig) -> _Observed | None:
     for key in [f"{_ACTOR}.{strategy}.router_replay.mode" for strategy in REPLAYING]:
         if (mode := OmegaConf.select(config, key)) not in (None, "disabled"):
-            return _Seen("moe", f"{key}={mode}")
+            return _Observed("moe", f"{key}={mode}")
     key = f"{_ROLLOUT}.enable_rollout_routing_replay"
     if OmegaConf.select(config, key):
-        return _Seen("moe", f"{key}=true")
-    experts = experts_of(config)
-    return None if experts is None else _Seen("moe" if experts[0] else "dense", experts[1])
+        return _Observed("moe", f"{key}=true")
+    experts = find_experts(config)
+    return None if experts is None else _Observed("moe" if experts[0] else "dense", experts[1])
 
 
-def _trajectory(config: DictConfig) -> _Seen | None:
+def _find_trajectory(config: DictConfig) -> _Observed | None:
     turns, loop = f"{_ROLLOUT}.multi_turn.enable", f"{_ROLLOUT}.agent.default_agent_loop"
     enabled, agent = OmegaConf.select(config, turns), OmegaConf.select(config, loop)
     if enabled:
-        return _Seen("tools", f"{turns}=true")
+        return _Observed("tools", f"{turns}=true")
     if agent not in (None, "single_turn_agent"):
-        return _Seen("tools", f"{loop}={agent}", firm=False)
+        return _Observed("tools", f"{loop}={agent}", firm=False)
     # A data set may name an agent loop by row.
-    return None if enabled is None else _Seen("single", f"{turns}=false", firm=False)
+    return None if enabled is None else _Observed("single", f"{turns}=false", firm=False)
 
 
-def _minibatches(config: DictConfig) -> _Seen | None:
+def _count_minibatches(config: DictConfig) -> _Observed | None:
     keys = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs")
     sizes = [OmegaConf.select(config, key) for key in keys]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     batch, mini_batch, epochs = sizes
     source = ", ".join(f"{key}={size}" for key, size in zip(keys, sizes, strict=True))
-    return _Seen(math.ceil(batch / mini_batch) * epochs, source)
+    return _Observed(math.ceil(batch / mini_batch) * epochs, source)
 
 
-_LOOKS: dict[str, Callable[[DictConfig], _Seen | None]] = {
-    "engine": _engine,
-    "mode": _mode,
-    "model": _model,
-    "trajectory": _trajectory,
-    "minibatches": _minibatches,
+_LOOKS: dict[str, Callable[[DictConfig], _Observed | None]] = {
+    "engine": _find_engine,
+    "mode": _find_mode,
+    "model": _find_model,
+    "trajectory": _find_trajectory,
+    "minibatches": _count_minibatches,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": get_args(Engine),

@@ -1,4 +1,4 @@
-"""Whether verl's configured policy loss takes a weight x keep as it is meant; measured, not listed.
+"""A probe of verl's configured policy loss: does it apply weight x keep as a correction needs it.
 
 A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
 dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split
@@ -23,7 +23,7 @@ _LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, as a split must not 
 
 
 def probe(actor_config: Any) -> str | None:
-    """Try the policy loss of ``actor_config`` (verl's ActorConfig).
+    """Test the policy loss of ``actor_config`` (verl's ActorConfig) on a small synthetic batch.
 
     Returns:
         None if it takes weights as meant, else a sentence saying what it does instead.
@@ -33,23 +33,23 @@ def probe(actor_config: Any) -> str | None:
 
 
 def _probe(actor_config: Any) -> str | None:
-    batch, factor = _batch(torch.Generator().manual_seed(0))
+    batch, factor = _build_batch(torch.Generator().manual_seed(0))
     ones = torch.ones_like(factor)
     plain_loss, plain = _run(actor_config, batch, ones)
     _, weighted = _run(actor_config, batch, factor)
     # What terms such as KL add, which no weight may touch.
     _, rest = _run(actor_config, batch, torch.zeros_like(factor))
-    if _close(plain, rest):
+    if _is_close(plain, rest):
         return "it ignores the weights that it is given"
-    if not _close(weighted - rest, factor * (plain - rest)):
+    if not _is_close(weighted - rest, factor * (plain - rest)):
         return "its gradient under weights w is not w times its gradient without them"
     split_loss, split = _run(actor_config, batch, ones, pieces=(2, 3, 1))
-    if not (_close(split, plain) and _close(split_loss, plain_loss)):
+    if not (_is_close(split, plain) and _is_close(split_loss, plain_loss)):
         return "its loss or gradient changes with the split into micro-batches"
     return None
 
 
-def _batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
+def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
     rows, width = len(_LENGTHS), max(_LENGTHS)
     mask = torch.arange(width)[None, :] < torch.tensor(_LENGTHS)[:, None]
     prompt = torch.ones(rows, 1, dtype=torch.int64)
@@ -81,7 +81,7 @@ def _batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
 def _run(
     actor_config: Any, batch: TensorDict, factor: Tensor, pieces: tuple[int, ...] = (len(_LENGTHS),)
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss and (B, T) gradient at log_prob of the policy term, over micro-batches of the given sizes."""
+    """Compute the summed loss and the (B, T) gradient of the policy term at log_prob, over these micro-batches."""
     log_prob = batch["log_prob"].clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
@@ -97,14 +97,14 @@ def _run(
         )
         mask = piece["response_mask"].bool()
         # verl's layout: log-probs flat over prompt and response, shifted left by one token.
-        model_output = {"log_probs": torch.cat([_shifted(r[m]) for r, m in zip(log_prob[rows], mask, strict=True)])}
+        model_output = {"log_probs": torch.cat([_shift(r[m]) for r, m in zip(log_prob[rows], mask, strict=True)])}
         # A split must not change the padded width unless it does so in a run, where it is the longest row.
         loss = loss + ppo_loss(actor_config, model_output, _trim(piece))[0]
         start += size
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
 
 
-def _shifted(response: Tensor) -> Tensor:
+def _shift(response: Tensor) -> Tensor:
     return torch.cat([response, response.new_zeros(1)])
 
 
@@ -118,5 +118,5 @@ def _trim(piece: TensorDict) -> TensorDict:
     return trimmed
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())

@@ -1,4 +1,4 @@
-"""Numbers with an underscore on the command line, which Hydra reads as another number than they look like."""
+"""Detection of bounds with an underscore on the command line, which Hydra reads as one number: 0.5_2 is 0.52."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
 def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
-    """Find bounds that became another number: 0.5_2 is 0.52, 1_01 is 101, unless they stand in quotes of Hydra's."""
+    """Find bounds that Hydra reads as another number: 0.5_2 as 0.52, 1_01 as 101, unless quoted for Hydra."""
     last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
     for override in last.values():
         found = _OVERRIDE.fullmatch(override)
@@ -34,7 +34,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         reason = f"Hydra reads {value} as this: an underscore inside a number is nothing."
         if key.endswith(("_threshold", "_threshold_lower")):
             fix = f"Set it to '{value}', in quotes that the shell leaves."
-            yield Problem(key, number, reason, fix, parts=_parts(key), overrides=(set_to(key, value),))
+            yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=(set_to(key, value),))
             continue
         lower, upper, *_ = value.split("_")
         pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
@@ -47,11 +47,11 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         two = pair and mends != bounds and upper == (upper.lstrip("0") or "0")
         other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
         fix = f"Set {' and '.join(mends)}{other}."
-        yield Problem(key, number, reason, fix, parts=_parts(key), overrides=mends)
+        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=mends)
 
 
-def _parts(key: str) -> tuple[str, ...]:
-    """The part of a correction that a key belongs to, if it is of one."""
+def _find_parts(key: str) -> tuple[str, ...]:
+    """Return the part of a correction that a key belongs to, as a tuple; empty if it belongs to none."""
     if key.startswith("offpolicy."):
         return ()
     if key.startswith("correction."):

@@ -1,4 +1,4 @@
-"""Every start-up check of a launch, as one set: for the launch, ``--check``, the doctor and the fork's smoke test."""
+"""All start-up checks of a launch, shared by the launch, ``--check``, the doctor and the fork's smoke test."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from .checks import (
     CHECKS,
     REMARKS,
     Check,
-    active,
-    null_sections,
-    parts_of,
-    refused_by_verl,
-    shadows_of,
-    spec_of,
-    unreadable_values,
-    unresolved_interpolations,
-    with_usual_values,
+    check_by_verl,
+    find_null_sections,
+    find_unreadable_values,
+    find_unresolved_interpolations,
+    list_active,
+    list_parts,
+    read_shadows,
+    read_spec,
+    substitute_usual_values,
 )
-from .hydra_groups import added_overrides, options_of_group, without_overrides
+from .hydra_groups import compose_without, filter_added, list_options
 from .resolve import Say, refuse_emptied, resolve
 from .shadows import check_beside
 from .similar_keys import find_stray_options
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a check raises on a value that it cannot read."""
+"""Errors that a check may raise on a value that it cannot read."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the start-up checks say of a configuration.
+    """The result of the start-up checks.
 
     Attributes:
         spec: the correction to train with; None where it could not be read.
         options: of the group ``correction``.
         problems: WRONG ones stop the launch; INERT ones train and do nothing; the others are notes.
-        said: lines on what was chosen, such as by ``correction=auto``.
+        said: lines about choices made, such as by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
 
@@ -63,14 +63,14 @@ class Preflight:
 
     @property
     def remarks(self) -> tuple[Problem, ...]:
-        """Problems that are told and stop nothing."""
+        """Problems that are reported and do not stop the launch."""
         return tuple(problem for problem in self.problems if problem.verdict != "WRONG")
 
 
 def examine(
     config: DictConfig, overrides: Iterable[str], *, checks: Sequence[Check] = CHECKS, say: Say = lambda line: None
 ) -> Preflight:
-    """Resolve what the launch resolves, in place, and run every check, inside the application that composed it.
+    """Resolve the configuration in place and run every check, inside the Hydra application that composed it.
 
     Args:
         config: composed by a primary configuration with our sections.
@@ -79,81 +79,81 @@ def examine(
         say: takes the headline and what was chosen, as soon as they are known.
     """
     overrides = list(overrides)
-    if null := list(null_sections(config)):
-        return Preflight(None, (), tuple(null), (), headline(None, (), config))
-    problems = [*unresolved_interpolations(config), *unreadable_values(config)]
+    if null := list(find_null_sections(config)):
+        return Preflight(None, (), tuple(null), (), format_headline(None, (), config))
+    problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "WRONG" for problem in problems):
-        # The other checks look at a copy in which these keys have values that can be read.
-        config = with_usual_values(config, [problem.key for problem in problems])
+        # The other checks run on a copy in which these keys have readable values.
+        config = substitute_usual_values(config, [problem.key for problem in problems])
     problems += (pairs := list(find_pairs(overrides)))
-    problems += _stray_options(overrides)
+    problems += _find_stray_options(overrides)
     said: list[str] = []
     options, spec = [], None
     try:
         options = resolve(config, said.append)
-        spec = spec_of(config)
+        spec = read_spec(config)
     except SpecError as error:
-        # Bounds cross where one of them is a pair that was read as a number, which is told.
-        if _owner(error.problem) not in map(_owner, pairs):
+        # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
+        if _get_section(error.problem) not in map(_get_section, pairs):
             problems.append(error.problem)
     except CheckError as error:
         problems += error.problems
     except _UNREADABLE as error:
-        problems.append(_unread("resolve", error))
-    first = headline(spec, options, config)
+        problems.append(_build_unreadable("resolve", error))
+    first = format_headline(spec, options, config)
     for line in (first, *said):
         say(line)
     if spec is not None:
-        told = {problem.key for problem in pairs}
-        problems += [each for each in _around(config, spec, options, checks) if each.key not in told]
+        reported = {problem.key for problem in pairs}
+        problems += [each for each in _check_around(config, spec, options, checks) if each.key not in reported]
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
 
 
-def _owner(problem: Problem) -> str:
-    """The section that holds a problem's key."""
+def _get_section(problem: Problem) -> str:
+    """Return the section that holds a problem's key."""
     return problem.key.rpartition(".")[0]
 
 
-def headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
-    """The line that says which correction is on, or UNCORRECTED."""
+def format_headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
+    """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
         return "correction: not readable, so that nothing would be trained"
-    asked = [f"{part.name} ({part.meaning})" for part in parts_of(config, spec) if part.ours]
+    asked = [f"{part.name} ({part.meaning})" for part in list_parts(config, spec) if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
     beside = "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
     if asked:
         return f"{chosen}: {', '.join(asked)}{beside}"
-    return f"UNCORRECTED: {chosen}, {verls_loss(config)}{beside}"
+    return f"UNCORRECTED: {chosen}, {describe_verls_loss(config)}{beside}"
 
 
-def verls_loss(config: DictConfig) -> str:
-    """What verl itself does to the loss."""
-    asked = active(config)
+def describe_verls_loss(config: DictConfig) -> str:
+    """Describe verl's own correction of the loss, or say that there is none."""
+    asked = list_active(config)
     return f"verl's own algorithm.rollout_correction: {', '.join(asked)}" if asked else "verl's own loss"
 
 
-def _around(
+def _check_around(
     config: DictConfig, spec: CorrectionSpec, options: Sequence[str], checks: Sequence[Check]
 ) -> Iterator[Problem]:
-    """Problems around a correction that is well formed."""
-    found = list(_stopping(config, spec, checks))
-    found += _raised(lambda: check_beside(spec, shadows_of(config)))
-    found += _raised(lambda: fallbacks.check(config, spec, lambda changed: run_checks(changed, checks)))
-    found += _raised(lambda: refuse_emptied(spec, options))
+    """Find the problems around a correction that is itself well formed."""
+    found = list(_find_stopping(config, spec, checks))
+    found += _collect_raised(lambda: check_beside(spec, read_shadows(config)))
+    found += _collect_raised(lambda: fallbacks.check(config, spec, lambda changed: run_checks(changed, checks)))
+    found += _collect_raised(lambda: refuse_emptied(spec, options))
     if not found:
-        found += found_by((refused_by_verl,), config, spec)
+        found += collect_problems((check_by_verl,), config, spec)
     yield from found
-    yield from found_by(REMARKS, config, spec)
+    yield from collect_problems(REMARKS, config, spec)
 
 
-def _stopping(config: DictConfig, spec: CorrectionSpec, checks: Sequence[Check]) -> Iterator[Problem]:
-    """Problems that stop the launch, whatever would become of the correction if it did not."""
-    for problem in found_by(checks, config, spec):
+def _find_stopping(config: DictConfig, spec: CorrectionSpec, checks: Sequence[Check]) -> Iterator[Problem]:
+    """Find the problems that stop the launch, INERT ones made WRONG."""
+    for problem in collect_problems(checks, config, spec):
         yield problem if problem.verdict == "NOTE" else replace(problem, verdict="WRONG")
 
 
 def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> CorrectionSpec:
-    """Hold a resolved configuration to the checks.
+    """Run the checks on a resolved configuration.
 
     Returns:
         The correction to train with.
@@ -162,24 +162,24 @@ def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> Correcti
         SpecError: the correction itself is malformed.
         CheckError: of what stops a launch, all at once.
     """
-    spec = spec_of(config)
-    if stopping := [each for each in _stopping(config, spec, checks) if each.verdict == "WRONG"]:
+    spec = read_spec(config)
+    if stopping := [each for each in _find_stopping(config, spec, checks) if each.verdict == "WRONG"]:
         raise CheckError(stopping)
     return spec
 
 
-def found_by(checks: Iterable[Check], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
-    """The problems that these checks find, in their order; a value that one cannot read hides nothing of the others."""
+def collect_problems(checks: Iterable[Check], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
+    """Run checks and collect their problems; a value that one check cannot read becomes a problem of its own."""
     problems: list[Problem] = []
     for check in checks:
         try:
             problems += check(config, spec)
         except (PatchError, *_UNREADABLE) as error:
-            problems.append(_unread(check.__name__, error))
+            problems.append(_build_unreadable(check.__name__, error))
     return problems
 
 
-def _raised(step: Callable[[], object]) -> list[Problem]:
+def _collect_raised(step: Callable[[], object]) -> list[Problem]:
     try:
         step()
     except SpecError as error:
@@ -189,20 +189,20 @@ def _raised(step: Callable[[], object]) -> list[Problem]:
     return []
 
 
-def _unread(check: str, error: Exception) -> Problem:
+def _build_unreadable(check: str, error: Exception) -> Problem:
     said = str(error).strip().split("\n")[0] or type(error).__name__
     return Problem("", None, f"The check {check} cannot read the configuration: {said}.")
 
 
-def _stray_options(overrides: Sequence[str]) -> Iterator[Problem]:
-    added = added_overrides(overrides)
+def _find_stray_options(overrides: Sequence[str]) -> Iterator[Problem]:
+    added = filter_added(overrides)
     if not added:
         return
     base = None
 
     def exists(key: str) -> bool:
         nonlocal base
-        base = without_overrides(added) if base is None else base
+        base = compose_without(added) if base is None else base
         return OmegaConf.select(base, key, default=...) is not ...
 
-    yield from find_stray_options(added, options_of_group(), exists)
+    yield from find_stray_options(added, list_options(), exists)

@@ -1,4 +1,4 @@
-"""Safer corrections by name: what an alarm falls back to, resolved and checked before anything starts."""
+"""Resolution and checks of the corrections that alarms fall back to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
 from ..monitor.alarms.settings import DEFAULTS, SECTION
-from .hydra_groups import AUTO, EMPTY, check_stack, option_values
+from .hydra_groups import AUTO, EMPTY, check_stack, load_option
 
 
 def resolve(config: DictConfig) -> None:
-    """Names of options under ``fallback`` replaced by what they mean, which only Hydra's application knows; in place.
+    """Replace names of options under ``fallback`` by their values, in place; needs the Hydra application.
 
     An option means what its file says: overrides of ``correction.*`` are of the configured correction alone.
 
@@ -27,16 +27,16 @@ def resolve(config: DictConfig) -> None:
         names = OmegaConf.select(config, key)
         if not names or isinstance(names, DictConfig):
             continue
-        options = _names(key, names)
-        # What the user has said of the rollout holds for whatever corrects it.
+        options = _read_names(key, names)
+        # The user's consent is about the rollout, and so holds for every correction of it.
         truncated = OmegaConf.select(config, "correction.allow_truncated_sampling", default=False)
-        correction = _stacked(key, options) | {"allow_truncated_sampling": truncated}
+        correction = _stack(key, options) | {"allow_truncated_sampling": truncated}
         with open_dict(config):
             config.offpolicy.alarms[name].fallback = {"options": options, "correction": correction}
 
 
 def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictConfig], Any]) -> None:
-    """Hold each fallback of a resolved configuration to what is asked of a configured correction.
+    """Check each fallback of a resolved configuration as if it were the configured correction.
 
     Args:
         spec: the configured correction.
@@ -53,21 +53,21 @@ def check(config: DictConfig, spec: CorrectionSpec, run_checks: Callable[[DictCo
         key, options = f"{SECTION}.{name}.fallback", list(resolved.options)
         correction: Any = OmegaConf.to_container(resolved.correction, resolve=True)
         fallback = CorrectionSpec.from_mapping(correction)
-        _can_follow(key, options, spec, fallback)
+        _check_can_follow(key, options, spec, fallback)
         try:
-            run_checks(_in_place(config, fallback))
+            run_checks(_substitute(config, fallback))
         except CheckError as error:
-            raise CheckError(_of_fallback(problem, key, options) for problem in error.problems) from error
+            raise CheckError(_reword_for_run(problem, key, options) for problem in error.problems) from error
 
 
-def _of_fallback(problem: Problem, key: str, options: list[str]) -> Problem:
-    """A problem of a fallback as one of the run, without overrides of ``correction``, which is the configured one."""
+def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
+    """Reword a fallback's problem for the run, and drop overrides of ``correction``, which is the configured one."""
     reason = f"{key}={format_value(options)} would stop the run, were it configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
 
 
-def _names(key: str, names: Any) -> list[str]:
+def _read_names(key: str, names: Any) -> list[str]:
     listed = [names] if isinstance(names, str) else names
     if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
         mend = {key: ["tis_token", "gsm"]}
@@ -78,10 +78,10 @@ def _names(key: str, names: Any) -> list[str]:
     return list(listed)
 
 
-def _stacked(key: str, options: list[str]) -> dict[str, Any]:
+def _stack(key: str, options: list[str]) -> dict[str, Any]:
     try:
         check_stack(options)
-        merged = OmegaConf.merge(*(option_values(option) for option in options))
+        merged = OmegaConf.merge(*(load_option(option) for option in options))
         return CorrectionSpec.from_mapping(OmegaConf.to_container(merged, resolve=True)).to_mapping()  # type: ignore[arg-type]
     except SpecError as error:
         fix = error.problem.advice
@@ -90,7 +90,7 @@ def _stacked(key: str, options: list[str]) -> dict[str, Any]:
         raise SpecError(error.problem.statement, fix, key=key, value=options) from error
 
 
-def _can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
+def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
     if fallback == spec:
         raise SpecError("the correction that is configured.", "Name another one.", key=key, value=options)
     if (fallback.proximal, fallback.alpha) != (spec.proximal, spec.alpha):
@@ -103,12 +103,12 @@ def _can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: Co
         )
 
 
-def _in_place(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
-    """The configuration of a run that had been started with the fallback."""
+def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
+    """Build the configuration of a run that had been started with the fallback."""
     changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
     with open_dict(changed):
         changed.correction = fallback.to_mapping()
-        # Alarms and the schedule of bounds were checked with the correction that they were configured for.
+        # Alarms and the calibration of bounds are checked with the configured correction.
         for name in DEFAULTS:
             changed.offpolicy.alarms[name] = {"action": "off"}
         changed.offpolicy.calibrate = {}

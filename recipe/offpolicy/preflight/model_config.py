@@ -1,4 +1,4 @@
-"""The model's own ``config.json``, read where it is at hand: whether the model is a mixture of experts."""
+"""Detection of mixture-of-experts models from their local ``config.json``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _FILE = "config.json"
 _EXPERTS = re.compile(r"experts")
 
 
-def experts_of(config: DictConfig) -> tuple[bool, str] | None:
+def find_experts(config: DictConfig) -> tuple[bool, str] | None:
     """Find out whether the actor is a mixture of experts, without loading it and without a network.
 
     Returns:
         Whether it is, and a sentence with the file that says so; None where there is no ``config.json`` at hand.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
-        if not isinstance(name, str) or (file := _at_hand(name)) is None:
+        if not isinstance(name, str) or (file := _find_local(name)) is None:
             continue
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        found = next(_counts(values), None)
+        found = next(_find_expert_counts(values), None)
         return found is not None, f"{file} {f'has {found[0]}={found[1]}' if found else 'counts no experts'}"
     return None
 
 
-def _counts(values: Any) -> Iterator[tuple[str, int]]:
-    """Keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
+def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
+    """Find keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
     if not isinstance(values, Mapping):
         return
     for key, value in values.items():
@@ -43,11 +43,11 @@ def _counts(values: Any) -> Iterator[tuple[str, int]]:
         most = max((each for each in counts if isinstance(each, int) and not isinstance(each, bool)), default=0)
         if _EXPERTS.search(str(key)) and most > 1:
             yield str(key), most
-        yield from _counts(value)
+        yield from _find_expert_counts(value)
 
 
-def _at_hand(name: str) -> Path | None:
-    """The file of a local folder, or of a hub's model in the cache of this machine."""
+def _find_local(name: str) -> Path | None:
+    """Find the file in a local folder, or in the hub's cache on this machine."""
     folder = Path(os.path.expanduser(name))
     if (folder / _FILE).is_file():
         return folder / _FILE

@@ -1,4 +1,4 @@
-"""Whether a run needs a forward pass for pi_old: not where pi_old is the policy that the loss computes anyway.
+"""The choice of ``correction.proximal=auto``: skip the forward pass for pi_old where the loss computes the same.
 
 With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
 between the two was read in verl 0.7.1, 0.8.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and the legacy
@@ -20,10 +20,10 @@ from ..correction import CorrectionSpec, SpecError
 from ..correction.problem import format_value
 from ..correction.proximal import Proximal
 from ..extensions.registry import load_extensions
-from .dropout import noise_of
+from .dropout import describe_noise
 from .verl_keys.estimators import WITHOUT_PI_OLD
-from .verl_keys.keys import ACTOR, ROLLOUT, active
-from .verl_keys.router_replay import asked_for
+from .verl_keys.keys import ACTOR, ROLLOUT, list_active
+from .verl_keys.router_replay import find_router_replay
 
 AUTO = "auto"
 """Value of ``correction.proximal``: ``reuse`` where that is exact, else ``recompute``."""
@@ -34,8 +34,8 @@ ONE_ROW_A_SAMPLE = ("single_turn_agent", "tool_agent")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What ``auto`` is.
+class ProximalChoice:
+    """The resolution of ``correction.proximal=auto``, with its reason.
 
     Attributes:
         proximal: ``reuse`` or ``recompute``.
@@ -46,9 +46,8 @@ class Choice:
     said: str = ""
 
 
-def correction_of(config: DictConfig) -> Any:
-    """The plain values under ``correction`` for ``CorrectionSpec.from_mapping``, with ``auto`` resolved; None if there
-    are none.
+def read_correction(config: DictConfig) -> Any:
+    """Read the plain values under ``correction``, with ``proximal=auto`` resolved; None if there are none.
 
     Raises:
         SpecError: ``proximal`` is nothing that there is.
@@ -62,29 +61,31 @@ def correction_of(config: DictConfig) -> Any:
         near = difflib.get_close_matches(str(given), options, 1)
         fix = f"Set one of {', '.join(options)}."
         raise SpecError("no such choice.", fix, key=KEY, value=given, mend={KEY: (*near, AUTO)[0]})
-    return values | {"proximal": choose(config).proximal} if given == AUTO else values
+    return values | {"proximal": choose_proximal(config).proximal} if given == AUTO else values
 
 
-def choose(config: DictConfig) -> Choice:
-    """What ``auto`` is in a run, of which shadows and fallbacks are resolved."""
+def choose_proximal(config: DictConfig) -> ProximalChoice:
+    """Choose between ``reuse`` and ``recompute`` for a run whose shadows and fallbacks are resolved."""
     values: Any = OmegaConf.to_container(config.correction, resolve=True)
     values |= {"proximal": "recompute"}
-    if _refused(values) or CorrectionSpec.from_mapping(values).is_none or not _one_step(config):
-        return Choice("recompute")
-    if why := next(_reasons(config, values), ""):
-        return Choice("recompute", f"{KEY}=auto is recompute, although a batch gets one gradient step: {why}.")
-    return Choice("reuse", f"{KEY}=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old.")
+    if _explain_refusal(values) or CorrectionSpec.from_mapping(values).is_none or not _has_one_step(config):
+        return ProximalChoice("recompute")
+    if why := next(_find_reasons(config, values), ""):
+        return ProximalChoice("recompute", f"{KEY}=auto is recompute, although a batch gets one gradient step: {why}.")
+    return ProximalChoice(
+        "reuse", f"{KEY}=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
+    )
 
 
-def gradient_steps(config: DictConfig) -> float:
-    """Optimizer steps that each batch gets, by its configured size."""
+def count_gradient_steps(config: DictConfig) -> float:
+    """Compute the optimizer steps that each batch gets, by its configured size."""
     actor = config.actor_rollout_ref.actor
     steps: float = config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
     return steps
 
 
-def one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
-    """Hold a batch of ``rows`` to what ``reuse`` takes for granted; a rollout may return more than it was asked for.
+def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
+    """Check that a batch of ``rows`` makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
 
     Raises:
         SpecError: it makes several mini-batches.
@@ -100,22 +101,22 @@ def one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
         )
 
 
-def _one_step(config: DictConfig) -> bool:
+def _has_one_step(config: DictConfig) -> bool:
     sizes = [OmegaConf.select(config, key) for key in _SIZES]
-    return all(isinstance(size, int) and size > 0 for size in sizes) and gradient_steps(config) == 1
+    return all(isinstance(size, int) and size > 0 for size in sizes) and count_gradient_steps(config) == 1
 
 
-def _reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    """Why a single gradient step does not see pi_old, from the cheapest to find to the dearest."""
-    yield from _of_path(config)
-    yield from _read_before_the_loss(config)
-    yield from _of_corrections(config, values)
-    yield from _of_micro_batches(config)
-    if noise := noise_of(config):
+def _find_reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    """Find reasons why a single gradient step may not see pi_old, from the cheapest check to the dearest."""
+    yield from _find_path_reasons(config)
+    yield from _find_early_readers(config)
+    yield from _find_correction_reasons(config, values)
+    yield from _find_micro_batch_reasons(config)
+    if noise := describe_noise(config):
         yield noise
 
 
-def _of_path(config: DictConfig) -> Iterator[str]:
+def _find_path_reasons(config: DictConfig) -> Iterator[str]:
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in ("fsdp", "fsdp2"):
         yield f"{ACTOR}.strategy={strategy}, where it was not shown to be exact"
@@ -128,11 +129,11 @@ def _of_path(config: DictConfig) -> Iterator[str]:
             yield f"the agent loop {loop} may return several rows a sample"
     if OmegaConf.select(config, f"{ACTOR}.shuffle"):
         yield f"{ACTOR}.shuffle=true puts other rows together"
-    if replay := asked_for(config):
+    if replay := find_router_replay(config):
         yield f"{replay}: routes of the two passes may differ"
 
 
-def _read_before_the_loss(config: DictConfig) -> Iterator[str]:
+def _find_early_readers(config: DictConfig) -> Iterator[str]:
     if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
         yield "the KL in the reward reads it"
     estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
@@ -140,19 +141,19 @@ def _read_before_the_loss(config: DictConfig) -> Iterator[str]:
         yield f"algorithm.adv_estimator={estimator} may read it"
     if OmegaConf.select(config, f"{ACTOR}.calculate_sum_pi_squared"):
         yield f"{ACTOR}.calculate_sum_pi_squared=true is computed with it"
-    if active(config):
+    if list_active(config):
         yield "verl's own correction reads it"
     for extension in load_extensions(config):
         if extension.reads_old_log_prob:
             yield f"the extension {extension.section} reads it"
 
 
-def _of_corrections(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    if why := _refused({**values, "proximal": "reuse"}):
+def _find_correction_reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    if why := _explain_refusal({**values, "proximal": "reuse"}):
         yield why
     shadows = OmegaConf.select(config, "offpolicy.shadow") or ()
     for name in shadows:
-        if not isinstance(shadows, DictConfig) or _refused({**_plain(shadows[name]), "proximal": "reuse"}):
+        if not isinstance(shadows, DictConfig) or _explain_refusal({**_to_plain(shadows[name]), "proximal": "reuse"}):
             yield f"the shadow {name} may need it"
     for name, alarm in (OmegaConf.select(config, "offpolicy.alarms") or {}).items():
         fallback = alarm.get("fallback") if isinstance(alarm, DictConfig) else None
@@ -160,7 +161,7 @@ def _of_corrections(config: DictConfig, values: Mapping[str, Any]) -> Iterator[s
             yield f"the fallback of alarm {name} may need it"
 
 
-def _of_micro_batches(config: DictConfig) -> Iterator[str]:
+def _find_micro_batch_reasons(config: DictConfig) -> Iterator[str]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     pairs = [("use_dynamic_bsz", "log_prob_use_dynamic_bsz")]
     if actor.use_dynamic_bsz:
@@ -173,8 +174,8 @@ def _of_micro_batches(config: DictConfig) -> Iterator[str]:
             yield f"{ROLLOUT}.{theirs}={scored} with {ACTOR}.{ours}={trained}: kernels may round differently"
 
 
-def _refused(values: Mapping[str, Any]) -> str:
-    """Why the values make no correction; empty where they do."""
+def _explain_refusal(values: Mapping[str, Any]) -> str:
+    """Return why the values make no valid correction; empty if they do."""
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:
@@ -183,6 +184,6 @@ def _refused(values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _plain(node: DictConfig) -> dict[str, Any]:
+def _to_plain(node: DictConfig) -> dict[str, Any]:
     values: Any = OmegaConf.to_container(node, resolve=True)
     return values

@@ -1,4 +1,4 @@
-"""The primary configuration that the command line names: one with our sections, and verl's own within its reach."""
+"""Checks of the primary configuration on the command line: it needs our sections, and verl's search path."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<plac
 _NEEDED = "pkg://verl.trainer.config"
 
 
-class _Unread(Exception):
-    """Flags that Hydra does not take either, which it says itself."""
+class _InvalidFlags(Exception):
+    """Flags that Hydra's parser rejects; Hydra itself reports them."""
 
 
 def check_primary(arguments: Sequence[str]) -> None:
-    """Refuse a primary configuration that is not found, or in which no correction has a place.
+    """Refuse a primary configuration that is not found, or has no section for a correction.
 
     Args:
         arguments: of the command line of our program.
@@ -36,7 +36,7 @@ def check_primary(arguments: Sequence[str]) -> None:
     Raises:
         SpecError: names the one of ours to take.
     """
-    flags = _flags(arguments)
+    flags = _parse_flags(arguments)
     if flags is None or flags.config_name is None:
         return
     name = flags.config_name.removesuffix(".yaml")
@@ -44,7 +44,7 @@ def check_primary(arguments: Sequence[str]) -> None:
     if flags.config_path is not None and "://" in flags.config_path:
         return
     folders = [*([Path(flags.config_dir)] if flags.config_dir else []), beside]
-    file = _file(name, folders)
+    file = _find_file(name, folders)
     if name in _VERLS and (file is None or file.resolve().parts[-4:-1] == _VERLS_FOLDER):
         _refuse(flags.config_name, "verl's own primary configuration, which has no section for a correction.", name)
     if file is None:
@@ -58,11 +58,11 @@ def check_primary(arguments: Sequence[str]) -> None:
 
 
 def keep_search_path(arguments: Sequence[str]) -> list[str]:
-    """Arguments in which a search path of the user's has verl's configuration too, which ours is composed of."""
-    return [_with_verls(argument) for argument in arguments]
+    """Add verl's configuration, which ours is composed of, to a search path given by the user."""
+    return [_add_verls(argument) for argument in arguments]
 
 
-def _with_verls(argument: str) -> str:
+def _add_verls(argument: str) -> str:
     found = _SEARCH_PATH.fullmatch(argument)
     if found is None or _NEEDED in found["places"]:
         return argument
@@ -82,40 +82,40 @@ class _Flags:
     config_dir: str | None
 
 
-def _flags(arguments: Sequence[str]) -> _Flags | None:
+def _parse_flags(arguments: Sequence[str]) -> _Flags | None:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise _Unread(message)
+        raise _InvalidFlags(message)
 
     parser.error = refuse  # type: ignore[method-assign]
     try:
         return cast(_Flags, parser.parse_known_intermixed_args(list(arguments))[0])
-    except _Unread:
+    except _InvalidFlags:
         return None
 
 
-def _file(name: str, folders: Sequence[Path]) -> Path | None:
+def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
     return next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
 
 
 def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = frozenset()) -> bool:
-    """Whether a configuration, or one of its defaults beside it, takes our sections in."""
+    """Return True if a configuration, or one of its defaults beside it, includes our sections."""
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError):
         return True  # Hydra says what is wrong with it
     if not isinstance(content, DictConfig) or file in seen:
         return False
-    defaults = [*_defaults(content)]
+    defaults = [*_list_defaults(content)]
     if _GROUP in content or {_GROUP, _SECTIONS} & set(defaults):
         return True
-    inner = filter(None, (_file(name, [*folders, CONFIG_DIR]) for name in defaults))
+    inner = filter(None, (_find_file(name, [*folders, CONFIG_DIR]) for name in defaults))
     return any(_has_sections(each, folders, seen | {file}) for each in inner)
 
 
-def _defaults(content: DictConfig) -> Iterator[str]:
-    """The names of a defaults list: configurations, and groups of which one is chosen."""
+def _list_defaults(content: DictConfig) -> Iterator[str]:
+    """List the names in a defaults list: configurations, and groups of which one is chosen."""
     plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
     for default in plain.get("defaults") or ():
         for name in default if isinstance(default, dict) else (default,):

@@ -1,4 +1,4 @@
-"""What a launch does to its composed configuration before anything is checked: choices made, names resolved."""
+"""Resolution of a composed configuration before the checks: ``auto`` choices made, names replaced by corrections."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..correction import CorrectionSpec, SpecError
 from ..extensions.registry import load_extensions
 from ..recording.settings import resolve_dir
 from . import fallbacks, old_log_prob
-from .auto_choice import Requirement, check_requirements, lines, select
+from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup
-from .hydra_groups import AUTO, EMPTY, check_stack, chosen_options, option_values, recomposed
+from .hydra_groups import AUTO, EMPTY, check_stack, load_option, read_chosen_options, recompose
 from .shadows import SHIPPED_DELTA, parse_shadows
 
 Say = Callable[[str], None]
@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 
 def resolve(config: DictConfig, say: Say) -> list[str]:
-    """Choose for ``correction=auto``, and put what they mean in the place of names of corrections; in place.
+    """Resolve ``auto`` choices and names of corrections in place, inside the Hydra application that composed it.
 
     Inside the Hydra application that composed the configuration.
 
@@ -31,7 +31,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
         SpecError: names the key, its value and the fix.
         CheckError: an extension is not to be had, or its settings are malformed.
     """
-    options = chosen_options()
+    options = read_chosen_options()
     check_stack(options)
     requires: tuple[Requirement, ...] = ()
     if options == [AUTO]:
@@ -50,7 +50,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
 
 
 def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
-    """A correction that was chosen, and of which overrides have left nothing.
+    """Refuse a chosen correction of which overrides have left nothing.
 
     Raises:
         SpecError: names the options.
@@ -61,14 +61,14 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
 
 
 def _resolve_shadows(config: DictConfig, say: Say) -> None:
-    """Names of options in ``offpolicy.shadow`` replaced by what they mean, which only Hydra's application knows."""
+    """Replace names of options in ``offpolicy.shadow`` by their values; needs the Hydra application."""
     names = OmegaConf.select(config, "offpolicy.shadow", default=[])
     if not isinstance(names, str | ListConfig | list):
         fix = "Set offpolicy.shadow=[gsm], or []."
         key = "offpolicy.shadow"
         raise SpecError("expected names of corrections.", fix, key=key, value=names, mend={key: []})
     delta = OmegaConf.select(config, "offpolicy.shadow_delta", default=SHIPPED_DELTA)
-    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), option_values, delta)
+    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
         key, reason = (
             "offpolicy.shadow_delta",
@@ -84,10 +84,10 @@ def _resolve_shadows(config: DictConfig, say: Say) -> None:
 
 
 def _resolve_proximal(config: DictConfig, say: Say) -> None:
-    """A source of pi_old in the place of ``correction.proximal=auto``, for which shadows and fallbacks are known."""
+    """Replace ``correction.proximal=auto`` by the choice; shadows and fallbacks must be resolved before."""
     if OmegaConf.select(config, old_log_prob.KEY) != old_log_prob.AUTO:
         return
-    choice = old_log_prob.choose(config)
+    choice = old_log_prob.choose_proximal(config)
     with open_dict(config):
         config.correction.proximal = choice.proximal
     if choice.said:
@@ -95,11 +95,11 @@ def _resolve_proximal(config: DictConfig, say: Say) -> None:
 
 
 def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
-    """The options for the run's set-up, put into ``config.correction``; says what and why."""
+    """Choose the options for the run's set-up, put them into ``config.correction``, and report them."""
     selection = select(read_setup(config))
     check_stack(selection.options)
     with open_dict(config):
-        config.correction = recomposed(selection.options)
-    for line in lines(selection):
+        config.correction = recompose(selection.options)
+    for line in format_selection(selection):
         say(line)
     return list(selection.options), selection.requires

@@ -1,4 +1,4 @@
-"""Reads ``offpolicy.shadow``: options of the group ``correction`` that are reported on and not applied."""
+"""Parsing of ``offpolicy.shadow``: options of the group ``correction`` that are reported and not applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED_DELTA = 0.1
 def parse_shadows(
     names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
 ) -> tuple[dict[str, CorrectionSpec], list[str]]:
-    """The corrections that are to be reported on, by the names of their options.
+    """Parse the corrections to report on, by the names of their options.
 
     Args:
         names: options of the group ``correction``.
@@ -55,7 +55,7 @@ def parse_shadows(
                 mend=without,
             )
         try:
-            plain, filled = _with_delta(values(name), default_delta)
+            plain, filled = _fill_delta(values(name), default_delta)
             spec = CorrectionSpec.from_mapping(plain)
         except SpecError as error:
             raise SpecError(error.problem.statement, key=_KEY, value=name, mend=without) from error
@@ -77,7 +77,7 @@ def parse_shadows(
 
 
 def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
-    """Whether shadows can be reported on in a run with ``spec``, whose pi_old they see.
+    """Check that shadows are well formed with the run's ``proximal``, whose pi_old they see.
 
     Raises:
         SpecError: a shadow that would be malformed with the run's ``proximal``.
@@ -90,8 +90,8 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
             raise SpecError(error.problem.statement, key=_KEY, value=name, mend=left) from error
 
 
-def _with_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
-    """The values with each mask's open delta filled in, and the keys of these."""
+def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
+    """Fill in each mask's open delta; returns the values and the keys that were filled."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):
         return dict(plain), []

@@ -25,7 +25,7 @@ from ..correction.moving_bounds import Side
 from .trials import BEYOND, Trial, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""Takes (model_output, data)."""
+"""Loss function of (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
@@ -114,6 +114,7 @@ def prove(
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, model_output, data, factor)
+    moved = policy != 0
     proof.gradient_tokens = int((policy != 0).sum())
     if adapter.extensions:
         # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
@@ -188,7 +189,7 @@ def _demanded(
 
 
 def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
-    """The base loss with its value and its metrics, and a gradient of zero."""
+    """Give the base loss its value and its metrics, and a gradient of zero."""
 
     def constant(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = base_loss(*args, **kwargs)

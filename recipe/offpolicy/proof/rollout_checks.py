@@ -18,21 +18,21 @@ from .rollout_log_probs import build_missing_error, check_arrived, check_zeros
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
 SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
-"""What ``sampled`` reads of a rollout."""
+"""Columns of a rollout that ``check_sampled`` reads."""
 ALIGNED = ("response_mask", ROLLOUT_LOG_PROBS, "old_log_probs")
-"""What ``aligned`` reads once the trainer's own log-probs are there."""
+"""Columns that ``check_aligned`` reads, once the trainer's own log-probs are there."""
 _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
 _NOT_READY = "fields are not ready"
-"""What TransferQueue says where some of the rows lack a column; one that all lack it leaves out."""
+"""TransferQueue's error where some of the rows lack a column; one that all lack it leaves out."""
 
 
 class RolloutChecker:
     """Checker of each batch of one run, in the trainer's process.
 
     Args:
-        allow_unrelated: log-probs that have nothing to do with the trainer's are meant.
+        allow_unrelated: never raise on alignment, only measure it.
     """
 
     def __init__(self, *, allow_unrelated: bool = False) -> None:
@@ -46,7 +46,7 @@ class RolloutChecker:
             rows: with ``SAMPLED``, (B, T) each, nested or padded.
 
         Raises:
-            RolloutLogProbError: mu is missing or is no log-probs.
+            RolloutLogProbError: mu is missing, or holds no log-probs.
         """
         responses, mask, mu = _dense(rows, SAMPLED)
         check_arrived(mu, mask)

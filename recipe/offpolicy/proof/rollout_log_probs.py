@@ -10,9 +10,9 @@ from torch import Tensor
 from ..correction.deferred import DeferredValue, fetch
 
 LEAST_TOKENS = 8
-"""Tokens of a row, or of a batch, below which nothing is concluded."""
+"""Fewest tokens of a row, or of a batch, that are judged."""
 UNSURE = 0.1
-"""Nats a token by which the trainer's policy is unsure of a row that the rollout engine cannot have been sure of."""
+"""Mean -log pi_old, in nats a token, above which a row of zeros cannot be the rollout engine's log-probs."""
 MOST_NONFINITE = 0.5
 _KEY = "rollout_log_probs"
 _FIX = "Look at the rollout engine's log, and at actor_rollout_ref.rollout.calculate_log_probs=true."

@@ -18,19 +18,19 @@ from torch import Tensor
 from ..correction.deferred import DeferredValue, fetch
 
 MARGIN = 0.1
-"""Nats by which two log-probs have to differ, for both policies, before the pair says anything."""
+"""Nats by which two log-probs have to differ, for both policies, before a pair is counted."""
 MOST_ELEMENTS = 1 << 18
-"""Elements of a batch that are looked at; of more, rows are left out evenly."""
+"""Most elements of a batch that are compared; of more, rows are left out evenly."""
 MOST_POSITIONS = 512
-"""Of a row, those that are looked at."""
+"""Most tokens of a row that are compared."""
 LEAST_PAIRS = 128
-"""Pairs at a lag below which its concordance is not looked at."""
+"""Fewest pairs at a lag for which its concordance is judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Rows that a judgement takes, and rows after which the next begins; between them updates are judged together."""
+"""Fewest rows that are judged, and rows after which counting starts anew; between them updates are pooled."""
 ROWS_OF_A_GROUP = 2
-"""Rows that the rows of one prompt count for, next to those of another."""
+"""Most rows of one prompt that count as independent of each other."""
 BETTER_BESIDE = 0.2
-"""How much better the token beside has to agree before mu is called off by one; more where rows are few."""
+"""Least gain in concordance with the neighbouring token by which mu is off by one; more where rows are few."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")
@@ -101,7 +101,7 @@ def count_agreements(
     # Many rows tell more than many tokens of a few.
     trainer, mu = (t[:, :MOST_POSITIONS].float() for t in (trainer_log_prob, rollout_log_prob))
     usable = response_mask[:, :MOST_POSITIONS].bool() & torch.isfinite(trainer) & torch.isfinite(mu)
-    chosen = _chosen(len(mu), mu.shape[-1], groups)
+    chosen = _select_rows(len(mu), mu.shape[-1], groups)
     if chosen is not None:
         trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
     alike, kinds = None, 0
@@ -119,7 +119,11 @@ def count_agreements(
         siblings.append(((trainer, mu, usable & same), there))
         strangers.append(((trainer, mu, usable & ~same), there))
     later, earlier = (tuple(t[:, cut] for t in (trainer, mu, usable)) for cut in (slice(1, None), slice(None, -1)))
-    counts = [_count(strangers, mu, alike, kinds), _count(siblings, mu), _count([(later, earlier)], mu)]
+    counts = [
+        _count_pairs(strangers, mu, alike, kinds),
+        _count_pairs(siblings, mu),
+        _count_pairs([(later, earlier)], mu),
+    ]
     return DeferredValue(torch.cat(counts), _tally)
 
 
@@ -155,7 +159,9 @@ class AlignmentChecker:
         """
         together = self._pending + tally
         enough = {
-            kind: count for kind in KINDS if (count := getattr(together, kind)).rows >= LEAST_ROWS or _long(count)
+            kind: count
+            for kind in KINDS
+            if (count := getattr(together, kind)).rows >= LEAST_ROWS or _has_many_tokens(count)
         }
         kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < ENOUGH_ROWS}
         self._pending = AlignmentTally(**kept)
@@ -175,17 +181,17 @@ def compute_chance_limit(rows: int) -> float:
 
 
 def _judge(kind: str, count: PairCounts) -> None:
-    beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _known(count, lag) else -2.0)
+    beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
     here, there = count.concordance(), count.concordance(beside)
     numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16)))
-    if _known(count, beside) and there > max(here, 0.0) + better:
+    if _has_enough_pairs(count, beside) and there > max(here, 0.0) + better:
         raise AlignmentError(
             f"rollout_log_probs are off by one token: {numbers}, and by {there:.2f} with mu of the token "
             f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces rollout_log_probs "
             f"drops or repeats a token."
         )
-    if kind != "tokens" and _known(count, 0) and here < compute_chance_limit(count.rows):
+    if kind != "tokens" and _has_enough_pairs(count, 0) and here < compute_chance_limit(count.rows):
         raise AlignmentError(
             f"rollout_log_probs are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
             f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
@@ -194,11 +200,11 @@ def _judge(kind: str, count: PairCounts) -> None:
         )
 
 
-def _known(count: PairCounts, lag: int) -> bool:
+def _has_enough_pairs(count: PairCounts, lag: int) -> bool:
     return count.pairs[LAGS.index(lag)] >= LEAST_PAIRS
 
 
-def _long(count: PairCounts) -> bool:
+def _has_many_tokens(count: PairCounts) -> bool:
     """Return True for few rows with so many tokens that these suffice."""
     return max(count.pairs) >= 8 * LEAST_PAIRS
 
@@ -207,7 +213,9 @@ Side = tuple[Tensor, ...]
 """(trainer, mu, usable), each (B, T)."""
 
 
-def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0) -> Tensor:
+def _count_pairs(
+    sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | None = None, kinds: int = 0
+) -> Tensor:
     """Count pairs of equal (row, position) in both sides, with mu of both taken at each lag.
 
     Args:
@@ -225,9 +233,9 @@ def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | No
         clear, mu_clear = valid & (apart.abs() > MARGIN), valid & (mu_apart_here.abs() > MARGIN)
         greater, mu_greater = apart > 0, mu_apart_here > 0
         for place, lag in enumerate(LAGS):
-            telling = clear & _moved(mu_clear, lag)
+            telling = clear & _shift(mu_clear, lag)
             pairs[place] = pairs[place] + telling.sum()
-            agreeing[place] = agreeing[place] + (telling & (greater == _moved(mu_greater, lag))).sum()
+            agreeing[place] = agreeing[place] + (telling & (greater == _shift(mu_greater, lag))).sum()
             if lag == 0:
                 rows = telling.any(-1) if rows is None else rows | telling.any(-1)
     counted = nothing if rows is None else rows.sum()
@@ -239,7 +247,7 @@ def _count(sides: Sequence[tuple[Side, Side]], like: Tensor, groups: Tensor | No
     return torch.stack([*pairs, *agreeing, counted])
 
 
-def _moved(values: Tensor, lag: int) -> Tensor:
+def _shift(values: Tensor, lag: int) -> Tensor:
     """Shift ``values`` to t + lag, with zeros from outside."""
     moved = torch.zeros_like(values)
     if lag == 0:
@@ -251,20 +259,20 @@ def _moved(values: Tensor, lag: int) -> Tensor:
     return moved
 
 
-def _sorted(groups: Sequence[str]) -> list[int]:
+def _sort_by_group(groups: Sequence[str]) -> list[int]:
     return sorted(range(len(groups)), key=lambda row: groups[row])
 
 
-def _chosen(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
+def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
     """Select the rows to compare, those of one prompt side by side; None: all, in their own order."""
-    spread = _spread(rows, width)
+    spread = _select_evenly(rows, width)
     if groups is None:
         return spread
-    order = torch.tensor(_sorted(groups), dtype=torch.long)
+    order = torch.tensor(_sort_by_group(groups), dtype=torch.long)
     return order if spread is None else order[spread]
 
 
-def _spread(rows: int, width: int) -> Tensor | None:
+def _select_evenly(rows: int, width: int) -> Tensor | None:
     """Select positions of rows: None for all, or evenly spaced runs of 4 neighbours where the batch is large."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if rows <= most:

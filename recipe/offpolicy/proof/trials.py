@@ -1,8 +1,8 @@
 """Trial micro-batches on which one correction must act in a known way, whatever the policies at hand.
 
 Each trial moves mu, pi_old and, for differences of probabilities, pi, so that some units lie just beyond or just
-inside a bound and the others nowhere near, and says by which factor the correction then multiplies each token's
-gradient. The factor follows from the bound and the vocabulary alone; none of the correction's own code is asked.
+inside a bound and the others nowhere near, and states the factor by which the correction must multiply each token's
+gradient. The factor follows from the bound and the definition of the aggregate; it uses none of the correction's code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Trial:
     """A moved micro-batch and the gradient factors demanded of it.
 
     Attributes:
-        label: the bound that it looks at; at least one trial of each bound must be able to show it. Empty for none.
-        batch: ``log_prob`` is what the policy says there, detached.
+        label: the bound under test; at least one trial of each bound must be able to show it. Empty for none.
+        batch: with the policy's ``log_prob``, detached.
         factor: (B, T) factor of the uncorrected gradient of each token's policy term.
-        constants: what the trainer would have fixed for the batch.
+        constants: batch-level constants as the trainer would send them.
     """
 
     label: str
@@ -51,18 +51,20 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
         demanded[2.0] = 2.0
     mean = _MEAN_WEIGHT if spec.normalize else 1.0
     constants = BatchConstants(weight_mean=mean)
-    units = _unit_ids(spec.level, batch)
+    units = _number_units(spec.level, batch)
     hit = units % 2 == 0
     # On one token: spread over thousands, the rounding of each would add up to more than the proof tolerates.
-    first = hit & _opens(units, batch.response_mask)
-    size = _sizes(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
+    first = hit & _find_unit_starts(units, batch.response_mask)
+    size = (
+        _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
+    )
     for raw, weight in demanded.items():
         shift = torch.where(first, math.log(raw) * size, 0.0)
         # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
         # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
         old_log_prob = batch.log_prob.double() + BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = _moved(batch, old=old_log_prob, mu=numerator - shift, advantages=torch.ones_like(shift))
+        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=torch.ones_like(shift))
         factor = torch.where(hit, weight / mean, 1.0 / mean)
         acts = bool((factor != 1).any())
         yield Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
@@ -72,17 +74,19 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
     """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign."""
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
-    for side, bound in _bounds(spec):
+    for side, bound in _list_bounds(spec):
         for sign in signs:
             for beyond in (True, False):
-                yield _mask_trial(spec, batch, constants, side, _near(spec, bound, side, beyond), sign, beyond)
+                yield _build_mask_trial(
+                    spec, batch, constants, side, _step_from_bound(spec, bound, side, beyond), sign, beyond
+                )
         if spec.when != "any":
-            there = _near(spec, bound, side, True)
-            yield _mask_trial(spec, batch, constants, side, there, -signs[0], beyond=False)
-            yield _mixed_signs(spec, batch, constants, side, there, signs[0])
+            there = _step_from_bound(spec, bound, side, True)
+            yield _build_mask_trial(spec, batch, constants, side, there, -signs[0], beyond=False)
+            yield _build_mixed_sign_trial(spec, batch, constants, side, there, signs[0])
 
 
-def _bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
+def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
     """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or as it is)."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
@@ -95,7 +99,7 @@ def _bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
                 yield side, math.log(bound) if on_ratio else bound
 
 
-def _near(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
+def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
     if not beyond:
         return bound / 2
     # Differences of probabilities and squares of small ratios need a finer step than nats do.
@@ -103,16 +107,16 @@ def _near(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
     return bound + side * step
 
 
-def _mask_trial(
+def _build_mask_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float, beyond: bool
 ) -> Trial:
     advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
-    moved, hit = _placed(spec, batch, value, side, advantages)
+    moved, hit = _place_policies(spec, batch, value, side, advantages)
     factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
     return Trial(f"side {side:+.0f}" if beyond else "", moved, factor, constants)
 
 
-def _mixed_signs(
+def _build_mixed_sign_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
     """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the other."""
@@ -120,12 +124,12 @@ def _mixed_signs(
     first = mask & (mask.cumsum(-1) == 1)
     count = mask.sum(-1, keepdim=True).double()
     advantages = torch.where(first, sign * (count + 1), -sign)
-    moved, hit = _placed(spec, batch, value, side, advantages)
+    moved, hit = _place_policies(spec, batch, value, side, advantages)
     looked_at = hit if spec.sign == "row" else hit & (advantages * sign > 0)
     return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
-def _placed(
+def _place_policies(
     spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor
 ) -> tuple[MicroBatch, Tensor]:
     """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the units hit.
@@ -133,31 +137,35 @@ def _placed(
     The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient.
     """
     mask = batch.response_mask
-    units = _unit_ids(spec.level, batch)
+    units = _number_units(spec.level, batch)
     hit = (units % 2 == 0) & mask
     # A greatest value can only be low where all values are.
-    first = hit if spec.aggregate == "k1_max" else hit & _opens(units, mask)
+    first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
     if spec.aggregate == "binary_tv":
-        return _probabilities(spec, batch, first, value, advantages), hit
-    size = _sizes(units, mask) if spec.aggregate.endswith(("mean", "geometric")) else torch.ones_like(units).double()
+        return _place_probability_gap(spec, batch, first, value, advantages), hit
+    size = (
+        _count_tokens(units, mask)
+        if spec.aggregate.endswith(("mean", "geometric"))
+        else torch.ones_like(units).double()
+    )
     # Where PPO never clips: up for a negative advantage and down for a positive one.
     free = -advantages.sign()
-    shift = torch.where(first, _log_ratio(spec.aggregate, value * size, side, free), 0.0)
+    shift = torch.where(first, _invert_aggregate(spec.aggregate, value * size, side, free), 0.0)
     # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
     # otherwise beyond or inside a bound.
     drift = free * 1.5 * shift.abs()
     # A token by itself has to keep a gradient of its own, within PPO's second clip of large ratios.
-    drift = torch.where(_sizes(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
+    drift = torch.where(_count_tokens(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
     ppo, rollout = {
         "rollout": (drift, shift),
         "full": (drift, shift - drift),
         "ppo": (shift, -1.5 * shift),
     }[spec.ratio]
     old_log_prob = batch.log_prob.double() - ppo
-    return _moved(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
+    return _replace_policies(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
 
 
-def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
+def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
     """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where it may be."""
     match aggregate.split("_")[0]:
         case "k1":
@@ -169,12 +177,16 @@ def _log_ratio(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tens
             up = torch.log1p(2 * value)
             return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
         case "k3":
-            return torch.where(free > 0, _k3_inverse(value, 1.0), _k3_inverse(value, -1.0))
-        case _:
+            return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))
+        case "product" | "geometric" | "any":
             return value
+        case _:
+            raise NotImplementedError(
+                f"aggregate {aggregate}: the liveness proof has no statement of it. Fix: add one to proof/trials.py."
+            )
 
 
-def _k3_inverse(value: Tensor, sign: float) -> Tensor:
+def _invert_k3(value: Tensor, sign: float) -> Tensor:
     """Solve exp(l) - 1 - l = value for l of the given sign, by bisection."""
     low, high = torch.zeros_like(value), value + 2.0
     for _ in range(80):
@@ -184,7 +196,9 @@ def _k3_inverse(value: Tensor, sign: float) -> Tensor:
     return sign * high
 
 
-def _probabilities(spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float, advantages: Tensor) -> MicroBatch:
+def _place_probability_gap(
+    spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float, advantages: Tensor
+) -> MicroBatch:
     """Set p_numerator - p_denominator = gap on the first token of each hit unit; all three policies agree elsewhere."""
     high, low = math.log(_HIGH), math.log(_HIGH - abs(gap))
     numerator, denominator = (high, low) if gap > 0 else (low, high)
@@ -196,10 +210,12 @@ def _probabilities(spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float,
         "ppo": torch.where(first, denominator, level),
     }[spec.ratio]
     mu = torch.where(first, denominator, level) if spec.ratio != "ppo" else old
-    return _moved(replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages)
+    return _replace_policies(
+        replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages
+    )
 
 
-def _moved(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:
+def _replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:
     return replace(
         batch,
         old_log_prob=old.float(),
@@ -209,7 +225,7 @@ def _moved(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) ->
     )
 
 
-def _unit_ids(level: str, batch: MicroBatch) -> Tensor:
+def _number_units(level: str, batch: MicroBatch) -> Tensor:
     """Number the unit of each response token from 0 in its row: (B, T) int64."""
     mask = batch.response_mask
     if level == "token":
@@ -218,14 +234,14 @@ def _unit_ids(level: str, batch: MicroBatch) -> Tensor:
     return turns(mask) if level == "turn" else torch.zeros_like(mask, dtype=torch.int64)
 
 
-def _opens(units: Tensor, mask: Tensor) -> Tensor:
+def _find_unit_starts(units: Tensor, mask: Tensor) -> Tensor:
     """Find the first token of each unit: (B, T) bool."""
     before = torch.full_like(units, -1)
     before[:, 1:] = torch.where(mask, units, -1).cummax(-1).values[:, :-1]
     return mask & (units > before)
 
 
-def _sizes(units: Tensor, mask: Tensor) -> Tensor:
+def _count_tokens(units: Tensor, mask: Tensor) -> Tensor:
     """Count the tokens of each token's unit, at least 1: (B, T) float64."""
     counts = torch.zeros(units.shape, dtype=torch.float64, device=units.device)
     counts.scatter_add_(1, units, mask.double())

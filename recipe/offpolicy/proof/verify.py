@@ -190,6 +190,7 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         shift = proof.shifts.get(name)
         if shift is None:
             raise LivenessError(f"{name} was not tried on every micro-batch.")
+        # Written so that NaN fails.
         if not shift.error <= proof.tolerance:
             raise LivenessError(
                 f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by a share of "

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import live_path
 
 from ..correction import CorrectionSpec
-from ..fault_tolerance.checkpoints import Folder
+from ..fault_tolerance.checkpoints import CheckpointFolder
 from .recording import CARD, read_json, step_of
 from .redaction import HIDDEN, redacted, redacted_text
 from .schema import VERSION
@@ -42,7 +42,7 @@ def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, Corr
         "path": str(path),
         "model": redacted_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
         "sampling": sampling_of(config),
-        "checkpoints": str(Folder.of(config).path),
+        "checkpoints": str(CheckpointFolder.from_config(config).path),
         "config": redacted(_plain(OmegaConf.to_container(config, resolve=True))),
     }
 
@@ -62,9 +62,9 @@ def resumed_from(config: DictConfig) -> str | None:
     mode = OmegaConf.select(config, "trainer.resume_mode")
     if mode == "resume_path":
         return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
-    folder = Folder.of(config)
+    folder = CheckpointFolder.from_config(config)
     try:
-        return str(folder.path) if mode == "auto" and folder.tracked() is not None else None
+        return str(folder.path) if mode == "auto" and folder.read_tracked_step() is not None else None
     except ValueError:
         return str(folder.path)
 
@@ -90,7 +90,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
     """Whether the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
     there = resumed_from(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
-        there = str(Folder.of(config).path)
+        there = str(CheckpointFolder.from_config(config).path)
     known = card.get("checkpoints")
     return there is not None and isinstance(known, str) and os.path.realpath(known) == os.path.realpath(there)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omegaconf import DictConfig
 
 from ..extensions.hooks import ExtensionHooks
-from ..fault_tolerance.checkpoints import before_loading, extension_states, saving
+from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
 from ..monitor.active_correction import differences
-from ..preflight.checks import spec_of
+from ..preflight.checks import read_spec
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .logging_setup import set_up_logger
@@ -123,12 +123,12 @@ class SupervisedRun:
 
     def _save_checkpoint(self) -> None:
         steering = self.supervision.steering.state()
-        with saving(self.config, self.global_steps, spec_of(self.config), steering, self.extensions.state):
+        with guard_save(self.config, self.global_steps, read_spec(self.config), steering, self.extensions.state):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        spec, of_config = spec_of(self.config), partial(differences, self.config)
-        self._resumed = before_loading(self.config, spec, of_config, self.extensions.differences)
+        spec, of_config = read_spec(self.config), partial(differences, self.config)
+        self._resumed = check_before_loading(self.config, spec, of_config, self.extensions.differences)
         loaded = super()._load_checkpoint()  # type: ignore[misc]
         if self.extensions:
             self.extensions.restore(*extension_states(self.config))

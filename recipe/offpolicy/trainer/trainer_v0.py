@@ -28,8 +28,8 @@ from ..batch.weight_versions import VERSIONS
 from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
-from ..preflight.checks import shadows_of, spec_of
-from ..preflight.old_log_prob import one_mini_batch
+from ..preflight.checks import read_shadows, read_spec
+from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
 from ..worker.legacy_handover import Handover, handover
@@ -62,8 +62,8 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def init_workers(self) -> None:
         super().init_workers()  # type: ignore[misc]
-        self.shadows = shadows_of(self.config)
-        spec = spec_of(self.config)
+        self.shadows = read_shadows(self.config)
+        spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.extensions)
         self.recording = RunRecord(self.config, spec, self.shadows)
         self._by_engine = live_path(self.config).worker == "engine"
@@ -164,7 +164,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _with_plan(self, batch: DataProto) -> DataProto:
         """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
-        one_mini_batch(self.correction, self.config, len(batch))
+        check_one_mini_batch(self.correction, self.config, len(batch))
         versions = _versions(batch, self.global_steps)
         batch.batch[VERSIONS] = versions
         plan, columns = planned(

@@ -27,8 +27,8 @@ from ..batch.plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planne
 from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
-from ..preflight.checks import shadows_of, spec_of
-from ..preflight.old_log_prob import one_mini_batch
+from ..preflight.checks import read_shadows, read_spec
+from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
 from ..worker.loss import loss_of
@@ -49,8 +49,8 @@ class OffPolicyTrainer(SupervisedRun):
     recording: RunRecord
 
     def on_init_end(self) -> None:
-        self.shadows = shadows_of(self.config)
-        spec = spec_of(self.config)
+        self.shadows = read_shadows(self.config)
+        spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.extensions)
         if self._resumed is not None:
             self.supervision.steering.restore(self._resumed)
@@ -141,7 +141,7 @@ class OffPolicyTrainer(SupervisedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """The batch with what its workers have to know of the whole of it."""
-        one_mini_batch(self.correction, self.config, len(batch.keys))
+        check_one_mini_batch(self.correction, self.config, len(batch.keys))
         plan, columns = planned(
             self.correction,
             self.shadows,

@@ -1,4 +1,4 @@
-"""verl's rollout correction, computed by this package from one pass over a batch."""
+"""verl's rollout correction, computed by this package in one pass over the batch."""
 
 from .rollout_correction import verl_rollout_correction
 

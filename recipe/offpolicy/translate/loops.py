@@ -1,4 +1,4 @@
-"""Compiled loops over a batch on the CPU, called by ``by_sweep``.
+"""Compiled loops over a batch on the CPU, called by ``compiled_batch``.
 
 Tokens lie flat, row i from ``starts[i]`` to ``stops[i]``. A block of them at a time is gathered into float64 scratch
 that stays in the first-level cache, and measured there by loops without a branch, which the compiler turns into vector
@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 RAW, CAPPED, BANDED, K1, K2, K3 = range(6)
 _BLOCK = 256
 _NEAR = 0.25
+"""|log ratio| up to which 12 terms of the series are exact: the next is below 1e-17 of the sum."""
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
+"""All bits but the sign; flipping them in negative floats makes their order that of the integers."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
@@ -33,8 +35,10 @@ _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiled when dtypes come for the first time, once for all processes that share the folder of this file or the
-    user's cache; a warning says how long it took."""
+    """Compile on the first call with new dtypes and cache the result on disk, for all processes that share it.
+
+    A warning says how long the compilation took.
+    """
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
         compiled: Any = njit(cache=True, **settings)(function)
@@ -64,6 +68,7 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
 
 @_exact
 def _count(mask: Any) -> int:
+    """Count the tokens of the mask."""
     count = 0
     for k in range(len(mask)):
         count += mask[k] != 0
@@ -72,7 +77,7 @@ def _count(mask: Any) -> int:
 
 @_exact
 def _copy(old: Any, rollout: Any, p: Any, q: Any) -> int:
-    """All of a block; returns how many tokens of it are finite."""
+    """Copy a whole block; return the number of its finite tokens."""
     finite = 0
     for k in range(len(old)):
         p[k] = old[k]
@@ -83,7 +88,7 @@ def _copy(old: Any, rollout: Any, p: Any, q: Any) -> int:
 
 @_exact
 def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> int:
-    """The valid tokens of a block, and where in it they stand; returns how many."""
+    """Gather the valid tokens of a block and their positions in it; return their number."""
     n = 0
     for k in range(len(old)):
         p[n] = old[k]
@@ -95,6 +100,7 @@ def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> in
 
 @_exact
 def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
+    """Gather the valid tokens of a block, by a plain copy where all of them are."""
     if response == len(mask) and _copy(old, rollout, p, q) == response:
         return response
     return _gather(old, rollout, mask, p, q, where)
@@ -102,7 +108,7 @@ def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, whe
 
 @_vector
 def _ratios(p: Any, q: Any, n: int, clamp: float, x: Any, excess: Any) -> None:
-    """x = p - q and exp(x) - 1 with x clamped: by its series, to 1e-17, where policies are near each other."""
+    """Compute x = p - q and exp(x) - 1 with x clamped; near 0 by the series of exp, to 1e-17."""
     s = _SERIES
     far = 0
     for k in range(n):
@@ -123,6 +129,7 @@ def _ratios(p: Any, q: Any, n: int, clamp: float, x: Any, excess: Any) -> None:
 
 @_vector
 def _moments(p: Any, q: Any, x: Any, excess: Any, n: int, k2: Any, k3: Any, sums: Any) -> None:
+    """Add a block to the row's sums of p, q, x, k2, k3 and rho^2 - 1."""
     a = b = c = d = e = f = 0.0
     for k in range(n):
         k2[k] = 0.5 * x[k] * x[k]
@@ -143,7 +150,7 @@ def _moments(p: Any, q: Any, x: Any, excess: Any, n: int, k2: Any, k3: Any, sums
 
 @_vector
 def _values(kind: int, x: Any, excess: Any, n: int, lower: Any, upper: Any, cap: float, values: Any) -> None:
-    """What ``Quantity.kind`` says."""
+    """Compute the quantity of this kind for each token."""
     if kind == RAW:
         for k in range(n):
             values[k] = excess[k] + 1.0
@@ -167,6 +174,7 @@ def _values(kind: int, x: Any, excess: Any, n: int, lower: Any, upper: Any, cap:
 
 @_vector
 def _measure(values: Any, n: int, low: float, high: float, about: float, sums: Any) -> None:
+    """Add a block to the quantity's sums: v, v^2, deviation and its square."""
     a = b = c = d = 0.0
     for k in range(n):
         v = values[k]
@@ -183,6 +191,7 @@ def _measure(values: Any, n: int, low: float, high: float, about: float, sums: A
 
 @_vector
 def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
+    """Count the values above and below the bounds, in float32."""
     above = below = 0
     for k in range(n):
         v = np.float32(values[k])
@@ -194,7 +203,7 @@ def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
 
 @_exact
 def _extremes(values: Any, n: int, extremes: Any) -> None:
-    """Least and greatest as integers that are ordered as the numbers are, for which there are vector instructions."""
+    """Track least and greatest as integers in the order of the floats, which compile to vector instructions."""
     bits = values.view(np.int64)
     least, greatest = extremes[0], extremes[1]
     for k in range(n):
@@ -206,6 +215,7 @@ def _extremes(values: Any, n: int, extremes: Any) -> None:
 
 @_exact
 def _reset(sums: Any, table: Any, extremes: Any) -> None:
+    """Clear the accumulators for the next row."""
     for k in range(len(sums)):
         sums[k] = 0.0
     for m in range(len(table)):
@@ -214,12 +224,12 @@ def _reset(sums: Any, table: Any, extremes: Any) -> None:
     numbers = extremes.view(np.float64)
     for m in range(len(extremes)):
         numbers[m, 0], numbers[m, 1] = np.inf, -np.inf
-        extremes[m, 1] ^= _MAGNITUDE
+        extremes[m, 1] ^= _MAGNITUDE  # -inf in the order of the integers
 
 
 @_exact
 def _numbers(extremes: Any) -> Any:
-    """The numbers again, in place."""
+    """Convert the integers of ``_extremes`` back to floats, in place."""
     for m in range(len(extremes)):
         for n in range(2):
             extremes[m, n] ^= (extremes[m, n] >> 63) & _MAGNITUDE
@@ -244,7 +254,8 @@ def sweep(
     columns: Any,
     measures: Any,
 ) -> None:
-    """Fills ``columns`` (10, B), ``measures`` (8, m, B), from row ``first`` on, and the ends of what the mask spans."""
+    """Fill ``columns`` (10, B) and ``measures`` (8, m, B) from row ``first`` on, and ``ends``, where each row's mask
+    ends."""
     count = len(kinds)
     sums, table = np.empty(6), np.empty((count, 8))
     extremes = np.empty((count + 2, 2), np.int64)
@@ -287,7 +298,7 @@ def sweep(
 
 
 @_kept_on_disk
-def token_weights(
+def compute_token_weights(
     old: Any,
     rollout: Any,
     mask: Any,
@@ -301,7 +312,7 @@ def token_weights(
     factor: float,
     weights: Any,
 ) -> None:
-    """Fills ``weights`` (N,) on valid tokens."""
+    """Fill ``weights`` (N,) on valid tokens."""
     scratch, where = np.empty((5, _BLOCK)), np.empty(_BLOCK, np.int64)
     p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     for i in range(len(starts)):
@@ -323,8 +334,8 @@ def token_weights(
 
 
 @_kept_on_disk
-def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
-    """Fills ``weights`` (N,) on valid tokens with those of their ``rows`` (B,)."""
+def spread_row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows: Any, weights: Any) -> None:
+    """Fill ``weights`` (N,) on valid tokens with the weight of their row, ``rows`` (B,)."""
     for i in range(len(starts)):
         row = rows[i]
         for start in range(starts[i], stops[i], _BLOCK):
@@ -338,7 +349,7 @@ def row_weights(old: Any, rollout: Any, mask: Any, starts: Any, stops: Any, rows
 
 
 @_kept_on_disk
-def kept(
+def apply_rejections(
     old: Any,
     rollout: Any,
     mask: Any,
@@ -352,7 +363,7 @@ def kept(
     kept_mask: Any,
     gone: Any,
 ) -> None:
-    """Fills ``kept_mask`` (N,) and ``gone`` (B,), what is rejected of each row's valid tokens."""
+    """Fill ``kept_mask`` (N,), and ``gone`` (B,) with the number of valid tokens rejected in each row."""
     scratch = np.empty((5, _BLOCK))
     p, q, x, excess, values = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     where, drop = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.bool_)

@@ -1,4 +1,4 @@
-"""verl's rollout-correction helper, computed by us, for a fork of verl that wants to swap its own for it."""
+"""Replacement for verl's rollout-correction helper, for a fork of verl that swaps its own for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from torch import Tensor
 from ..correction import SpecError
 from ..correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
 from ..correction.ratios import EXP_CLAMP
-from ..correction.rows import RowLayout, detect_layout
-from .by_torch import TorchBatch
-from .columns import Batch, Columns, Kind, Measures, Numbers, Quantity, Truths, beyond, measure_rows
-from .metrics import Metrics, mismatch_metrics, rejection_metrics, total_rejection_metrics, weight_metrics
+from ..correction.row_layout import RowLayout, detect_layout
+from .row_sums import Batch, Kind, Numbers, Quantity, QuantitySums, RowSums, Truths, compare_with_bounds, measure_rows
+from .torch_batch import TorchBatch
+from .verl_metrics import (
+    Metrics,
+    compute_mismatch_metrics,
+    compute_rejection_metrics,
+    compute_total_rejection_metrics,
+    compute_weight_metrics,
+)
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -35,7 +41,7 @@ def verl_rollout_correction(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """Weights, mask and metrics as verl's ``compute_rollout_correction_and_rejection_mask`` names them.
+    """Compute weights, mask and metrics as verl's ``compute_rollout_correction_and_rejection_mask`` does.
 
     Sums are float64, and no padded position is read. A token whose log-prob is not finite leaves weights, mask and
     metrics; a row without a token leaves the metrics. On the CPU, where numba is installed, each row is read once and
@@ -71,6 +77,7 @@ def verl_rollout_correction(
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
+    # verl reports raw weights beside the applied ones.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
     batch = _batch(rows, *tensors)
@@ -78,6 +85,7 @@ def verl_rollout_correction(
     filled = columns.tokens > 0
     if not filled.any():
         raise ValueError("response_mask has no token whose log-probs are finite: there is nothing to correct")
+    # A slice selects without a copy.
     some = slice(None) if filled.all() else filled
     tokens = columns.tokens[some]
 
@@ -85,18 +93,18 @@ def verl_rollout_correction(
     weights = None
     if weight is not None:
         if of_weight:
-            measures, row_values = by_token.pick(slice(0, 2)), None
+            measures, row_values = by_token.select_quantities(slice(0, 2)), None
             total, count = measures.total[1].sum(), columns.tokens.sum()
         else:
             measures, row_values = _of_rows(weight, columns)
             total, count = row_values[some].sum(), len(tokens)
         factor = _batch_mean(total, count, batch.device) if rollout_is_batch_normalize else 1.0
         if row_values is None:
-            weights = batch.token_weights(weight, factor)
+            weights = batch.compute_token_weights(weight, factor)
         else:
-            weights = batch.row_weights(row_values / factor)
-        measures = measures.where(some)
-        metrics = weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
+            weights = batch.spread_row_weights(row_values / factor)
+        measures = measures.select_rows(some)
+        metrics = compute_weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
         if weight.kind == "banded":
             metrics["rollout_is_oob_ratio"] = float((measures.above[0] + measures.below[0]).sum() / tokens.sum())
         if rollout_is_batch_normalize:
@@ -106,26 +114,27 @@ def verl_rollout_correction(
     rejected: Truths = np.zeros(rows.count, dtype=np.bool_)
     touched = bool((columns.tokens < columns.response).any())
     if options:
-        statistics = _statistics(limits, columns, by_token.pick(slice(len(of_weight), None)))
+        statistics = _statistics(limits, columns, by_token.select_quantities(slice(len(of_weight), None)))
         outside = (statistics.above + statistics.below) > 0
         rejected = np.any(outside[~statistics.of_tokens], axis=0)
         touched |= bool(outside.any())
-        metrics |= rejection_metrics(limits, tokens, statistics.where(some))
+        metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))
+    # Untouched, the given tensor itself is returned: no copy of the batch's size.
     if touched:
-        mask, gone = batch.kept(rejected, list(of_tokens.values()))
+        mask, gone = batch.apply_rejections(rejected, list(of_tokens.values()))
     if options:
-        metrics |= total_rejection_metrics(tokens, gone[some])
+        metrics |= compute_total_rejection_metrics(tokens, gone[some])
 
-    metrics |= mismatch_metrics(columns.where(some))
+    metrics |= compute_mismatch_metrics(columns.select_rows(some))
     return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
-    """Compiled loops where they can run; both give the same numbers."""
+    """Choose the compiled backend where it can run; both give the same numbers."""
     if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
-        from .by_sweep import SweptBatch
+        from .compiled_batch import CompiledBatch
 
-        return SweptBatch(rows, *tensors)
+        return CompiledBatch(rows, *tensors)
     return TorchBatch(rows, *tensors)
 
 
@@ -135,15 +144,18 @@ def _can_compile() -> bool:
 
 
 def _weight(threshold: str | float | None) -> Quantity:
-    """The weight as it is applied. A cap has no lower bound; verl's metrics hold raw weights against its inverse."""
+    """Parse the threshold into the weight that is applied.
+
+    A cap has no lower bound; verl's metrics compare raw weights with its inverse.
+    """
     lower, upper = read_verl_weight_bounds(threshold, "rollout_is_threshold")
     floor = 1 / upper if lower is None else lower
     return Quantity("capped" if lower is None else "banded", math.log(floor), math.log(upper), (floor, upper))
 
 
-def _of_rows(weight: Quantity, columns: Columns) -> tuple[Measures, Numbers]:
-    """Raw and applied weights by sequence, and the applied one of each row, (B,)."""
-    outside = beyond(np.stack([columns.log_ratio] * 2), np.full(2, weight.lower), np.full(2, weight.upper))
+def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]:
+    """Compute raw and applied weights by sequence, and the applied one of each row, (B,)."""
+    outside = compare_with_bounds(np.stack([columns.log_ratio] * 2), np.full(2, weight.lower), np.full(2, weight.upper))
     raw = np.exp(np.clip(columns.log_ratio, -EXP_CLAMP, EXP_CLAMP))
     inside = ~(outside[0][0] | outside[1][0])
     applied = raw * inside if weight.kind == "banded" else np.minimum(raw, weight.bounds[1])
@@ -153,8 +165,9 @@ def _of_rows(weight: Quantity, columns: Columns) -> tuple[Measures, Numbers]:
 
 
 def _batch_mean(total: float, count: float, device: torch.device) -> float:
-    """Mean weight over tokens or rows, of all ranks; 1 where next to no weight is left."""
+    """Compute the mean weight over tokens or rows of all ranks; 1 where next to no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Sums, not means: ranks differ in their counts.
         parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
         total, count = parts.tolist()
@@ -163,17 +176,20 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
-    """Bounds of k1, k2 or k3 in nats; verl's pairs are of the ratio, and k1 = -log rho."""
+    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; its pairs are of the ratio, and k1 = -log rho."""
     return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 
 def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
+    """Build the quantity of an option that rejects by token."""
     kinds: dict[str, Kind] = {"k1": "k1", "k2": "k2", "k3": "k3"}
     return Quantity(kinds[option[-2:]], -math.inf if lower is None else lower, upper)
 
 
-def _statistics(limits: dict[str, tuple[float | None, float]], columns: Columns, by_token: Measures) -> Measures:
-    """The statistic of each rejection option, in the order of ``limits``."""
+def _statistics(
+    limits: dict[str, tuple[float | None, float]], columns: RowSums, by_token: QuantitySums
+) -> QuantitySums:
+    """Compute the statistic of each rejection option, in the order of ``limits``."""
     of_rows = [option for option in limits if not option.startswith("token")]
     if not of_rows:
         return by_token
@@ -182,13 +198,13 @@ def _statistics(limits: dict[str, tuple[float | None, float]], columns: Columns,
     upper = np.array([high for _, high in bounds])
     values = np.stack([_of_option(option, columns) for option in of_rows])
     clamp = np.array([0.0 if low is None else low for low, _ in bounds]), upper
-    measures = measure_rows(values, columns.tokens, beyond(values, lower, upper), clamp=clamp, about=0.0)
+    measures = measure_rows(values, columns.tokens, compare_with_bounds(values, lower, upper), clamp=clamp, about=0.0)
     found = [*(option for option in limits if option.startswith("token")), *of_rows]
-    return by_token.beside(measures).pick([found.index(option) for option in limits])
+    return by_token.concatenate(measures).select_quantities([found.index(option) for option in limits])
 
 
-def _of_option(option: str, columns: Columns) -> Numbers:
-    """The statistic of one rejection option by sequence, (B,)."""
+def _of_option(option: str, columns: RowSums) -> Numbers:
+    """Compute the statistic of one rejection option by sequence, (B,)."""
     name = option[-2:]
     if "max" in option:
         return columns.k2_max if name == "k2" else columns.k3_max
@@ -197,6 +213,7 @@ def _of_option(option: str, columns: Columns) -> Numbers:
 
 
 def _proto(weights: Tensor | None) -> DataProto | None:
+    """Wrap the weights in a DataProto, which verl's callers expect."""
     if weights is None:
         return None
     from verl.protocol import DataProto

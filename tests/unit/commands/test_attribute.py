@@ -12,7 +12,12 @@ import pytest
 from matplotlib import rc_context
 
 from recipe.offpolicy import attribute
-from recipe.offpolicy.analysis.attribution.decomposition import by_step, by_version, decompose, row_sums
+from recipe.offpolicy.analysis.attribution.decomposition import (
+    compute_row_sums,
+    decompose,
+    decompose_by_step,
+    summarize_by_version,
+)
 from recipe.offpolicy.recording import concatenated
 from tests.support.recordings import drawn_rows, record
 
@@ -93,7 +98,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
     def broken(_: object) -> None:
         raise ValueError("defect")
 
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.figures.overview", broken)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.figures.draw_overview", broken)
     with pytest.raises(ValueError, match="defect"):
         attribute.main([str(recorded), "--png", "a.png"])
 
@@ -105,7 +110,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
         (["{dir}", "--steps", "7:9"], "no step from 7 to 9"),
         (["{dir}", "--steps", "7:"], "no step from 7 on"),
         # Before the recording is read, which may take minutes.
-        (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is no kind of picture. Name it .png or .svg"),
+        (["{tmp}/nowhere", "--png", "{tmp}/a.nonsense"], ".nonsense is not a picture format. Name it .png or .svg"),
         (["{tmp}/nowhere", "--html", "{tmp}"], "it is a directory. Name a file"),
     ],
 )
@@ -165,7 +170,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     fresh = drawn_rows(lengths, step=1, backend=0.02)
     stale = drawn_rows(lengths, step=2, backend=0.1, seed=1, oldest_version=np.zeros(32, dtype=np.int64))
     rows = concatenated([fresh, stale])
-    parts = by_step(row_sums(rows), rows.step)
+    parts = decompose_by_step(compute_row_sums(rows), rows.step)
     assert parts[1].floor_from == "own rows"
     assert parts[2].floor_from == "earlier steps"
     # Variances of 0.0004 and 0.01 in stale rows: 4 % is the backend's.
@@ -174,7 +179,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     assert parts[2].variance.staleness is not None
     assert low < parts[2].variance.staleness < high
     # Without that step nothing is known.
-    alone = decompose(row_sums(stale))
+    alone = decompose(compute_row_sums(stale))
     assert alone.floor_from == ""
     assert alone.variance.backend is None
     assert "variance.backend" not in alone.intervals
@@ -183,8 +188,8 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
 def test_versions() -> None:
     ages = np.array([0] * 16 + [2] * 16 + [-1] * 16)
     rows = drawn_rows([16] * 48, step=5, backend=0.05, oldest_version=np.where(ages < 0, -1, 4 - ages))
-    fresh, unknown, old = (next(v for v in by_version(row_sums(rows), rows.staleness) if v.staleness == age)
-                           for age in (0, -1, 2))  # fmt: skip
+    versions = {v.staleness: v for v in summarize_by_version(compute_row_sums(rows), rows.staleness)}
+    fresh, unknown, old = versions[0], versions[-1], versions[2]
     assert fresh.backend == fresh.k3
     assert unknown.backend is None
     assert (old.rows, old.tokens) == (16, 256)
@@ -195,16 +200,16 @@ def test_versions() -> None:
 
 def test_versions_that_verl_does_not_tell() -> None:
     rows = drawn_rows([16] * 32, oldest_version=np.full(32, -1), newest_version=np.full(32, -1))
-    whole = decompose(row_sums(rows))
+    whole = decompose(compute_row_sums(rows))
     assert (whole.floor_from, whole.kl.backend, whole.kl.staleness) == ("", None, None)
     assert whole.kl.rollout + whole.kl.drift == pytest.approx(1.0)
 
 
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
-    whole = row_sums(rows)
+    whole = compute_row_sums(rows)
     monkeypatch.setattr("recipe.offpolicy.analysis.attribution.decomposition.CHUNK", 60)
-    assert np.array_equal(row_sums(rows), whole)
+    assert np.array_equal(compute_row_sums(rows), whole)
 
 
 @pytest.mark.parametrize(

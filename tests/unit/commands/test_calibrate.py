@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.drawings import caption, curves
-from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
-from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.calibration.figures import draw_curves, format_caption
+from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
+from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
@@ -59,8 +59,8 @@ def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[
         "correction.masks.gsm.upper",
         "correction.weight.upper",
     ]
-    with composer():
-        spec = CorrectionSpec.from_mapping(composed_mapping(pasted))
+    with initialize_composer():
+        spec = CorrectionSpec.from_mapping(compose_correction(pasted))
     assert f"correction.masks.gsm.upper={spec.masks[0][1].upper}" in pasted
     _, out, _ = run(capsys, recording, "--spec", *pasted, "--target-kept", 0.95, "--json")
     again = json.loads(out)["proposals"][0]
@@ -73,7 +73,7 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "kept of rows" in out
     assert "kept of tokens" in out
     assert "of all" not in out  # both look at everything
-    assert "the correction takes one bound; these tell which lengths it would hit" in out
+    assert "the correction takes one bound; these show which lengths it would affect" in out
     assert "All of it together" in out
     assert "masks.gsm: depends on length (rank correlation" in out
     assert "masks.gsm by length" in out
@@ -115,8 +115,8 @@ def test_json_holds_what_the_tables_hold(recording: Path, capsys: pytest.Capture
 
 
 def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with composer():
-        spec = CorrectionSpec.from_mapping(composed_mapping(["correction=gsm"])).to_mapping()
+    with initialize_composer():
+        spec = CorrectionSpec.from_mapping(compose_correction(["correction=gsm"])).to_mapping()
     directory = record(tmp_path / "run", drawn_rows([20] * 40), spec=spec, reasons=["masks.gsm"])
     status, out, _ = run(capsys, directory, "--target-kept", 0.9, "--json")
     assert status == 0
@@ -166,15 +166,15 @@ def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
     """OPSM looks at rows with a negative advantage alone, and so does its share."""
     sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
     recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
-    with composer():
-        composed = composed_mapping(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
-    proposals = calibrated(recording, CorrectionSpec.from_mapping(composed), Request(target_kept=0.9)).proposals
-    axes = curves(proposals, 0.95).axes
+    with initialize_composer():
+        composed = compose_correction(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
+    proposals = propose_bounds(recording, CorrectionSpec.from_mapping(composed), Request(target_kept=0.9)).proposals
+    axes = draw_curves(proposals, 0.95).axes
     assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
         "masks.gsm": "share of rows kept",
         "masks.opsm": "share of rows with A < 0 kept",
     }
-    assert "share of rows with A < 0 kept by bound" in caption(proposals[1])
+    assert "share of rows with A < 0 kept by bound" in format_caption(proposals[1])
 
 
 def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,4 +259,4 @@ def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = str(recording / "none")  # not looked at yet
     assert main([nowhere, "--target-kept", "0.9", "--png", "curves.txt"]) == 2
-    assert "--png curves.txt: .txt is no kind of picture. Name it .png or" in capsys.readouterr().err
+    assert "--png curves.txt: .txt is not a picture format. Name it .png or" in capsys.readouterr().err

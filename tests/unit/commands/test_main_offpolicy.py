@@ -19,7 +19,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.main_offpolicy import prepare
 from recipe.offpolicy.preflight.auto_choice import check_requirements, select
 from recipe.offpolicy.preflight.auto_setup import read_setup
-from recipe.offpolicy.preflight.checks import shadows_of, spec_of
+from recipe.offpolicy.preflight.checks import read_shadows, read_spec
 from tests.support.applications import NEEDED, application, without_verl
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.paths import ROOT
@@ -326,7 +326,7 @@ def test_a_correction_is_chosen(
         assert f"offpolicy:   {reason}" in result.printed
     assert f"fingerprint {correction.fingerprint()}" in result.printed
     (config,) = result.trained
-    assert spec_of(config) == correction
+    assert read_spec(config) == correction
 
 
 def test_auto_may_choose_nothing(launch: Launcher) -> None:
@@ -335,7 +335,7 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     assert result.status == 0, result.status
     assert "correction=auto is correction=[none]:" in result.printed
     (config,) = result.trained
-    assert spec_of(config).is_none
+    assert read_spec(config).is_none
 
 
 @pytest.mark.parametrize(
@@ -467,13 +467,13 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
     said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; 0.2 nats a token is used to report"
     assert said in result.printed
     (config,) = result.trained
-    shadows = shadows_of(config)
+    shadows = read_shadows(config)
     assert list(shadows) == ["gsm", "opsm"]
     assert dict(shadows["opsm"].masks)["opsm"].delta == 0.2
     assert dict(shadows["gsm"].masks)["gsm"].upper == 1.01
     # What is on stays as it was chosen.
-    assert spec_of(config).weight is not None
-    assert not spec_of(config).masks
+    assert read_spec(config).weight is not None
+    assert not read_spec(config).masks
 
 
 def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
-from recipe.offpolicy.analysis.whatif.pasted import overrides_of
+from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.analysis.whatif.overrides import build_overrides
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.examination import examine
@@ -26,8 +26,8 @@ TIGHT = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.999, u
 
 
 def composed(overrides: list[str]) -> CorrectionSpec:
-    with composer():
-        return CorrectionSpec.from_mapping(composed_mapping(overrides))
+    with initialize_composer():
+        return CorrectionSpec.from_mapping(compose_correction(overrides))
 
 
 def launched(*overrides: str) -> CorrectionSpec:
@@ -58,8 +58,8 @@ def launched(*overrides: str) -> CorrectionSpec:
 )
 def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
     spec = composed(asked)
-    with composer():
-        assert overrides_of(spec) == pasted
+    with initialize_composer():
+        assert build_overrides(spec) == pasted
     assert composed(pasted) == spec
 
 
@@ -77,8 +77,8 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
 def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(asked: list[str]) -> None:
     pytest.importorskip("verl")
     spec = composed(asked)
-    with composer():
-        pasted = overrides_of(spec)
+    with initialize_composer():
+        pasted = build_overrides(spec)
     found = launched("correction=icepop", *pasted)
     assert found.to_mapping() | {"proximal": "recompute"} == spec.to_mapping()
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif import draw
+from recipe.offpolicy.analysis.whatif import figures
 from recipe.offpolicy.analysis.whatif.agreement import Agreement
-from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, candidates
-from recipe.offpolicy.analysis.whatif.command import chosen_steps
-from recipe.offpolicy.analysis.whatif.measures import Measures
-from recipe.offpolicy.analysis.whatif.show import heading, short
-from recipe.offpolicy.analysis.whatif.study import study
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
+from recipe.offpolicy.analysis.whatif.command import select_steps
+from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.study import run_study
+from recipe.offpolicy.analysis.whatif.tables import format_heading, shorten_label
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
@@ -54,7 +54,7 @@ def test_tables_picture_and_page(directory: Path, tmp_path: Path, capsys: pytest
     for words in ("uncorrected", "recorded", "[tis_token,gsm]", "masks.gsm.upper", "tokens kept", "17-64", "turn 3+"):
         assert words in said
     assert "nothing lies between" in said
-    assert "What acted, replayed, is what was recorded" in said
+    assert "The replay of the recorded correction agrees with the recording" in said
     assert png.read_bytes().startswith(b"\x89PNG")
     page = html.read_text()
     assert 10_000 < len(page) < 5_000_000
@@ -75,13 +75,15 @@ def test_json_is_the_whole_study(directory: Path, capsys: pytest.CaptureFixture[
     one = found["corrections"][2]
     assert one["point"] == {"correction.masks.gsm.upper": "1.05"}
     assert one["spec"] == spec(TIS, gsm=GSM | {"upper": 1.05}).to_mapping()
-    assert set(one["overall"]) == set(one["groups"]["length/le64"]) == {field.name for field in fields(Measures)}
+    assert (
+        set(one["overall"]) == set(one["groups"]["length/le64"]) == {field.name for field in fields(CorrectionMeasures)}
+    )
     assert set(one["steps"]) == {"5", "6"}
     assert set(found["agreement"]) == {"labels", *(field.name for field in fields(Agreement))}
     assert found["agreement"]["jaccard_tokens"][0] == [None, 0.0, 0.0]
     read = Recording(directory)
-    (again,) = study(read, read.steps, candidates([["correction=[tis_token,gsm]"]], [], {})).outcomes
-    (other,) = study(read, read.steps, [Candidate("x", "x", {}, spec(TIS, gsm=GSM))]).outcomes
+    (again,) = run_study(read, read.steps, build_candidates([["correction=[tis_token,gsm]"]], [], {})).outcomes
+    (other,) = run_study(read, read.steps, [Candidate("x", "x", {}, spec(TIS, gsm=GSM))]).outcomes
     assert again.overall == other.overall
 
 
@@ -109,7 +111,7 @@ def test_a_recording_that_the_code_disagrees_with(tmp_path: Path, capsys: pytest
         (["--steps", "x"], "expected first:last"),
         (["--png", "/proc/none/a.png"], "/proc/none"),
         (["--html", "."], "--html .: it is a directory. Name a file, such as --html whatif.html"),
-        (["--png", "a.nonsense"], "a.nonsense: .nonsense is no kind of picture"),
+        (["--png", "a.nonsense"], "a.nonsense: .nonsense is not a picture format"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -233,39 +235,41 @@ def test_damage_names_the_file(directory: Path, tmp_path: Path, capsys: pytest.C
     [(None, [3, 5, 8]), ("5", [5]), ("4:", [5, 8]), (":5", [3, 5]), ("4:6", [5]), (" 3:8 ", [3, 5, 8])],
 )
 def test_steps(given: str | None, expected: list[int]) -> None:
-    assert chosen_steps([3, 5, 8], given) == expected
+    assert select_steps([3, 5, 8], given) == expected
 
 
 def test_lines_of_the_picture(directory: Path) -> None:
     """One line of panels for each spec and value of the second key, along the key with most values, in its order."""
     read = Recording(directory)
     grid = ["correction.masks.gsm.upper=1.5,1.02,1.1", "correction.weight.upper=2,3"]
-    chosen = (Candidate(UNCORRECTED, UNCORRECTED), *candidates([["correction=[tis_token,gsm]"]], grid, {}))
-    lines = draw.lines(study(read, read.steps, chosen))
+    chosen = (Candidate(UNCORRECTED, UNCORRECTED), *build_candidates([["correction=[tis_token,gsm]"]], grid, {}))
+    lines = figures.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.title, line.ticks) for line in lines] == [
         ("[tis_token,gsm] weight.upper=2", ("1.02", "1.1", "1.5")),
         ("[tis_token,gsm] weight.upper=3", ("1.02", "1.1", "1.5")),
     ]
     # Of many values only some are written below the axis, so that they do not run into one another.
     many = f"correction.masks.gsm.upper={','.join(f'1.{value}' for value in range(10, 30))}"
-    result = study(read, read.steps, [chosen[0], *candidates([["correction=gsm"]], [many], {})])
-    by_group = draw.draw(result).axes[0]
+    result = run_study(read, read.steps, [chosen[0], *build_candidates([["correction=gsm"]], [many], {})])
+    by_group = figures.draw_study(result).axes[0]
     written = [text.get_text() for text in by_group.get_xticklabels()]
     assert written == ["1.1", "1.13", "1.16", "1.19", "1.22", "1.25", "1.28"]
     assert np.asarray(by_group.get_lines()[0].get_xdata()).shape == (20,)
     # A spec has the keys that it has.
-    chosen = (*chosen, *candidates([["correction=tis_token"]], grid[1:], {}))
-    lines = draw.lines(study(read, read.steps, chosen))
+    chosen = (*chosen, *build_candidates([["correction=tis_token"]], grid[1:], {}))
+    lines = figures.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.label, line.ticks) for line in lines][2:] == [("weight.upper", ("2", "3"))]
-    plain = (chosen[0], *candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
-    result = study(read, read.steps, plain)
-    assert [(line.ordered, line.ticks) for line in draw.lines(result)] == [(False, ("uncorrected", "gsm", "tis_token"))]
-    (drawn_line,) = draw.panels(result)
+    plain = (chosen[0], *build_candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
+    result = run_study(read, read.steps, plain)
+    assert [(line.ordered, line.ticks) for line in figures.group_into_rows(result)] == [
+        (False, ("uncorrected", "gsm", "tis_token"))
+    ]
+    (drawn_line,) = figures.build_panels(result)
     assert [panel.alt.split(",")[0] for panel in drawn_line][1:3] == [
         "Share kept",
         "Learning-rate scale and projection",
     ]
-    panels = draw.draw(result).axes
+    panels = figures.draw_study(result).axes
     assert len(panels) == 4
     (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")
     drawn = np.asarray(kept.get_xdata(), dtype=float).tolist()
@@ -281,9 +285,12 @@ def test_help_says_what_a_mask_buys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words() -> None:
-    assert short("correction=[tis_token,gsm] correction.masks.gsm.upper=1.01") == "[tis_token,gsm] masks.gsm.upper=1.01"
+    assert (
+        shorten_label("correction=[tis_token,gsm] correction.masks.gsm.upper=1.01")
+        == "[tis_token,gsm] masks.gsm.upper=1.01"
+    )
     groups = ("length/le16", "length/le4096", "length/gt4096", "advantage/negative", "staleness/is1", "turn/ge3")
-    assert [heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "stale 1", "turn 3+"]
+    assert [format_heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "stale 1", "turn 3+"]
 
 
 def test_the_program_runs_without_verl_and_ray(tmp_path: Path) -> None:

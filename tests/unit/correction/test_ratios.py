@@ -9,9 +9,9 @@ import torch
 
 from recipe.offpolicy.correction.ratios import (
     clamp_and_exp,
+    compute_divergence,
     compute_excess,
     compute_log_ratio,
-    divergence,
     find_valid_tokens,
     promote_weight_dtype,
 )
@@ -93,17 +93,19 @@ def test_divergences_by_hand() -> None:
     """r = 2: k1 = -ln 2, k2 = (ln 2)^2 / 2, k3 = 2 - 1 - ln 2, tv = 1/2. r = 1/2: ln 2, the same, ln 2 - 1/2, 1/4."""
     log_r = tensor([math.log(2), -math.log(2), 0.0], torch.float64)
     ln2 = 0.6931471805599453
-    assert divergence("k1", log_r).tolist() == pytest.approx([-ln2, ln2, 0.0], abs=1e-15)
-    assert divergence("k2", log_r).tolist() == pytest.approx([0.2402265069591007, 0.2402265069591007, 0.0], abs=1e-15)
-    assert divergence("k3", log_r).tolist() == pytest.approx([1 - ln2, ln2 - 0.5, 0.0], abs=1e-15)
-    assert divergence("tv", log_r).tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-15)
+    assert compute_divergence("k1", log_r).tolist() == pytest.approx([-ln2, ln2, 0.0], abs=1e-15)
+    assert compute_divergence("k2", log_r).tolist() == pytest.approx(
+        [0.2402265069591007, 0.2402265069591007, 0.0], abs=1e-15
+    )
+    assert compute_divergence("k3", log_r).tolist() == pytest.approx([1 - ln2, ln2 - 0.5, 0.0], abs=1e-15)
+    assert compute_divergence("tv", log_r).tolist() == pytest.approx([0.5, 0.25, 0.0], abs=1e-15)
 
 
 def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
     """k3 = x^2/2 + x^3/6 + ..., where r - 1 - log r written out in float32 gives 0 or 1e-7, for x = +-1e-4 and 1e-6."""
     x = tensor([1e-4, -1e-4, 1e-6])
     exact = [v * v / 2 + v**3 / 6 + v**4 / 24 for v in x.double().tolist()]
-    assert divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
+    assert compute_divergence("k3", x).tolist() == pytest.approx(exact, rel=1e-8, abs=0.0)
     assert compute_excess(x).tolist() == pytest.approx(
         [v + v * v / 2 + v**3 / 6 for v in x.double().tolist()], rel=1e-12
     )
@@ -112,15 +114,15 @@ def test_divergences_of_nearly_equal_policies_keep_their_digits() -> None:
 def test_divergences_are_clamped_at_the_exp_only() -> None:
     """1000 nats: k1 and k2 count all of them; of k3 = r - 1 - log r the ratio is e^20 or e^-20, the log is whole."""
     x = tensor([1000.0, -1000.0])
-    assert divergence("k1", x).tolist() == [-1000.0, 1000.0]
-    assert divergence("k2", x).tolist() == [500_000.0, 500_000.0]
-    assert divergence("k3", x).tolist() == pytest.approx([math.exp(20) - 1001, math.exp(-20) + 999], rel=1e-12)
-    assert divergence("tv", x).tolist() == pytest.approx([(math.exp(20) - 1) / 2, 0.5], rel=1e-8)
+    assert compute_divergence("k1", x).tolist() == [-1000.0, 1000.0]
+    assert compute_divergence("k2", x).tolist() == [500_000.0, 500_000.0]
+    assert compute_divergence("k3", x).tolist() == pytest.approx([math.exp(20) - 1001, math.exp(-20) + 999], rel=1e-12)
+    assert compute_divergence("tv", x).tolist() == pytest.approx([(math.exp(20) - 1) / 2, 0.5], rel=1e-8)
 
 
 def test_an_unknown_divergence() -> None:
     with pytest.raises(ValueError, match="one of k1, k2, k3, tv"):
-        divergence("k4", torch.zeros(1))
+        compute_divergence("k4", torch.zeros(1))
 
 
 def test_thousand_tokens_of_one_per_cent() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from recipe.offpolicy.correction import CorrectionSpec, turns
-from recipe.offpolicy.correction.mask_spec import Aggregate, Ratio, Sign, When
+from recipe.offpolicy.correction import CorrectionSpec, aggregates, turns
+from recipe.offpolicy.correction.mask_spec import Ratio, Sign, When
 from recipe.offpolicy.correction.units import Level
 from recipe.offpolicy.correction.weight_spec import Kind
 from tests.support import reference
@@ -79,7 +79,7 @@ def agree(correction: CorrectionSpec, rows: Rows, *, parts: bool = True, toleran
 def test_nothing_of_the_vocabulary_is_left_out() -> None:
     assert set(get_args(Level)) == set(LEVELS)
     assert set(get_args(Ratio)) == set(RATIOS)
-    assert set(get_args(Aggregate)) == {*AGGREGATES, "second_moment"}
+    assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment"}
     assert set(itertools.product(get_args(When), get_args(Sign))) == {*SIGNS, ("any", "token")}  # which is refused
     assert set(get_args(Kind)) == {kind for kind, *_ in WEIGHT_BOUNDS}
 

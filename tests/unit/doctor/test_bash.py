@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.reader import Called
+from recipe.offpolicy.doctor.bash.interpreter import ProgramCall
 from recipe.offpolicy.doctor.bash.script import read_script
-from recipe.offpolicy.doctor.bash.values import ScriptError, Unknown
+from recipe.offpolicy.doctor.bash.shell_values import ScriptError, Unknown
 from tests.support.paths import ROOT
 
 RUN = ROOT / "recipe" / "offpolicy"
@@ -88,7 +88,7 @@ def of_bash(script: Path) -> list[list[str]]:
     return calls
 
 
-def launches(script: Path, arguments: list[str] = ARGUMENTS) -> list[Called]:
+def launches(script: Path, arguments: list[str] = ARGUMENTS) -> list[ProgramCall]:
     return [call for call in read_script(script, arguments, ENVIRONMENT).calls if call.words[0] == "launch"]
 
 

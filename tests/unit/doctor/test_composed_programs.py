@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
-from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeys, composed
+from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeysError, compose
 
 PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
 CONFIGURATION = """
@@ -42,7 +42,7 @@ def launch(*arguments: str) -> Launch:
 
 
 def test_a_plain_folder_beside_the_program(program: Path) -> None:
-    config = composed(launch("trainer.nnodes=2"))
+    config = compose(launch("trainer.nnodes=2"))
     assert OmegaConf.to_container(config.trainer) == {"total_epochs": 1, "nnodes": 2}
 
 
@@ -56,12 +56,12 @@ def test_a_configuration_of_something_else_is_told_in_a_line(program: Path) -> N
 @pytest.mark.parametrize("path", ["config", "./config", "../a_recipe_of_mine/config"])
 def test_a_folder_is_named_from_the_programs_file(path: str, program: Path) -> None:
     (program / "config" / "other.yaml").write_text("x: 1\n")
-    assert composed(launch(f"--config-path={path}", "--config-name=other.yaml")) == {"x": 1}
+    assert compose(launch(f"--config-path={path}", "--config-name=other.yaml")) == {"x": 1}
 
 
 def test_a_folder_that_is_not_there_asks_for_no_package(program: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        composed(launch("--config-path=none"))
+        compose(launch("--config-path=none"))
     assert "__init__" not in str(caught.value)
     assert str(program / "none") in str(caught.value)
 
@@ -72,12 +72,12 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     (program / "config" / "run.yaml").write_text(source)
     monkeypatch.chdir(program)
     with pytest.raises(LaunchError) as caught:
-        composed(launch())
+        compose(launch())
     fix = f"There is no some/config here, in {program}. Fix: ask from where it is launched."
     assert str(caught.value).endswith(fix)
     (program / "some" / "config").mkdir(parents=True)
     (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
-    assert composed(launch()) == {"x": 1}
+    assert compose(launch()) == {"x": 1}
 
 
 OVERRIDES = [
@@ -96,8 +96,8 @@ OVERRIDES = [
 
 def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside one that cannot be added, as it is there; of verl's own program also what becomes of a plus."""
-    with pytest.raises(UnknownKeys) as caught:
-        composed(launch(*OVERRIDES))
+    with pytest.raises(UnknownKeysError) as caught:
+        compose(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
     install = "or install the verl that the program is made for."
     assert str(caught.value).split("\n") == [
@@ -111,8 +111,8 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
     monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))
-    with pytest.raises(UnknownKeys) as caught:
-        composed(launch(*OVERRIDES[:3]))
+    with pytest.raises(UnknownKeysError) as caught:
+        compose(launch(*OVERRIDES[:3]))
     first, second = str(caught.value).split("\n")
     assert first.endswith(" Leave it out, or set trainer.total_epochs; with a + nothing of verl would read it.")
     assert second.endswith(" has no such key. Leave it out; verl refuses it with a + too.")
@@ -124,6 +124,6 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
 )
 def test_what_hydra_refuses_otherwise_is_in_its_words(override: str, said: str, program: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        composed(launch(override))
-    assert not isinstance(caught.value, UnknownKeys)
+        compose(launch(override))
+    assert not isinstance(caught.value, UnknownKeysError)
     assert said in str(caught.value)

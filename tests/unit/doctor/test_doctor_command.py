@@ -19,9 +19,9 @@ pytest.importorskip("verl")
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from recipe.offpolicy.doctor.bash.values import ScriptError
+from recipe.offpolicy.doctor.bash.shell_values import ScriptError
 from recipe.offpolicy.doctor.command import main
-from recipe.offpolicy.doctor.scripts import launch_of
+from recipe.offpolicy.doctor.scripts import find_launch
 from tests.support.applications import CONFIGS, NEEDED
 from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
 
@@ -166,7 +166,7 @@ def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.Mo
     def fail(*arguments: object) -> None:
         raise KeyError("first\nsecond")
 
-    monkeypatch.setattr("recipe.offpolicy.doctor.diagnosis.composed", fail)
+    monkeypatch.setattr("recipe.offpolicy.doctor.diagnosis.compose", fail)
     answer = ask("correction=gsm", *GIVEN)
     assert answer.status == 2
     assert "The doctor failed, which says nothing of the launch: KeyError" in answer.printed
@@ -463,16 +463,16 @@ def test_options_that_do_not_go_together(
 def test_one_of_several_launches(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH}\n\n{LAUNCH} c.d=2\n")
-    assert launch_of(script, [], line=3).arguments == ("a.b=1", "c.d=2")
+    assert find_launch(script, [], line=3).arguments == ("a.b=1", "c.d=2")
     with pytest.raises(ScriptError, match="no launch at line 2"):
-        launch_of(script, [], line=2)
+        find_launch(script, [], line=2)
 
 
 def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH}\n")
     with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
-        launch_of(script, ["c.d=2"])
+        find_launch(script, ["c.d=2"])
 
 
 COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
@@ -496,9 +496,9 @@ def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
     script.write_text(f"{LAUNCH} {words}\n")
     if arguments is None:  # the script hands nothing on
         with pytest.raises(ScriptError, match="does not reach the launch"):
-            launch_of(script, given)
+            find_launch(script, given)
     else:
-        assert list(launch_of(script, given).arguments) == ["a.b=1", *arguments]
+        assert list(find_launch(script, given).arguments) == ["a.b=1", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -513,14 +513,14 @@ def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[s
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} {words}\n")
     with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE behind --script {script}"):
-        launch_of(script, given)
+        find_launch(script, given)
 
 
 def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} $(make_it)\n")
     with pytest.raises(ScriptError, match="an override is not known") as caught:
-        launch_of(script, ["c.d=1"])
+        find_launch(script, ["c.d=1"])
     assert "VALUE" not in str(caught.value)
 
 
@@ -544,5 +544,5 @@ def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
 def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{call}\n")
-    launch = launch_of(script, [])
+    launch = find_launch(script, [])
     assert (launch.module, launch.arguments) == (module, ("a.b=1",))

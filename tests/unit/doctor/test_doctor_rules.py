@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, judged
+from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from recipe.offpolicy.main_offpolicy import prepare
 from tests.support.applications import NEEDED, application, changed
@@ -33,7 +33,7 @@ def bases() -> Iterator[dict[str, DictConfig]]:
 
 
 def diagnosed(module: str, config: DictConfig, overrides: tuple[str, ...] = ()) -> Diagnosis:
-    return judged(config, Launch(module, overrides), overrides)
+    return judge(config, Launch(module, overrides), overrides)
 
 
 def told(diagnosis: Diagnosis, case: Case) -> list[Any]:
@@ -191,7 +191,7 @@ def test_another_trainer_and_another_release_are_not_known(
 
 
 def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("verl_patches.contract", "recipe.offpolicy.doctor.seams"):
+    for module in ("verl_patches.contract", "recipe.offpolicy.doctor.contracts_in_source"):
         monkeypatch.setattr(f"{module}.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(OURS, bases[OURS])
     assert diagnosis.status == 2

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction import Problem
-from recipe.offpolicy.doctor.diagnosis import judged
+from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import opsm
@@ -135,13 +135,13 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(module: str, config: DictConfig, key: str) -> list[Problem]:
-    diagnosis = judged(changed(config, {}), Launch(module, ()))
+    diagnosis = judge(changed(config, {}), Launch(module, ()))
     return [problem for problem in diagnosis.problems if problem.key == key]
 
 
 def follow(module: str, config: DictConfig, key: str) -> None:
     problems = told(module, config, key)
-    assert problems, judged(config, Launch(module, ())).problems
+    assert problems, judge(config, Launch(module, ())).problems
     for problem in problems:
         assert problem.overrides, problem
         mended = with_overrides(config, problem.overrides)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
-from recipe.offpolicy.correction.mask_spec import Aggregate, MaskSpec, Ratio, Sign, When
+from recipe.offpolicy.correction.aggregates import AGGREGATES
+from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio, Sign, When
 from recipe.offpolicy.correction.weight_spec import WeightSpec
-from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.examples import at_most
 from tests.support.mended import with_overrides
@@ -37,7 +38,7 @@ def mended(mapping: dict[str, Any]) -> tuple[CorrectionSpec, int]:
         if (problem := refused(plain)) is None:
             return CorrectionSpec.from_mapping(plain), pastes
         assert problem.overrides, str(problem)
-        config = with_overrides(config, own_keys_for_us(problem.overrides))
+        config = with_overrides(config, force_own_keys(problem.overrides))
         left: Any = OmegaConf.to_container(config.correction)
         assert repr(left) != repr(plain), f"{problem}: {problem.pasted} changes nothing"
     raise AssertionError(f"still malformed after {MOST_PASTES} pastes: {OmegaConf.to_container(config)}")
@@ -158,7 +159,7 @@ MASKS = st.fixed_dictionaries(
     LEVELS,
     optional={
         "ratio": _options(Ratio),
-        "aggregate": _options(Aggregate),
+        "aggregate": st.sampled_from(sorted(AGGREGATES)),
         "when": _options(When),
         "sign": _options(Sign),
         "lower": VALUES,

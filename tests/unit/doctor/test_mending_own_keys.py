@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.preflight.checks import spec_of
-from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
-from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM
 from tests.support.mended import with_overrides
@@ -105,15 +105,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
     changes, expected = REFUSED[name]
     config = changed(base, changes)
-    assert list(own_keys(config, spec_of(config))), "nothing is refused"
+    assert list(check_own_keys(config, read_spec(config))), "nothing is refused"
     for _ in range(4):
-        found = list(own_keys(config, spec_of(config)))
+        found = list(check_own_keys(config, read_spec(config)))
         if not found:
             break
         assert all(problem.overrides for problem in found), found
         proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
-        config = with_overrides(config, own_keys_for_us(proposed))
-    assert list(own_keys(config, spec_of(config))) == []
+        config = with_overrides(config, force_own_keys(proposed))
+    assert list(check_own_keys(config, read_spec(config))) == []
     plain: Any = {key: OmegaConf.select(config, key) for key in expected}
     assert {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in plain.items()} == expected
 
@@ -124,6 +124,6 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
 )
 def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value: Any, base: DictConfig) -> None:
     """An empty mapping in its place would switch off in silence what is shipped."""
-    (problem,) = own_keys(changed(base, {key: value}), spec_of(base))
+    (problem,) = check_own_keys(changed(base, {key: value}), read_spec(base))
     assert problem.overrides == ()
     assert problem.fix.startswith("Remove this override")

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
-from recipe.offpolicy.preflight.checks.offpolicy_keys import own_keys
-from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.recording.settings import problems
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.mended import with_overrides
@@ -75,7 +75,7 @@ def test_what_is_malformed_is_told_and_mended(name: str) -> None:
     given, key, value, overrides = MALFORMED[name]
     problem = malformed(given)
     assert (problem.key, problem.value, list(problem.overrides)) == (key, value, overrides)
-    config = with_overrides(OmegaConf.create({"correction": {"proximal": None, **given}}), own_keys_for_us(overrides))
+    config = with_overrides(OmegaConf.create({"correction": {"proximal": None, **given}}), force_own_keys(overrides))
     mended: Any = OmegaConf.to_container(config.correction)
     CorrectionSpec.from_mapping(mended if mended["proximal"] else {k: v for k, v in mended.items() if k != "proximal"})
 
@@ -123,7 +123,7 @@ def test_unknown_alarms_and_recording_keys_are_taken_away() -> None:
             "correction": {"weight": None, "masks": {}},
         }
     )
-    found = {problem.key: problem.overrides for problem in own_keys(config, CorrectionSpec())}
+    found = {problem.key: problem.overrides for problem in check_own_keys(config, CorrectionSpec())}
     assert found["offpolicy.alarms.foo"] == ("~offpolicy.alarms.foo",)
     assert found["offpolicy.record.dri"] == ("~offpolicy.record.dri",)
 

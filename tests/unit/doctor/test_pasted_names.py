@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.verl_keys.former_names import former_names
-from recipe.offpolicy.preflight.verl_keys.router_replay import router_replay
+from recipe.offpolicy.preflight.verl_keys.former_names import check_former_names
+from recipe.offpolicy.preflight.verl_keys.router_replay import check_router_replay
 from tests.support.mended import with_overrides
 from verl_patches.execution_path import LivePath
 
@@ -40,10 +40,10 @@ OF_VERL = {"_target_": "verl.workers.config.RouterReplayConfig", "mode": "R2"}
 )
 def test_a_router_replay_that_nothing_reads(actor: dict[str, Any], path: LivePath, overrides: list[str]) -> None:
     config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {}}, "algorithm": {}})
-    found = list(router_replay(config, CorrectionSpec(), path))
+    found = list(check_router_replay(config, CorrectionSpec(), path))
     proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
     assert proposed == overrides
-    assert list(router_replay(with_overrides(config, proposed), CorrectionSpec(), path)) == []
+    assert list(check_router_replay(with_overrides(config, proposed), CorrectionSpec(), path)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_router_replay_that_nothing_reads(actor: dict[str, Any], path: LivePat
 )
 def test_former_names_move_with_their_values(algorithm: dict[str, Any], overrides: list[str]) -> None:
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": None}} | algorithm})
-    found = list(former_names(config, CorrectionSpec()))
+    found = list(check_former_names(config, CorrectionSpec()))
     assert [each for problem in found for each in problem.overrides] == overrides
     mended = with_overrides(config, overrides)
-    assert list(former_names(mended, CorrectionSpec())) == []
+    assert list(check_former_names(mended, CorrectionSpec())) == []

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.programs import LARGEST, answer_of, is_lookup, output_of
+from recipe.offpolicy.doctor.bash.programs import LARGEST, is_lookup, run_lookup, run_program
 from recipe.offpolicy.doctor.bash.script import read_script
-from recipe.offpolicy.doctor.bash.values import Field, Unknown
+from recipe.offpolicy.doctor.bash.shell_values import Field, Unknown
 
 
 def word(folder: Path, source: str) -> Field:
@@ -46,7 +46,7 @@ def test_programs_beside_a_script_are_not_called(tmp_path: Path, monkeypatch: py
 def test_modules_are_found_where_the_doctor_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in_a_checkout.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = answer_of("import importlib.util; print(importlib.util.find_spec('in_a_checkout').origin)")
+    found = run_lookup("import importlib.util; print(importlib.util.find_spec('in_a_checkout').origin)")
     assert found == (f"{tmp_path / 'in_a_checkout.py'}\n", True)
 
 
@@ -62,14 +62,14 @@ def test_a_program_that_waits_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("recipe.offpolicy.doctor.bash.programs._SECONDS", 0.2)
     os.mkfifo(tmp_path / "pipe")
     started = time.monotonic()
-    assert output_of(["cat", "pipe"], tmp_path, "") is None
+    assert run_program(["cat", "pipe"], tmp_path, "") is None
     assert time.monotonic() - started < 60
 
 
 def test_as_much_as_is_read_is_known(tmp_path: Path) -> None:
-    assert output_of(["head", "-c", str(LARGEST), "/dev/zero"], tmp_path, "") == ("\0" * LARGEST, True)
-    assert output_of(["head", "-c", str(LARGEST + 1), "/dev/zero"], tmp_path, "") is None
-    assert output_of(["grep", "-c", "b", "-"], tmp_path, "a\n") == ("0\n", False)
+    assert run_program(["head", "-c", str(LARGEST), "/dev/zero"], tmp_path, "") == ("\0" * LARGEST, True)
+    assert run_program(["head", "-c", str(LARGEST + 1), "/dev/zero"], tmp_path, "") is None
+    assert run_program(["grep", "-c", "b", "-"], tmp_path, "a\n") == ("0\n", False)
 
 
 @pytest.mark.parametrize(

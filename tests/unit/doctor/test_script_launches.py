@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.values import ScriptError
-from recipe.offpolicy.doctor.scripts import launch_of
+from recipe.offpolicy.doctor.bash.shell_values import ScriptError
+from recipe.offpolicy.doctor.scripts import find_launch
 
 LAUNCH = "python3 -m verl.trainer.main_ppo"
 COUNTED = f"ngpu=$1; shift\n{LAUNCH} trainer.n_gpus_per_node=$ngpu"
@@ -21,7 +21,7 @@ def script(tmp_path: Path) -> Path:
 def refused(script: Path, source: str, *arguments: str) -> str:
     script.write_text(source)
     with pytest.raises(ScriptError) as caught:
-        launch_of(script, list(arguments))
+        find_launch(script, list(arguments))
     return str(caught.value).removeprefix(f"{script}")
 
 
@@ -43,7 +43,7 @@ def test_arguments_that_a_script_takes_itself(
     source: str, given: list[str], arguments: list[str], script: Path
 ) -> None:
     script.write_text(f"{source}\n")
-    assert list(launch_of(script, given).arguments) == arguments
+    assert list(find_launch(script, given).arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ fi
         "not run (line 1). Fix: put DEVICE=VALUE in front of the command."
     )
     monkeypatch.setenv("DEVICE", "gpu")
-    assert launch_of(script, []).arguments == ("a.b=3", "c.d=4", "e.f=1")
+    assert find_launch(script, []).arguments == ("a.b=3", "c.d=4", "e.f=1")
 
 
 def test_each_cause_has_its_own_fix(script: Path) -> None:
@@ -92,7 +92,7 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
     assert said == (
         ", line 2: 4 overrides are not known (a.b, c.d, e.f, g.h): it depends on what `count` says, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
-        "empty, and give the script's arguments behind --script FILE, and to look at the launch with values of yours, "
+        "empty, and give the script's arguments behind --script FILE, and to check the launch with values of your own, "
         f"add a.b=VALUE e.f=VALUE behind --script {script}."
     )
 
@@ -132,4 +132,4 @@ def test_a_script_that_ends_before_its_launch(before: str, said: str, script: Pa
 def test_a_loop_that_is_left_does_not_end_the_script(script: Path) -> None:
     source = f"for i in 1 2; do\n if make_it; then break; else exit 1; fi\ndone\n{LAUNCH} a.b=1\n"
     script.write_text(source)
-    assert launch_of(script, []).arguments == ("a.b=1",)
+    assert find_launch(script, []).arguments == ("a.b=1",)

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("verl")
 
-from recipe.offpolicy.doctor.seams import hold, holds_in_source
-from recipe.offpolicy.doctor.source import HydraMain, hydra_main
-from recipe.offpolicy.preflight.checks.module_source import source_of
+from recipe.offpolicy.doctor.contracts_in_source import check_contracts, holds_in_source
+from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
+from recipe.offpolicy.preflight.checks.module_source import find_source
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError, installed_release
 
@@ -31,7 +31,7 @@ def test_another_signature_is_seen_and_left_to_the_import(seam: Contract) -> Non
     moved = replace(seam, signature=f"{seam.signature[:-1]}, more)")
     assert not holds_in_source(moved)
     with pytest.raises(PatchError, match="has moved"):
-        hold([seam, moved])
+        check_contracts([seam, moved])
 
 
 def test_a_key_that_is_gone_is_seen() -> None:
@@ -40,36 +40,36 @@ def test_a_key_that_is_gone_is_seen() -> None:
     assert holds_in_source(loss)
     assert not holds_in_source(gone)
     with pytest.raises(PatchError, match="no_such_key"):
-        hold([gone])
+        check_contracts([gone])
 
 
 def test_a_target_that_is_gone_is_seen() -> None:
     gone = replace(HERE[0], target=f"{HERE[0].target}_not")
     assert not holds_in_source(gone)
     with pytest.raises(PatchError, match="nothing of that name"):
-        hold([gone])
+        check_contracts([gone])
 
 
 def test_another_release_is_left_to_the_import() -> None:
     other = replace(HERE[0], releases="==0.1.0")
     assert not holds_in_source(other)
     with pytest.raises(PatchError, match=r"was tested with verl==0\.1\.0"):
-        hold([other])
+        check_contracts([other])
 
 
 def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
     """A name that the source binds nowhere is no proof that it is not there."""
     made = Contract("made", "verl.workers.utils.losses:get_policy_loss_fn", None, "verl", HERE[0].releases)
     assert not holds_in_source(made), "imported there from elsewhere"
-    hold([made])
+    check_contracts([made])
 
 
 def test_programs_are_found_without_importing_them() -> None:
-    path = source_of("verl.trainer.main_ppo")
+    path = find_source("verl.trainer.main_ppo")
     assert path is not None
-    assert hydra_main(path) == HydraMain(path, "config", "ppo_trainer")
-    assert source_of("verl.trainer.no_such") is None
-    assert source_of("no_such_package.x") is None
-    folder = source_of("recipe.offpolicy.doctor")
+    assert read_hydra_main(path) == HydraMain(path, "config", "ppo_trainer")
+    assert find_source("verl.trainer.no_such") is None
+    assert find_source("no_such_package.x") is None
+    folder = find_source("recipe.offpolicy.doctor")
     assert folder is not None
     assert folder.name == "__main__.py"

@@ -82,11 +82,11 @@ def test_problems_name_key_reason_and_fix(overrides: list[str], key: str, said: 
 
 def test_a_reader_of_pi_old_makes_auto_a_recompute() -> None:
     with application("correction=opsm_slime", *ONE_STEP, *NEEDED) as config:
-        assert old_log_prob.choose(config).proximal in ("reuse", "recompute")
+        assert old_log_prob.choose_proximal(config).proximal in ("reuse", "recompute")
     for reads, expected in ((False, "reuse"), (True, "recompute")):
         given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token", *ONE_STEP]
         with application(*given, *NEEDED) as config:
-            reasons = [*old_log_prob._read_before_the_loss(config)]
+            reasons = [*old_log_prob._find_early_readers(config)]
         assert (reasons == ["the extension one reads it"]) == (expected == "recompute")
 
 

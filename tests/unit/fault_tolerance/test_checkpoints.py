@@ -16,9 +16,10 @@ from recipe.offpolicy.fault_tolerance.checkpoints import (
     SAVING,
     TRACKER,
     CheckpointError,
-    before_loading,
-    changes,
-    saving,
+    check_before_loading,
+    find_changes,
+    guard_save,
+    write_json,
 )
 
 TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
@@ -50,7 +51,7 @@ def save(folder: Path, step: int, *, until: str = "", spec: CorrectionSpec = SPE
 
     checkpoint = folder / f"global_step_{step}"
     try:
-        with saving(config(folder, **trainer), step, spec):
+        with guard_save(config(folder, **trainer), step, spec):
             writes("actor", checkpoint / "actor" / "model.pt", f"weights of {step}")
             writes("data", checkpoint / "data.pt", "")
             writes("tracker", folder / TRACKER, str(step))
@@ -61,7 +62,7 @@ def save(folder: Path, step: int, *, until: str = "", spec: CorrectionSpec = SPE
 
 def to_resume(folder: Path, **trainer: Any) -> str:
     """What verl resumes afterwards, by its own rule."""
-    before_loading(config(folder, **trainer), SPEC)
+    check_before_loading(config(folder, **trainer), SPEC)
     return (folder / TRACKER).read_text()
 
 
@@ -88,14 +89,14 @@ def test_ended_in_the_midst_the_previous_one_is_resumed(
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
     assert "checkpoint of step 4 was cut short; resuming step 2" in caplog.text
-    before_loading(by_path(tmp_path, 2), SPEC)
+    check_before_loading(by_path(tmp_path, 2), SPEC)
 
 
 def test_what_was_cut_short_cannot_be_asked_for_by_path(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4, until="data")
     with pytest.raises(CheckpointError, match=r"global_step_4: its writing was cut short.*global_step_2 is whole"):
-        before_loading(by_path(tmp_path, 4), SPEC)
+        check_before_loading(by_path(tmp_path, 4), SPEC)
 
 
 def test_ended_after_verl_named_it_the_new_one_is_resumed(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
     save(tmp_path, 4, until="data")
     with pytest.raises(CheckpointError, match=r"no other checkpoint is known to be whole.*resume_mode=disable"):
         to_resume(tmp_path)
-    before_loading(config(tmp_path, resume_mode="disable"), SPEC)
+    check_before_loading(config(tmp_path, resume_mode="disable"), SPEC)
 
 
 def test_a_tracker_without_a_number_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,13 +142,13 @@ def test_a_checkpoint_that_was_deleted_is_not_resumed(tmp_path: Path) -> None:
 def test_the_first_one_ended_in_the_midst(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 2, until="data")
     with caplog.at_level(logging.WARNING):
-        before_loading(config(tmp_path), SPEC)
+        check_before_loading(config(tmp_path), SPEC)
     assert "training begins anew" in caplog.text
 
 
 def test_a_new_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        before_loading(config(tmp_path / "not there"), SPEC)
+        check_before_loading(config(tmp_path / "not there"), SPEC)
     assert caplog.text == ""
 
 
@@ -166,7 +167,7 @@ def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFix
         {"weight": TIS["weight"] | {"upper": 3.0}, "masks": {"gsm": masks["gsm"] | {"when": "any"}}}
     )
     with pytest.raises(CheckpointError) as stopped:
-        before_loading(config(tmp_path), wider)
+        check_before_loading(config(tmp_path), wider)
     message = str(stopped.value)
     assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in message
     assert "correction.masks.gsm.lower: not there in the checkpoint, 0.99 now" in message
@@ -175,13 +176,15 @@ def test_a_changed_correction_stops(tmp_path: Path, caplog: pytest.LogCaptureFix
     allowed = config(tmp_path)
     allowed.offpolicy.resume_changed_correction = True
     with caplog.at_level(logging.WARNING):
-        before_loading(allowed, wider)
+        check_before_loading(allowed, wider)
     assert "correction.weight.upper: 2.0 in the checkpoint, 3.0 now" in caplog.text
 
 
 def test_to_none_and_back_is_a_change() -> None:
-    assert "correction.weight: not there in the checkpoint, null now" in changes(SPEC.to_mapping(), NONE.to_mapping())
-    assert changes(NONE.to_mapping(), NONE.to_mapping()) == []
+    assert "correction.weight: not there in the checkpoint, null now" in find_changes(
+        SPEC.to_mapping(), NONE.to_mapping()
+    )
+    assert find_changes(NONE.to_mapping(), NONE.to_mapping()) == []
 
 
 def test_a_checkpoint_of_another_run_cannot_be_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +199,7 @@ def test_what_is_saved_asynchronously_is_not_called_complete(tmp_path: Path) -> 
     save(tmp_path, 2)
     asynchronous = config(tmp_path)
     asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
-    with saving(asynchronous, 4, SPEC):
+    with guard_save(asynchronous, 4, SPEC):
         (tmp_path / "global_step_4").mkdir()
     assert (tmp_path / TRACKER).read_text() == "2"
     (tmp_path / TRACKER).write_text("")
@@ -214,7 +217,7 @@ def test_the_previous_one_is_kept_while_the_next_is_written(
     tmp_path: Path, keys: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = config(tmp_path, **keys)
-    with caplog.at_level(logging.WARNING), saving(run, 2, SPEC):
+    with caplog.at_level(logging.WARNING), guard_save(run, 2, SPEC):
         assert run.trainer.max_actor_ckpt_to_keep == run.trainer.max_critic_ckpt_to_keep == 2
         assert not run.trainer.get("remove_previous_ckpt_in_save")
     assert "two checkpoints are kept" in caplog.text
@@ -222,14 +225,14 @@ def test_the_previous_one_is_kept_while_the_next_is_written(
 
 def test_more_than_one_to_keep_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = config(tmp_path, max_actor_ckpt_to_keep=3, max_critic_ckpt_to_keep=None)
-    with caplog.at_level(logging.WARNING), saving(run, 2, SPEC):
+    with caplog.at_level(logging.WARNING), guard_save(run, 2, SPEC):
         assert (run.trainer.max_actor_ckpt_to_keep, run.trainer.max_critic_ckpt_to_keep) == (3, None)
     assert caplog.text == ""
 
 
 def test_an_error_in_the_save_leaves_the_mark(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    with pytest.raises(OSError, match="disk full"), saving(config(tmp_path), 4, SPEC):
+    with pytest.raises(OSError, match="disk full"), guard_save(config(tmp_path), 4, SPEC):
         raise OSError("disk full")
     assert to_resume(tmp_path) == "2"
     assert not (tmp_path / "global_step_4" / RECORD).exists()
@@ -239,12 +242,12 @@ def test_what_is_saved_asynchronously_is_whole_once_verl_names_it(tmp_path: Path
     save(tmp_path, 2)
     asynchronous = config(tmp_path)
     asynchronous.actor_rollout_ref = {"actor": {"checkpoint": {"async_save": True}}}
-    with saving(asynchronous, 4, SPEC):
+    with guard_save(asynchronous, 4, SPEC):
         (tmp_path / "global_step_4").mkdir()
     with pytest.raises(CheckpointError, match="cut short"):
-        before_loading(by_path(tmp_path, 4), SPEC)
+        check_before_loading(by_path(tmp_path, 4), SPEC)
     (tmp_path / TRACKER).write_text("4")
-    before_loading(by_path(tmp_path, 4), SPEC)
+    check_before_loading(by_path(tmp_path, 4), SPEC)
     assert to_resume(tmp_path) == "4"
 
 
@@ -255,3 +258,15 @@ def test_a_checkpoint_whose_weights_verl_has_deleted_is_not_resumed(tmp_path: Pa
     for weights in (tmp_path / "global_step_4" / "actor").iterdir():
         weights.unlink()
     assert to_resume(tmp_path) == "2"
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_json(path, {"b": 1, "a": [None, "x"]}, mode=0o600)
+    assert json.loads(path.read_text()) == {"a": [None, "x"], "b": 1}
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.fault_tolerance.watchdog import NAMES, Phases, Watchdog, WatchdogError, problems, watch
+from recipe.offpolicy.fault_tolerance.watchdog import NAMES, Phases, Watchdog, WatchdogError, find_problems, watch
 from tests.support.paths import ROOT
 
 HANGS = 300.0
@@ -45,26 +45,26 @@ def config(**settings: Any) -> DictConfig:
 def test_a_phase_is_overdue_from_its_own_beginning() -> None:
     clock = Clock()
     phases = Phases({"rollout": 50.0}, 20.0, clock)
-    with phases.inside("rollout"):
+    with phases.enter("rollout"):
         # A rollout that fails and is asked for again goes in and out of other phases all the time.
         for _ in range(6):
             clock.now += 9.0
-            with phases.inside("engine_sleep"):
+            with phases.enter("engine_sleep"):
                 pass
-        sentence = phases.overdue()
+        sentence = phases.describe_overdue()
     assert sentence is not None
     assert "rollout is stuck: it has taken 54 s and may take 50 s" in sentence
     assert "offpolicy.watchdog.phase_timeouts.rollout" in sentence
-    assert phases.overdue() is None
+    assert phases.describe_overdue() is None
 
 
 def test_the_inner_phase_is_named_first() -> None:
     clock = Clock()
     phases = Phases({}, 20.0, clock)
-    with phases.inside("validation"), phases.inside("rollout"):
+    with phases.enter("validation"), phases.enter("rollout"):
         clock.now += 21.0
-        sentence = phases.overdue()
-        assert phases.current() == [("validation", 21.0), ("rollout", 21.0)]
+        sentence = phases.describe_overdue()
+        assert phases.list_current() == [("validation", 21.0), ("rollout", 21.0)]
     assert sentence is not None
     assert "rollout is stuck: it has taken 21 s within validation" in sentence
     assert "raise offpolicy.watchdog.step_timeout" in sentence
@@ -74,23 +74,23 @@ def test_the_time_between_phases_counts() -> None:
     clock = Clock()
     phases = Phases({}, 20.0, clock)
     clock.now += 15.0
-    with phases.inside("rollout"):
+    with phases.enter("rollout"):
         pass
     clock.now += 15.0
-    assert phases.overdue() is None
+    assert phases.describe_overdue() is None
     clock.now += 6.0
-    assert "between_phases is stuck" in str(phases.overdue())
+    assert "between_phases is stuck" in str(phases.describe_overdue())
 
 
 def test_no_limit_is_any_time() -> None:
     clock = Clock()
     phases = Phases({"rollout": None}, 20.0, clock)
-    with phases.inside("rollout"):
+    with phases.enter("rollout"):
         clock.now += 1e6
-        assert phases.overdue() is None
+        assert phases.describe_overdue() is None
     unlimited = Phases({"rollout": 5.0}, None, clock)
     clock.now += 1e6
-    assert unlimited.overdue() is None
+    assert unlimited.describe_overdue() is None
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_other_errors_are_left_alone(started: Callable[..., Watchdog]) -> None:
     watchdog = started(Phases({}, 60.0, Clock()))
     with pytest.raises(KeyError, match="mine"), watchdog.phase("rollout"):
         raise KeyError("mine")
-    assert watchdog.phases.current()[0][0] == "between_phases"
+    assert watchdog.phases.list_current()[0][0] == "between_phases"
 
 
 class Manager:
@@ -263,7 +263,7 @@ def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
         now = 0.0
         watchdog = Watchdog(Phases({}, 60.0, lambda: now), poll=0.05, grace=0.5)
         watchdog.start()
-        with watchdog.phases.inside("checkpoint"):
+        with watchdog.phases.enter("checkpoint"):
             while True:
                 try:
                     now = 600.0
@@ -333,11 +333,11 @@ def test_the_phases_of_a_step_are_watched_on_each_trainer(version: str) -> None:
 
 
 def test_problems_name_key_value_and_fix() -> None:
-    assert list(problems(config())) == []
-    assert list(problems(config(step_timeout=None, poll=None, phase_timeouts={"rollout": None}))) == []
+    assert list(find_problems(config())) == []
+    assert list(find_problems(config(step_timeout=None, poll=None, phase_timeouts={"rollout": None}))) == []
     keys = {
         problem.key: problem.advice
-        for problem in problems(
+        for problem in find_problems(
             config(step_timeout=0, poll="often", phase_timeouts={"rolout": 5, "rollout": True}, patience=3)
         )
     }
@@ -347,8 +347,8 @@ def test_problems_name_key_value_and_fix() -> None:
         for key in ("step_timeout", "poll", "phase_timeouts.rolout", "phase_timeouts.rollout", "patience")
     }
     assert "rollout" in keys[f"{prefix}phase_timeouts.rolout"]
-    assert [problem.key for problem in problems(config(phase_timeouts=3))] == [f"{prefix}phase_timeouts"]
-    assert [problem.key for problem in problems(OmegaConf.create({"offpolicy": {"watchdog": None}}))] == [
+    assert [problem.key for problem in find_problems(config(phase_timeouts=3))] == [f"{prefix}phase_timeouts"]
+    assert [problem.key for problem in find_problems(OmegaConf.create({"offpolicy": {"watchdog": None}}))] == [
         "offpolicy.watchdog"
     ]
     assert "between_phases" in NAMES

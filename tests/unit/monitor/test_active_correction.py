@@ -13,9 +13,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import Steering, differences
-from recipe.offpolicy.monitor.alarms.panel import AlarmError
+from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.histogram import histogram
 from tests.support.corrections import TIS, band, spec
@@ -109,14 +109,14 @@ def test_a_stop_goes_through() -> None:
 
 def saved(folder: Path, made: Steering) -> None:
     """A checkpoint of step 4, written while ``made`` decided."""
-    with saving(config(folder), 4, CONFIGURED, made.state()):
+    with guard_save(config(folder), 4, CONFIGURED, made.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
 
 def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> Steering:
     """As the trainers do it."""
-    state = before_loading(made, correction, partial(differences, made))
+    state = check_before_loading(made, correction, partial(differences, made))
     steering = Steering(correction, made)
     if state is not None:
         steering.restore(state)
@@ -263,7 +263,7 @@ def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: 
 
 
 def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:
-    with saving(config(tmp_path), 4, CONFIGURED):
+    with guard_save(config(tmp_path), 4, CONFIGURED):
         (tmp_path / "global_step_4").mkdir(parents=True)
     plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
     assert resumed(plain).spec == CONFIGURED

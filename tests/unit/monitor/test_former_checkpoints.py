@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.fault_tolerance.checkpoints import before_loading
+from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.histogram import measured
@@ -56,7 +56,7 @@ def config(folder: str) -> DictConfig:
 
 def resumed(folder: str) -> Steering:
     made = config(folder)
-    state = before_loading(made, CONFIGURED, partial(differences, made))
+    state = check_before_loading(made, CONFIGURED, partial(differences, made))
     assert state is not None
     steering = Steering(CONFIGURED, made)
     steering.restore(state)

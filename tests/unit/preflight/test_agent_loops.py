@@ -8,8 +8,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem
-from recipe.offpolicy.preflight.checks.agent_loop_source import log_probs_of
-from recipe.offpolicy.preflight.checks.agent_loops import agent_loops
+from recipe.offpolicy.preflight.checks.agent_loop_source import find_log_probs
+from recipe.offpolicy.preflight.checks.agent_loops import check_agent_loops
 from tests.support.corrections import GSM, spec
 
 HEAD = "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput\n"
@@ -75,12 +75,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_the_source_of_a_loop_shows(name: str, module: Path) -> None:
     source, seen = SOURCES[name]
     module.write_text(f"raise SystemExit\n{source}\n" if name != "not Python" else source)
-    assert log_probs_of("of_mine.loop.Loop").log_probs == seen
+    assert find_log_probs("of_mine.loop.Loop").log_probs == seen
 
 
 def test_where_it_is_left_out_is_told(module: Path) -> None:
     module.write_text(f"{HEAD}\nclass Loop(AgentLoopBase):\n  def run(self):\n    return {WITHOUT}\n")
-    assert log_probs_of("of_mine.loop.Loop").where == f"{module}, line 5"
+    assert find_log_probs("of_mine.loop.Loop").where == f"{module}, line 5"
 
 
 def config(**agent: object) -> DictConfig:
@@ -90,7 +90,7 @@ def config(**agent: object) -> DictConfig:
 
 
 def problems(agent: DictConfig, correction: CorrectionSpec = MASKED) -> list[Problem]:
-    return list(agent_loops(agent, correction))
+    return list(check_agent_loops(agent, correction))
 
 
 def listed(folder: Path, *names: str) -> str:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, lines, select
+from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, format_selection, select
 from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setup
 
 PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
@@ -117,7 +117,7 @@ def test_advice() -> None:
 
 def test_a_decision_a_line() -> None:
     selection = Selection(("tis_token",), ("one.", "two."), (), ("three.",))
-    assert list(lines(selection)) == [
+    assert list(format_selection(selection)) == [
         "correction=auto is correction=[tis_token]:",
         "  one.",
         "  two.",

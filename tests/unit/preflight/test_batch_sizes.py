@@ -1,4 +1,4 @@
-"""Rows that cannot be dealt evenly: by hand, and with values that divide."""
+"""Rows that cannot be split evenly: by hand, and with values that divide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from recipe.offpolicy.preflight.checks.batch_sizes import data_parallel_ranks, uneven_micro_batches
+from recipe.offpolicy.preflight.checks.batch_sizes import check_micro_batches, count_data_parallel_ranks
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import TIS, spec
 
@@ -28,7 +28,7 @@ def base() -> Iterator[DictConfig]:
 
 def found(base: DictConfig, changes: dict[str, Any], **correction: Any) -> dict[str, tuple[str, ...]]:
     config = changed(base, changes)
-    return {p.key: p.overrides for p in uneven_micro_batches(config, correction.get("spec", spec(TIS)))}
+    return {p.key: p.overrides for p in check_micro_batches(config, correction.get("spec", spec(TIS)))}
 
 
 def test_what_divides_passes(base: DictConfig) -> None:
@@ -94,4 +94,4 @@ def test_ranks_that_do_not_divide_a_mini_batch(base: DictConfig) -> None:
     ],
 )
 def test_data_parallel_ranks(base: DictConfig, changes: dict[str, Any], ranks: int | None) -> None:
-    assert data_parallel_ranks(changed(base, changes)) == ranks
+    assert count_data_parallel_ranks(changed(base, changes)) == ranks

@@ -12,9 +12,9 @@ from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight import base_loss_probe
 from recipe.offpolicy.preflight.base_loss_probe import probe
-from recipe.offpolicy.preflight.checks import REMARKS, null_sections, spec_of, unresolved_interpolations
-from recipe.offpolicy.preflight.examination import found_by, run_checks
-from recipe.offpolicy.preflight.verl_keys.keys import changes
+from recipe.offpolicy.preflight.checks import REMARKS, find_null_sections, find_unresolved_interpolations, read_spec
+from recipe.offpolicy.preflight.examination import collect_problems, run_checks
+from recipe.offpolicy.preflight.verl_keys.keys import find_changed_keys
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, TIS
 
@@ -343,7 +343,7 @@ def test_a_malformed_correction_stops_before_the_checks(changes: dict[str, Any],
 
 
 def test_interpolations_are_resolved(base: DictConfig) -> None:
-    weight = spec_of(changed(base, {"cap": 3.0, "correction.weight.upper": "${cap}"})).weight
+    weight = read_spec(changed(base, {"cap": 3.0, "correction.weight.upper": "${cap}"})).weight
     assert weight is not None
     assert weight.upper == 3.0
 
@@ -354,27 +354,27 @@ def test_a_configuration_without_the_group(base: DictConfig) -> None:
     with open_dict(config):
         del config["correction"]
     with pytest.raises(SpecError, match="Set correction=none"):
-        spec_of(config)
+        read_spec(config)
 
 
 def test_a_section_of_nothing_is_named() -> None:
     """Once, and not by each section below."""
     config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
-    found = {problem.key: problem.value for problem in null_sections(config)}
+    found = {problem.key: problem.value for problem in find_null_sections(config)}
     assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
 
 
 @pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])
 def test_keys_made_of_an_interpolation_of_nothing_are_not_blamed(name: str) -> None:
     config = OmegaConf.create({"a": {"folder": "runs/${name}", "other": "${oc.select:name,x}"}, "name": name})
-    assert [problem.key for problem in unresolved_interpolations(config)] == ["name"]
+    assert [problem.key for problem in find_unresolved_interpolations(config)] == ["name"]
 
 
 def test_what_verl_ships_counts_as_not_set(base: DictConfig) -> None:
     """The defaults that the check compares with are those of the installed verl."""
-    assert changes(base) == {}
+    assert find_changed_keys(base) == {}
     assert set(base.algorithm.rollout_correction) > {"rollout_is", "rollout_rs", "bypass_mode"}
-    assert changes(changed(base, {f"{VERL}.rollout_is": "token"})) == {"rollout_is": "token"}
+    assert find_changed_keys(changed(base, {f"{VERL}.rollout_is": "token"})) == {"rollout_is": "token"}
 
 
 def test_verl_itself_must_be_where_it_was(base: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_bounds_that_leave_out_agreement_stop(base: DictConfig, changes: dict[st
 @pytest.mark.parametrize(("upper", "said"), [(10.0, False), (10.5, True), (None, True)])
 def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: bool) -> None:
     config = changed(base, {"correction.weight.upper": upper})
-    lines = list(map(str, found_by(REMARKS, config, run_checks(config))))
+    lines = list(map(str, collect_problems(REMARKS, config, run_checks(config))))
     assert bool(lines) is said
     assert all("correction.weight.upper" in line for line in lines)
 

@@ -10,9 +10,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.monitor.alarms.settings import settings_of
+from recipe.offpolicy.monitor.alarms.settings import read_settings
 from recipe.offpolicy.preflight.fallbacks import check, resolve
-from recipe.offpolicy.preflight.old_log_prob import correction_of
+from recipe.offpolicy.preflight.old_log_prob import read_correction
 from tests.support.applications import NEEDED, application, changed, without_verl
 from tests.support.corrections import GSM, TIS
 
@@ -39,7 +39,7 @@ def refused(folder: Path, *overrides: str) -> str:
 
 def test_a_stack_is_composed_from_its_files(folder: Path) -> None:
     config = resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,gsm]", "correction.masks.gsm.upper=1.5")
-    alarm = settings_of(config)["ess"]
+    alarm = read_settings(config)["ess"]
     # The override is of the configured correction.
     assert alarm.fallback == CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}})
     assert alarm.options == ("tis_token", "gsm")
@@ -47,7 +47,7 @@ def test_a_stack_is_composed_from_its_files(folder: Path) -> None:
 
 
 def test_one_name_needs_no_list(folder: Path) -> None:
-    alarm = settings_of(resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token"))["ess"]
+    alarm = read_settings(resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token"))["ess"]
     assert alarm.fallback == CorrectionSpec.from_mapping({"weight": TIS})
 
 
@@ -55,7 +55,7 @@ def test_what_is_said_of_the_rollout_holds_for_the_fallback(folder: Path) -> Non
     allowed = resolved(
         folder, "correction=gsm", f"{KEY}.fallback=tis_token", "correction.allow_truncated_sampling=true"
     )
-    fallback = settings_of(allowed)["ess"].fallback
+    fallback = read_settings(allowed)["ess"].fallback
     assert fallback is not None
     assert fallback.allow_truncated_sampling
 
@@ -98,7 +98,7 @@ GSM_SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
 def checked(config: DictConfig) -> list[dict[str, Any]]:
     """The corrections that the start-up checks are asked about."""
     seen: list[Any] = []
-    spec = CorrectionSpec.from_mapping(correction_of(config))
+    spec = CorrectionSpec.from_mapping(read_correction(config))
     check(config, spec, lambda other: seen.append(OmegaConf.to_container(other.correction)))
     return seen
 

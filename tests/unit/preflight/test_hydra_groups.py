@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.hydra_groups import (
     AUTO,
     EMPTY,
     check_stack,
-    chosen_options,
-    option_values,
-    own_keys_for_us,
-    recomposed,
+    force_own_keys,
+    load_option,
+    read_chosen_options,
+    recompose,
 )
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, opsm
@@ -55,15 +55,15 @@ def deltas(*options: str) -> list[str]:
 def test_each_option_alone(option: str, folder: Path) -> None:
     """The defaults are the published ones: 2.0, 5.0 and [0.99, 1.01]."""
     with application(f"correction={option}", *deltas(option), folder=folder) as config:
-        assert chosen_options() == [option]
-        check_stack(chosen_options())
-        assert spec_of(config) == CorrectionSpec.from_mapping(EXPECTED[option])
+        assert read_chosen_options() == [option]
+        check_stack(read_chosen_options())
+        assert read_spec(config) == CorrectionSpec.from_mapping(EXPECTED[option])
 
 
 @pytest.mark.parametrize("option", DELTAS)
 def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path) -> None:
     with application(f"correction={option}", folder=folder) as config, pytest.raises(SpecError) as caught:
-        spec_of(config)
+        read_spec(config)
     key = DELTAS[option][0].split("=")[0]
     assert f"{key}=???: required" in str(caught.value)
     assert f"Set {key}=" in str(caught.value)
@@ -75,18 +75,18 @@ def test_each_pair(pair: tuple[str, str], folder: Path) -> None:
     specs = []
     for one, two in (pair, pair[::-1]):
         with application(f"correction=[{one},{two}]", *deltas(*pair), folder=folder) as config:
-            assert chosen_options() == [one, two]
+            assert read_chosen_options() == [one, two]
             if pair in CONFLICTS:
                 with pytest.raises(SpecError) as caught:
-                    check_stack(chosen_options())
+                    check_stack(read_chosen_options())
                 message = str(caught.value)
                 assert f"correction=[{one},{two}]" in message
                 assert CONFLICTS[pair] in message
                 assert f"{one} and {two} both set" in message
                 assert "Choose one" in message
             else:
-                check_stack(chosen_options())
-                specs.append(spec_of(config))
+                check_stack(read_chosen_options())
+                specs.append(read_spec(config))
     if specs:
         weight = next((EXPECTED[o]["weight"] for o in pair if EXPECTED[o]["weight"]), None)
         both = {"weight": weight, "masks": EXPECTED[pair[0]]["masks"] | EXPECTED[pair[1]]["masks"]}
@@ -110,7 +110,7 @@ def test_every_pair_that_shares_a_key_conflicts(folder: Path) -> None:
     stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl_")]
     seen = set()
     with application(folder=folder):
-        values = {option: option_values(option) for option in stackable}
+        values = {option: load_option(option) for option in stackable}
         for pair in itertools.combinations(stackable, 2):
             shared = share_a_key(values[pair[0]], values[pair[1]])
             if shared:
@@ -127,7 +127,7 @@ def test_every_pair_that_shares_a_key_conflicts(folder: Path) -> None:
 def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
     options = order.format(option)
     with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError) as caught:
-        check_stack(chosen_options())
+        check_stack(read_chosen_options())
     assert f"correction=[{options}]: {option} with others. Leave {option} out" in str(caught.value)
 
 
@@ -136,12 +136,12 @@ def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "correction").mkdir()
     (tmp_path / "correction" / "mine.yaml").write_text("alpha: ${oc.env:NO_SUCH_VARIABLE}\n")
     with application(f"hydra.searchpath=[file://{tmp_path}]", folder=folder):
-        assert option_values("gsm") == {"masks": {"gsm": GSM}}
-        assert option_values("opsm") == {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}}
-        assert option_values("none") == {"weight": None}
-        assert option_values("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
+        assert load_option("gsm") == {"masks": {"gsm": GSM}}
+        assert load_option("opsm") == {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}}
+        assert load_option("none") == {"weight": None}
+        assert load_option("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
         with pytest.raises(SpecError, match=r"correction=gmask: no such option\. Choose one of .*gsm.*mine"):
-            option_values("gmask")
+            load_option("gmask")
 
 
 @pytest.mark.parametrize("chosen", ["correction=auto", "correction=[auto]", "correction=gsm", None])
@@ -156,7 +156,7 @@ def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folde
         at_once = config.correction
     with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
         before = config.copy()
-        later = recomposed(["skyrl_recommended", "bypass"])
+        later = recompose(["skyrl_recommended", "bypass"])
         assert config == before
     assert later == at_once
     assert later.weight.upper == 3.0
@@ -169,7 +169,7 @@ def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path)
     (tmp_path / "correction").mkdir()
     (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
     with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
-        assert recomposed(["mine", "gsm"]).alpha == 0.25
+        assert recompose(["mine", "gsm"]).alpha == 0.25
 
 
 def test_a_conflict_among_three(folder: Path) -> None:
@@ -178,19 +178,19 @@ def test_a_conflict_among_three(folder: Path) -> None:
         application("correction=[tis_token,gsm,tis_sequence]", folder=folder),
         pytest.raises(SpecError, match=message),
     ):
-        check_stack(chosen_options())
+        check_stack(read_chosen_options())
 
 
 def test_the_default_is_none(folder: Path) -> None:
     with application(folder=folder) as config:
-        assert chosen_options() == ["none"]
-        assert spec_of(config).is_none
+        assert read_chosen_options() == ["none"]
+        assert read_spec(config).is_none
 
 
 def test_a_users_own_value_wins_over_an_option(folder: Path) -> None:
     with application("correction=tis_token", "correction.weight.upper=3", folder=folder) as config:
-        check_stack(chosen_options())
-        weight = spec_of(config).weight
+        check_stack(read_chosen_options())
+        weight = read_spec(config).weight
     assert weight is not None
     assert weight.upper == 3.0
 
@@ -201,13 +201,13 @@ def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "correction" / "mine.yaml").write_text("weight:\n  upper: 3.0\n")
     path = f"hydra.searchpath=[file://{tmp_path}]"
     with application(path, "correction=[gsm,mine]", folder=folder):
-        check_stack(chosen_options())
+        check_stack(read_chosen_options())
     message = r"tis_token and mine both set correction\.weight\.upper"
     with (
         application(path, "correction=[tis_token,mine]", folder=folder),
         pytest.raises(SpecError, match=message),
     ):
-        check_stack(chosen_options())
+        check_stack(read_chosen_options())
 
 
 def test_a_value_that_hides_a_mapping_conflicts(folder: Path, tmp_path: Path) -> None:
@@ -217,19 +217,19 @@ def test_a_value_that_hides_a_mapping_conflicts(folder: Path, tmp_path: Path) ->
     path = f"hydra.searchpath=[file://{tmp_path}]"
     for order in ("gsm,bare", "bare,gsm"):
         with application(path, f"correction=[{order}]", folder=folder), pytest.raises(SpecError, match="both set"):
-            check_stack(chosen_options())
+            check_stack(read_chosen_options())
 
 
 @pytest.mark.parametrize("overrides", [["~correction"], ["correction=[]"]])
 def test_a_deleted_group(overrides: list[str], folder: Path) -> None:
     with application(*overrides, folder=folder), pytest.raises(SpecError, match="Set correction=none"):
-        chosen_options()
+        read_chosen_options()
 
 
 @pytest.mark.parametrize("argument", ["correction=null", "correction=NULL", "correction=", "correction = null"])
 def test_null_is_refused_before_hydra_sees_it(argument: str) -> None:
     with pytest.raises(SpecError) as caught:
-        own_keys_for_us(["trainer.nnodes=1", argument])
+        force_own_keys(["trainer.nnodes=1", argument])
     assert "correction=null" in str(caught.value)
     assert "Set correction=none" in str(caught.value)
 
@@ -238,14 +238,14 @@ def test_a_group_given_twice_is_refused() -> None:
     with pytest.raises(
         SpecError, match=r"given 2 times.*: correction=gsm correction=tis_token\. .*'correction=\[one,other\]'"
     ):
-        own_keys_for_us(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
+        force_own_keys(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
 
 
 def test_only_our_keys_are_forced() -> None:
     theirs = ["correction=none", "trainer.x=null", "+correction.masks.a=null"]
     ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
-    assert own_keys_for_us([]) == []
-    assert own_keys_for_us([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
+    assert force_own_keys([]) == []
+    assert force_own_keys([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
 
 
 def test_what_is_changed_in_a_configuration_is_not_in_the_next(folder: Path) -> None:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight.auto_setup import read_setup
-from recipe.offpolicy.preflight.model_config import experts_of
+from recipe.offpolicy.preflight.model_config import find_experts
 
 
 def config(path: Path | str, model: str | None = None) -> DictConfig:
@@ -40,7 +40,7 @@ def saved(folder: Path, values: Any) -> Path:
     ids=lambda values: values["model_type"],
 )
 def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
-    found = experts_of(config(saved(tmp_path, values)))
+    found = find_experts(config(saved(tmp_path, values)))
     assert found is not None
     assert found[0]
 
@@ -52,13 +52,13 @@ def test_a_mixture_of_experts(values: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_a_dense_model(values: dict[str, Any], tmp_path: Path) -> None:
     file = saved(tmp_path, values) / "config.json"
-    assert experts_of(config(tmp_path)) == (False, f"{file} counts no experts")
+    assert find_experts(config(tmp_path)) == (False, f"{file} counts no experts")
 
 
 def test_what_is_not_at_hand_or_damaged_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
     for path in (tmp_path / "nowhere", "org/model-that-nobody-has", saved(tmp_path, "{")):
-        assert experts_of(config(path)) is None
+        assert find_experts(config(path)) is None
 
 
 def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.analysis.whatif.composed import composed_mapping, composer
+from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.analysis.whatif.replay import check_replayable
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.fault_tolerance.checkpoints import before_loading, saving
-from recipe.offpolicy.preflight.checks import spec_of
-from recipe.offpolicy.preflight.dropout import noise_of, noisy
-from recipe.offpolicy.preflight.old_log_prob import choose, correction_of, one_mini_batch
+from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading, guard_save
+from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.dropout import describe_noise, find_noise
+from recipe.offpolicy.preflight.old_log_prob import check_one_mini_batch, choose_proximal, read_correction
 from tests.support.corrections import GSM, TIS, opsm
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -84,7 +84,7 @@ def configuration(model: Callable[..., str]) -> Configuration:
 
 
 def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -> None:
-    choice = choose(configuration())
+    choice = choose_proximal(configuration())
     assert choice.proximal == "reuse"
     assert choice.said == (
         "correction.proximal=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
@@ -114,7 +114,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_nor_do_these(name: str, configuration: Configuration) -> None:
-    assert choose(configuration(ALIKE[name])).proximal == "reuse"
+    assert choose_proximal(configuration(ALIKE[name])).proximal == "reuse"
 
 
 # One change each, and what is said of it.
@@ -178,7 +178,7 @@ APART: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", APART)
 def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> None:
     changes, said = APART[name]
-    choice = choose(configuration(changes))
+    choice = choose_proximal(configuration(changes))
     assert choice.proximal == "recompute"
     assert choice.said.startswith("correction.proximal=auto is recompute, although a batch gets one gradient step: ")
     assert said in choice.said
@@ -198,38 +198,38 @@ def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> N
 def test_where_there_is_nothing_to_choose_nothing_is_said(
     changes: dict[str, Any], configuration: Configuration
 ) -> None:
-    choice = choose(configuration(changes))
+    choice = choose_proximal(configuration(changes))
     assert (choice.proximal, choice.said) == ("recompute", "")
 
 
 @pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
 def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
     with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
-        correction_of(configuration(proximal=given))
+        read_correction(configuration(proximal=given))
     assert caught.value.problem.overrides == (f"correction.proximal={mend}",)
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
 def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration: Configuration) -> None:
     config = configuration({"correction.weight.ratio": "full"}, proximal=proximal)
-    assert correction_of(config)["proximal"] == proximal
-    assert spec_of(config).proximal == proximal
+    assert read_correction(config)["proximal"] == proximal
+    assert read_spec(config).proximal == proximal
 
 
 def test_a_correction_never_sees_auto(configuration: Configuration) -> None:
-    assert spec_of(configuration()).proximal == "reuse"
-    assert spec_of(configuration({f"{ACTOR}.ppo_epochs": 3})).proximal == "recompute"
+    assert read_spec(configuration()).proximal == "reuse"
+    assert read_spec(configuration({f"{ACTOR}.ppo_epochs": 3})).proximal == "recompute"
     with pytest.raises(SpecError, match="Set one of recompute"):
         CorrectionSpec.from_mapping({"proximal": "auto"})
 
 
 def test_more_rows_than_a_mini_batch_stop_the_run(configuration: Configuration) -> None:
     config = configuration()
-    spec = spec_of(config)
-    one_mini_batch(spec, config, 16)
+    spec = read_spec(config)
+    check_one_mini_batch(spec, config, 16)
     with pytest.raises(SpecError, match=r"a batch of 32 rows came, and a mini-batch takes 16.*proximal=recompute"):
-        one_mini_batch(spec, config, 32)
-    one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
+        check_one_mini_batch(spec, config, 32)
+    check_one_mini_batch(CorrectionSpec.from_mapping({"weight": TIS}), config, 32)
 
 
 def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, tmp_path: Path) -> None:
@@ -242,18 +242,18 @@ def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, t
         }
     )
     by = {name: CorrectionSpec.from_mapping({"weight": TIS, "proximal": name}) for name in ("reuse", "recompute")}
-    with saving(config, 1, by["reuse"]):
+    with guard_save(config, 1, by["reuse"]):
         actor = tmp_path / "run" / "global_step_1" / "actor"
         actor.mkdir(parents=True)
         (actor / "model.pt").touch()
     for spec in by.values():
-        assert before_loading(config, spec) is None
+        assert check_before_loading(config, spec) is None
 
 
 def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
     """Options do not name a source of pi_old, and with one gradient step the recorded pi is one."""
-    with composer():
-        mapping = composed_mapping(["correction=tis_token"])
+    with initialize_composer():
+        mapping = compose_correction(["correction=tis_token"])
     assert mapping["proximal"] == "recompute"
     rows: Any = SimpleNamespace(oldest_version=np.zeros(1), newest_version=np.zeros(1))
     spec = CorrectionSpec.from_mapping(mapping)
@@ -273,16 +273,16 @@ NOISY: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("values", "names"), NOISY)
 def test_what_makes_a_forward_pass_random(values: dict[str, Any], names: list[str]) -> None:
-    assert [name for name, _ in noisy(values)] == names
+    assert [name for name, _ in find_noise(values)] == names
 
 
 def test_defaults_of_the_models_class_count(configuration: Configuration, model: Callable[..., str]) -> None:
     """GPT-2 has dropout unless its configuration says otherwise."""
     gpt2 = configuration({f"{MODEL}.path": model(model_type="gpt2")})
-    assert "=0.1 in training" in noise_of(gpt2)
+    assert "=0.1 in training" in describe_noise(gpt2)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         OmegaConf.update(gpt2, f"{MODEL}.override_config.{name}", 0.0, force_add=True)
-    assert noise_of(gpt2) == ""
+    assert describe_noise(gpt2) == ""
 
 
 @pytest.mark.parametrize(
@@ -290,11 +290,11 @@ def test_defaults_of_the_models_class_count(configuration: Configuration, model:
     [("external_lib", "my.models"), ("lora_adapter_path", "/adapter")],
 )
 def test_what_may_change_the_model(key: str, value: str, configuration: Configuration) -> None:
-    assert f"{key}={value} may change the model" in noise_of(configuration({f"{MODEL}.{key}": value}))
+    assert f"{key}={value} may change the model" in describe_noise(configuration({f"{MODEL}.{key}": value}))
 
 
 def test_code_of_the_models_own_is_not_known(configuration: Configuration, model: Callable[..., str]) -> None:
     path = model(auto_map={"AutoModelForCausalLM": "mine.Mine"})
-    assert noise_of(configuration({f"{MODEL}.path": path})) == ""  # verl takes the library's class
+    assert describe_noise(configuration({f"{MODEL}.path": path})) == ""  # verl takes the library's class
     own = configuration({f"{MODEL}.path": path, f"{MODEL}.trust_remote_code": True})
-    assert "code of its own" in noise_of(own)
+    assert "code of its own" in describe_noise(own)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
-from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, band, opsm, run, tensor
@@ -109,7 +109,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
 def test_each_option_composes(option: str, folder: Path) -> None:
     """It sets its own keys and nothing besides."""
     with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:
-        assert spec_of(config) == loaded(option)
+        assert read_spec(config) == loaded(option)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -133,7 +133,7 @@ def test_building_blocks_stack(stack: tuple[str, ...], folder: Path) -> None:
     for option in stack:
         together |= EXPECTED[option]
     with application(f"correction=[{','.join(stack)}]", folder=folder) as config:
-        assert spec_of(config) == CorrectionSpec.from_mapping(together)
+        assert read_spec(config) == CorrectionSpec.from_mapping(together)
 
 
 # Numbers ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight.examination import examine
-from recipe.offpolicy.preflight.hydra_groups import own_keys_for_us
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_options
 from tests.support.applications import NEEDED, OPTIONS, application
 
@@ -46,7 +46,7 @@ def test_a_key_that_resembles_ours_is_answered_by_the_right_spelling(argument: s
 @pytest.mark.parametrize("argument", MEANT)
 def test_nothing_is_composed_with_it(argument: str) -> None:
     with pytest.raises(CheckError, match="nothing would read it"):
-        own_keys_for_us([argument])
+        force_own_keys([argument])
 
 
 @pytest.mark.parametrize(

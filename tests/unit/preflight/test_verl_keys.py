@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from recipe.offpolicy.preflight.checks import spec_of
-from recipe.offpolicy.preflight.verl_keys import DEFAULTS, dead_keys
+from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.verl_keys import DEFAULTS, find_dead_keys
 from tests.support.applications import NEEDED, application, changed
 from verl_patches.execution_path import LivePath
 
@@ -52,9 +52,10 @@ def base() -> Iterator[DictConfig]:
 def found(base: DictConfig, changes: dict[str, Any]) -> dict[LivePath, dict[str, str]]:
     """For each path, key -> reason and fix."""
     config = changed(base, TWO_STEPS | changes)
-    spec = spec_of(config)
+    spec = read_spec(config)
     return {
-        path: {found.key: f"{found.reason} {found.fix}" for found in dead_keys(config, spec, path)} for path in PATHS
+        path: {found.key: f"{found.reason} {found.fix}" for found in find_dead_keys(config, spec, path)}
+        for path in PATHS
     }
 
 
@@ -213,7 +214,7 @@ DEAD: dict[str, tuple[dict[str, Any], tuple[LivePath, ...], str, str]] = {
         REPLAYED,
         "R2 records the trainer's own",
     ),
-    "routes for nobody": ({REPLAYED: True}, PATHS, REPLAYED, "replayed by nobody"),
+    "routes that nothing replays": ({REPLAYED: True}, PATHS, REPLAYED, "nothing replays the rollout's routes"),
     "R2 with verl's bypass": (
         replay("R2", "megatron.") | BYPASS,
         (MEGATRON, MEGATRON_071),
@@ -273,7 +274,7 @@ def test_a_correction_of_ours_leaves_verls_keys_to_the_other_check(base: DictCon
     """Beside ours they are refused as a whole."""
     ignored = {f"{VERL}.loss_type": "reinforce", f"{VERL}.rollout_si": "token", LOSS_MODE: "bypass_mode"}
     config = changed(base, OURS | BYPASS | ignored)
-    assert list(dead_keys(config, spec_of(config), V1)) == []
+    assert list(find_dead_keys(config, read_spec(config), V1)) == []
 
 
 def test_the_defaults_are_verls(base: DictConfig) -> None:

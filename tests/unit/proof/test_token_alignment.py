@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.proof.token_alignment import (
     AlignmentChecker,
     AlignmentError,
     AlignmentTally,
     PairCounts,
     compute_chance_limit,
+    count_agreements,
     tally_agreements,
 )
 
@@ -184,3 +186,10 @@ def test_large_batches_are_sampled() -> None:
     count = tally_agreements(old, mu, mask).rows
     assert 256 <= count.rows <= 1024
     assert count.concordance() > 0.95
+
+
+def test_agreements_stay_on_the_device_until_they_are_fetched() -> None:
+    rows = batch(generator(), rows=16)
+    deferred = count_agreements(*rows)
+    assert isinstance(deferred.numbers, torch.Tensor)
+    assert fetch([deferred]) == [tally_agreements(*rows)]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.report.timeline import timeline_of
+from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
 from recipe.offpolicy.recording.pack import Seen, pack, unpack
@@ -67,7 +67,7 @@ def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
     """(1 + 2 + 3 + 5) / 4 = 2.75; NaN counts as not there."""
     record(tmp_path / "run", extended_rows(1), extended_rows(2))
     recording = Recording(tmp_path / "run")
-    timeline = timeline_of(part for step in recording.steps for part in recording.corrections(step))
+    timeline = build_timeline(part for step in recording.steps for part in recording.corrections(step))
     assert [step.extensions for step in timeline.steps] == [{COLUMN: 2.75}, {COLUMN: 2.75}]
     assert report([str(tmp_path / "run"), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()

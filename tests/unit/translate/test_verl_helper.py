@@ -16,12 +16,12 @@ from numba.core import config as numba_config
 from numba.core.caching import CacheImpl
 from torch import Tensor
 
-from recipe.offpolicy.correction.rows import RowLayout, detect_layout
-from recipe.offpolicy.translate import by_sweep, loops
-from recipe.offpolicy.translate.by_sweep import SweptBatch
-from recipe.offpolicy.translate.by_torch import TorchBatch
-from recipe.offpolicy.translate.columns import COLUMNS, MEASURES, Columns, Measures, Quantity
+from recipe.offpolicy.correction.row_layout import RowLayout, detect_layout
+from recipe.offpolicy.translate import compiled_batch, loops
+from recipe.offpolicy.translate.compiled_batch import CompiledBatch
 from recipe.offpolicy.translate.rollout_correction import _batch, verl_rollout_correction
+from recipe.offpolicy.translate.row_sums import COLUMNS, MEASURES, Quantity, QuantitySums, RowSums
+from recipe.offpolicy.translate.torch_batch import TorchBatch
 from tests.support.examples import at_most
 
 pytest.importorskip("verl")
@@ -77,15 +77,15 @@ def whole(old: Tensor, mu: Tensor, mask: Tensor) -> RowLayout:
     return detect_layout(old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
 
 
-def swept(*tensors: Tensor) -> SweptBatch:
-    return SweptBatch(whole(*tensors), *tensors)
+def swept(*tensors: Tensor) -> CompiledBatch:
+    return CompiledBatch(whole(*tensors), *tensors)
 
 
 def plain(*tensors: Tensor) -> TorchBatch:
     return TorchBatch(whole(*tensors), *tensors)
 
 
-def assert_same(got: tuple[Columns, Measures], expected: tuple[Columns, Measures], **tolerance: Any) -> None:
+def assert_same(got: tuple[RowSums, QuantitySums], expected: tuple[RowSums, QuantitySums], **tolerance: Any) -> None:
     for name in COLUMNS:
         np.testing.assert_allclose(getattr(got[0], name), getattr(expected[0], name), **tolerance, err_msg=name)
     assert got[1].of_tokens.tolist() == expected[1].of_tokens.tolist()
@@ -106,13 +106,15 @@ def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bo
     reference = slow.sweep(QUANTITIES)
     assert_same(fast.sweep(QUANTITIES), reference, rtol=1e-12, atol=1e-13)
     for quantity in QUANTITIES[1:3]:
-        weights, expected_weights = (flat(each.token_weights(quantity, 1.5)) for each in (fast, slow))
+        weights, expected_weights = (flat(each.compute_token_weights(quantity, 1.5)) for each in (fast, slow))
         assert weights.dtype == expected_weights.dtype
         # Both round one float64 to float32, which may lie between two of them.
         torch.testing.assert_close(weights, expected_weights, rtol=2e-7, atol=0)
     of_rows = torch.rand(23, generator=torch.Generator().manual_seed(1), dtype=torch.float64).numpy()
-    assert torch.equal(flat(fast.row_weights(of_rows)), flat(slow.row_weights(of_rows)))
-    (kept, gone), (expected_kept, expected_gone) = (each.kept(of_rows > 0.7, QUANTITIES[3:]) for each in (fast, slow))
+    assert torch.equal(flat(fast.spread_row_weights(of_rows)), flat(slow.spread_row_weights(of_rows)))
+    (kept, gone), (expected_kept, expected_gone) = (
+        each.apply_rejections(of_rows > 0.7, QUANTITIES[3:]) for each in (fast, slow)
+    )
     assert kept.dtype == mask_dtype
     assert kept.is_nested == packed
     assert torch.equal(flat(kept), flat(expected_kept))
@@ -135,7 +137,7 @@ def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, sc
     )
     rejected = np.arange(len(lengths)) % 2 == 1
     (kept, gone), (expected, expected_gone) = (
-        each.kept(rejected, QUANTITIES[3:]) for each in (swept(*tensors), plain(*tensors))
+        each.apply_rejections(rejected, QUANTITIES[3:]) for each in (swept(*tensors), plain(*tensors))
     )
     assert torch.equal(kept.values(), expected.values())
     np.testing.assert_array_equal(gone, expected_gone)
@@ -143,7 +145,7 @@ def test_both_ways_agree_on_rows_of_any_length(lengths: list[int], seed: int, sc
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "mixed dtypes", "with a gradient"])
 def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_sweep, "_BLOCK", 1000)  # three rows of 300 tokens at a time
+    monkeypatch.setattr(compiled_batch, "_BLOCK", 1000)  # three rows of 300 tokens at a time
     old, mu, mask = drawn(13, 300, seed=5, scale=0.2, dtype=torch.float32)
     tensors = {
         "transposed": (old.T.contiguous().T, mu.T.contiguous().T, mask.T.contiguous().T),
@@ -155,11 +157,16 @@ def test_tensors_that_cannot_be_read_as_they_lie(layout: str, monkeypatch: pytes
     other, straight = swept(*tensors), swept(old, mu, mask)
     assert_same(other.sweep(QUANTITIES), straight.sweep(QUANTITIES), **exact)
     rows = np.linspace(0, 1, 13)
-    assert torch.equal(other.row_weights(rows).float(), straight.row_weights(rows))
+    assert torch.equal(other.spread_row_weights(rows).float(), straight.spread_row_weights(rows))
     torch.testing.assert_close(
-        other.token_weights(QUANTITIES[1], 2.0).float(), straight.token_weights(QUANTITIES[1], 2.0), rtol=2e-7, atol=0
+        other.compute_token_weights(QUANTITIES[1], 2.0).float(),
+        straight.compute_token_weights(QUANTITIES[1], 2.0),
+        rtol=2e-7,
+        atol=0,
     )
-    assert torch.equal(other.kept(rows > 0.5, QUANTITIES[3:])[0], straight.kept(rows > 0.5, QUANTITIES[3:])[0])
+    assert torch.equal(
+        other.apply_rejections(rows > 0.5, QUANTITIES[3:])[0], straight.apply_rejections(rows > 0.5, QUANTITIES[3:])[0]
+    )
 
 
 def test_by_hand() -> None:
@@ -333,7 +340,7 @@ def test_who_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops on the CPU; torch elsewhere, and where there is no numba."""
     tensors = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
     elsewhere = [tensor.to("meta") for tensor in tensors]
-    assert isinstance(_batch(whole(*tensors), *tensors), SweptBatch)
+    assert isinstance(_batch(whole(*tensors), *tensors), CompiledBatch)
     assert isinstance(_batch(whole(*tensors), *elsewhere), TorchBatch)
     monkeypatch.setattr("recipe.offpolicy.translate.rollout_correction._can_compile", lambda: False)
     assert isinstance(_batch(whole(*tensors), *tensors), TorchBatch)
@@ -366,7 +373,7 @@ def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(numba_config, "CACHE_DIR", folder)
         for expected in (f"kept in {folder}", ""):
-            loops._kept_on_disk(loops.row_weights.__wrapped__)(  # type: ignore[attr-defined]
+            loops._kept_on_disk(loops.spread_row_weights.__wrapped__)(  # type: ignore[attr-defined]
                 *(np.zeros(4, np.float32),) * 2,
                 *(np.ones(4, np.int64), np.array([0]), np.array([4]), np.array([0.5]), weights := np.zeros(4)),
             )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.preflight.checks.coverage import uncovered
+from recipe.offpolicy.preflight.checks.coverage import find_uncovered
 from verl_patches.execution_path import LivePath, live_path
 
 ACTOR = "actor_rollout_ref.actor"
@@ -56,7 +56,7 @@ def test_the_path_of_each_release(release: str, changes: dict[str, Any], trainer
     config = configuration(release, **changes)
     path = live_path(config, release)
     assert path == LivePath(release, trainer, worker, "fsdp2")
-    assert list(uncovered(config, path)) == []
+    assert list(find_uncovered(config, path)) == []
     assert f"verl {release}, {trainer.upper()} trainer, {worker}" in str(path)
 
 
@@ -153,7 +153,7 @@ REASONS = {
 def test_what_is_refused(name: str) -> None:
     release, changes, key = REFUSED[name]
     config = configuration(release, **changes)
-    (found,) = uncovered(config, live_path(config, release))
+    (found,) = find_uncovered(config, live_path(config, release))
     assert found.key == key
     assert found.value == OmegaConf.select(config, key)
     assert REASONS[name] in found.reason
@@ -195,4 +195,4 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_not(name: str) -> None:
     release, changes = COVERED[name]
     config = configuration(release, **changes)
-    assert list(uncovered(config, live_path(config, release))) == []
+    assert list(find_uncovered(config, live_path(config, release))) == []

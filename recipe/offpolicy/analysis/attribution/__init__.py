@@ -1,5 +1,5 @@
-"""Where the mismatch of a run comes from: backend, staleness and drift, where it sits, and what causes it.
+"""Attribution of a run's mismatch: backend, staleness and drift, where it sits, and its causes.
 
-``attribution.explain`` says everything of recorded rows, ``causes.find_causes`` the causes alone, ``page.add_sections``
-shows it; ``statistics`` is the part that training reports at every step, which needs torch alone.
+``attribution.attribute_rows`` explains recorded rows, ``causes.find_causes`` judges the causes alone,
+``page.add_sections`` shows both. The sums that training reports at every step are in ``monitor.mismatch``.
 """

@@ -1,4 +1,4 @@
-"""The decomposition of recorded steps, with intervals, and by the version of the weights that sampled a row."""
+"""Decomposition of recorded mismatch with bootstrap intervals, by step and by version of the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...recording import Rows
 
 REPLICATES: Final = 400
 CHUNK: Final = 1 << 20
-"""Padded tokens that are worked on at a time."""
+"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -26,14 +26,14 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Of some rows.
+    """Shares of backend, staleness and drift in the mismatch of a set of rows.
 
     Attributes:
-        tokens: how many are in it.
-        variance, kl: shares.
+        tokens: number of tokens.
+        variance, kl: shares of the variance of log pi/mu, and of its KL.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
-        together: what the rollout's share is called where its two parts are not identified.
+        together: label of the rollout's share where its two parts are not identified.
     """
 
     tokens: int
@@ -45,14 +45,14 @@ class Decomposition:
 
 
 @dataclass(frozen=True)
-class OfVersion:
-    """Rows of one staleness.
+class VersionMismatch:
+    """Mismatch of the rows of one staleness.
 
     Attributes:
         staleness: steps between the weights that sampled and those that the step began with; -1: not known.
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
-        backend: what of it fresh tokens of the same probability have; None where not identified.
+        backend: part of ``k3`` that fresh tokens of the same probability have; None where not identified.
     """
 
     staleness: int
@@ -64,8 +64,9 @@ class OfVersion:
     backend: float | None
 
 
-def row_sums(rows: Rows) -> Array:
-    """``sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
+def compute_row_sums(rows: Rows) -> Array:
+    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
+    # Rows are padded to the longest of all, so a chunk holds this many.
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
     parts = []
@@ -79,10 +80,10 @@ def row_sums(rows: Rows) -> Array:
 
 
 def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
-    """Shares of these rows.
+    """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
-        sums: (N, *SHAPE), of ``row_sums``.
+        sums: (N, *SHAPE), of ``compute_row_sums``.
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
     together = sums.sum(0)
@@ -98,8 +99,8 @@ def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> De
     )
 
 
-def without_drift(found: Decomposition) -> Decomposition:
-    """The same, of rows of first gradient steps alone, while later ones are not seen: their drift is not identified."""
+def drop_drift(found: Decomposition) -> Decomposition:
+    """Mark drift as not identified, for rows of first gradient steps alone: later ones are not seen."""
     return replace(
         found,
         variance=replace(found.variance, drift=None),
@@ -108,8 +109,8 @@ def without_drift(found: Decomposition) -> Decomposition:
     )
 
 
-def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
-    """The same, of rows that older weights sampled although none is noted to be stale: age says nothing of them."""
+def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
+    """Mark backend and staleness as not identified, for stale rows whose versions do not show it."""
     return replace(
         found,
         variance=replace(found.variance, backend=None, staleness=None),
@@ -122,8 +123,8 @@ def with_unnoticed_staleness(found: Decomposition) -> Decomposition:
     )
 
 
-def by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
-    """Each step by itself; one without fresh rows takes the backend's floor from the ``RECENT`` steps before it.
+def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
+    """Decompose each step; one without fresh rows takes the backend's floor from ``RECENT`` steps before it.
 
     Args:
         sums: (N, *SHAPE).
@@ -132,13 +133,14 @@ def by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
     result: dict[int, Decomposition] = {}
     numbers = np.unique(steps)
     for index, step in enumerate(numbers):
+        # Never later steps: the share of a step must not depend on what followed.
         before = np.isin(steps, numbers[max(0, index - RECENT) : index])
         result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
     return result
 
 
-def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
-    """Rows of each staleness, with the backend's floor from the fresh rows among all of them.
+def summarize_by_version(sums: Array, staleness: NDArray[np.int64]) -> list[VersionMismatch]:
+    """Summarise the rows of each staleness, with the backend's floor from the fresh ones among them.
 
     Args:
         sums: (N, *SHAPE).
@@ -148,7 +150,7 @@ def by_version(sums: Array, staleness: NDArray[np.int64]) -> list[OfVersion]:
     return [_of_version(int(age), sums[staleness == age], floor) for age in np.unique(staleness)]
 
 
-def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
+def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMismatch:
     whole = sums.sum((0, 1, 2))
     count = max(float(whole[_N]), 1.0)
     mean = whole[_G] / count
@@ -159,7 +161,7 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
         backend = k3
     elif age > 0 and floor is not None and floor.covered(bins):
         backend = float((bins * floor.k3).sum() / count)
-    return OfVersion(
+    return VersionMismatch(
         staleness=age,
         rows=len(sums),
         tokens=int(whole[_N]),
@@ -171,9 +173,10 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> OfVersion:
 
 
 def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
-    """Percentiles of the shares over resampled rows; the floor is resampled with them where it is their own."""
+    """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
+    # A bootstrap draw is a weighted sum of rows: one product with the counts.
     flat = sums.reshape(rows, -1)
     drawn: dict[str, list[float]] = {}
     for _ in range(REPLICATES):
@@ -187,5 +190,5 @@ def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, 
     return {
         key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
         for key, values in drawn.items()
-        if len(values) > REPLICATES / 2
+        if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
     }

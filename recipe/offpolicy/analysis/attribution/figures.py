@@ -1,4 +1,4 @@
-"""An attribution as pictures."""
+"""Figures of an attribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ..pages import figures
+from ..pages import plotting
 from .attribution import Attribution
 from .decomposition import Decomposition
 from .profiles import Bucket
@@ -21,18 +21,20 @@ _SHOWN: Final = ("position", "probability", "length", "turn")
 _HEIGHT: Final = 3.4
 
 
-def overview(attribution: Attribution) -> Figure:
-    """Steps, and profiles by position, probability, length and turn, in one picture."""
-    return figures.picture(panels(attribution), columns=2)
+def draw_overview(attribution: Attribution) -> Figure:
+    """Draw steps and profiles by position, probability, length and turn into one figure."""
+    return plotting.draw_panels(build_panels(attribution), columns=2)
 
 
-def panels(attribution: Attribution) -> list[figures.Panel]:
-    """The same, panel by panel."""
+def build_panels(attribution: Attribution) -> list[plotting.FigurePanel]:
+    """Build the panels of ``draw_overview``."""
     return [
-        figures.Panel(partial(_steps, attribution=attribution), "KL by step and part", _HEIGHT),
-        figures.Panel(partial(_shares, attribution=attribution), "Shares of backend, staleness and drift", _HEIGHT),
+        plotting.FigurePanel(partial(_steps, attribution=attribution), "KL by step and part", _HEIGHT),
+        plotting.FigurePanel(
+            partial(_shares, attribution=attribution), "Shares of backend, staleness and drift", _HEIGHT
+        ),
         *(
-            figures.Panel(
+            plotting.FigurePanel(
                 partial(_profile, name=name, buckets=attribution.profiles[name]), f"KL and its share by {name}", _HEIGHT
             )
             for name in _SHOWN
@@ -51,11 +53,11 @@ def _steps(axes: Axes, attribution: Attribution) -> None:
     for name in names:
         heights = [_height(part, name) for part in parts]
         label = attribution.whole.together if name == "rollout" else name
-        axes.bar(steps, heights, bottom=base, width=0.7, color=figures.PALETTE[_COLOURS[name]], label=label)
+        axes.bar(steps, heights, bottom=base, width=0.7, color=plotting.PALETTE[_COLOURS[name]], label=label)
         base = [below + height for below, height in zip(base, heights, strict=True)]
     _whole_ticks(axes)
     axes.set_ylim(0.0, 1.05 * max(base) or 1.0)
-    figures.legend(axes, columns=3)
+    plotting.add_legend(axes, columns=3)
 
 
 def _shares(axes: Axes, attribution: Attribution) -> None:
@@ -76,24 +78,24 @@ def _shares(axes: Axes, attribution: Attribution) -> None:
                 place + 0.36 * offset - 0.18,
                 share,
                 height=0.32,
-                color=figures.PALETTE[_COLOURS[name]],
+                color=plotting.PALETTE[_COLOURS[name]],
                 alpha=1.0 if key == "variance" else 0.5,
                 xerr=[[max(share - low, 0.0)], [max(high - share, 0.0)]],
-                ecolor=figures.INK,
+                ecolor=plotting.INK,
             )
         labels.append(whole.together.replace("and ", "and\n") if name == "rollout" else name)
     axes.set_yticks(range(len(names)), labels)
     axes.invert_yaxis()
-    axes.axvline(0.0, color=figures.MUTED, linewidth=0.8)
+    axes.axvline(0.0, color=plotting.MUTED, linewidth=0.8)
     axes.set_xlabel("of variance (dark) and of KL (light), with 90 %")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
 def _names(apart: bool, whole: Decomposition) -> list[str]:
-    """Parts to draw.
+    """List the parts to draw.
 
     Args:
-        apart: whether backend and staleness can be told apart.
+        apart: True if backend and staleness are both identified.
     """
     parts = ["backend", "staleness"] if apart else ["rollout"]
     return parts if whole.kl.drift is None else [*parts, "drift"]
@@ -111,14 +113,14 @@ def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
         return
     places = range(len(buckets))
     positive = [bucket.k3 for bucket in buckets if bucket.k3 > 0]
-    axes.bar(places, [bucket.share for bucket in buckets], width=0.7, color=figures.PALETTE[5], label="share of KL")
+    axes.bar(places, [bucket.share for bucket in buckets], width=0.7, color=plotting.PALETTE[5], label="share of KL")
     axes.set_xticks(places, [_label(name, bucket.name) for bucket in buckets], rotation=30, ha="right")
     axes.set_ylabel("share of KL (bars)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     other = axes.twinx()
     other.grid(False)
     other.spines["right"].set_visible(True)
-    other.plot(places, [bucket.k3 for bucket in buckets], color=figures.PALETTE[1], marker="o")
+    other.plot(places, [bucket.k3 for bucket in buckets], color=plotting.PALETTE[1], marker="o")
     other.set_yscale("log")
     # Whole powers of ten, so that every one of them has its label.
     other.set_ylim(10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)) + 0.01))
@@ -127,12 +129,12 @@ def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
 
 
 def _height(part: Decomposition, name: str) -> float:
-    """Nats a token; 0 where both policies agree exactly and there is nothing to share."""
+    """Compute nats a token; 0 where both policies agree exactly and there is nothing to share."""
     return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
 
 
 def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=figures.MUTED, fontsize=11, transform=axes.transAxes)
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=plotting.MUTED, fontsize=11, transform=axes.transAxes)
     axes.set_axis_off()
 
 

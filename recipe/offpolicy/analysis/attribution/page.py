@@ -1,55 +1,63 @@
-"""An attribution as sections of a page."""
+"""HTML page of an attribution."""
 
 from __future__ import annotations
 
-from ..pages import Page, details, keys, panels, paragraph, table
+from ..pages import Page, render_details, render_keys, render_panels, render_paragraph, render_table
 from . import figures, tables
 from .attribution import Attribution
-from .text import escaped
+from .token_text import escape
 
-HOW = (
+METHOD = (
     "log pi/mu of each token is backend + staleness + drift. Shares of variance are covariances with the whole, so "
-    "that they sum to 1; a negative one works against the others. Shares of KL are what k3 of the sum grows by with "
-    "each part, in this order. What the backend alone does to stale rows is taken from fresh rows at the same "
-    "probability, because nobody has scored them with the weights that sampled them; without fresh rows it is not "
-    "identified. Staleness goes by the versions that verl notes: where the causes find older weights that none of them "
-    "tells of, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
+    "that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of the sum "
+    "with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
+    "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
+    "not identified. Staleness is by the versions that verl records: where the causes show older weights that the "
+    "versions do not, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
     "(correction.proximal of bypass or loglinear), pi at a step's first gradient step stands in, as no update has "
     "moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
 )
 
 
 def add_sections(page: Page, attribution: Attribution) -> None:
-    """Causes, shares, pictures and the worst examples."""
-    fixes = (paragraph(f"Fix of {fix}") for fix in tables.fixes(attribution))
-    page.section("Causes", paragraph(tables.verdict(attribution)), *fixes, table(tables.causes_table(attribution)))
-    page.section(
+    """Add causes, shares, figures and the worst examples to a page."""
+    fixes = (render_paragraph(f"Fix of {fix}") for fix in tables.list_fixes(attribution))
+    page.add_section(
+        "Causes",
+        render_paragraph(tables.format_verdict(attribution)),
+        *fixes,
+        render_table(tables.build_causes_table(attribution)),
+    )
+    page.add_section(
         "Where the mismatch comes from",
-        paragraph(HOW),
-        table(tables.shares_table(attribution.whole)),
-        panels(figures.panels(attribution)),
-        table(tables.versions_table(attribution)),
-        details("Every step", table(tables.steps_table(dict(attribution.by_step)))),
-        details(
+        render_paragraph(METHOD),
+        render_table(tables.build_shares_table(attribution.whole)),
+        render_panels(figures.build_panels(attribution)),
+        render_table(tables.build_versions_table(attribution)),
+        render_details("Every step", render_table(tables.build_steps_table(dict(attribution.by_step)))),
+        render_details(
             "Profiles in numbers",
-            *(table(tables.profile_table(name, buckets)) for name, buckets in attribution.profiles.items()),
+            *(
+                render_table(tables.build_profile_table(name, buckets))
+                for name, buckets in attribution.profiles.items()
+            ),
         ),
     )
     note = f"Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
-    page.section(
+    page.add_section(
         "Worst examples",
-        paragraph(f"By k3 of log pi/mu. {note}"),
-        table(tables.tokens_table(attribution)),
-        table(tables.rows_table(attribution)),
+        render_paragraph(f"By k3 of log pi/mu. {note}"),
+        render_table(tables.build_tokens_table(attribution)),
+        render_table(tables.build_rows_table(attribution)),
     )
 
 
-def page_of(attribution: Attribution, source: str) -> Page:
-    """A page of its own."""
-    page = Page("Where does the mismatch come from?", escaped(source))
-    page.section(
+def build_page(attribution: Attribution, source: str) -> Page:
+    """Build a page that holds the attribution alone."""
+    page = Page("Where does the mismatch come from?", escape(source))
+    page.add_section(
         "Recording",
-        keys(
+        render_keys(
             {
                 "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
                 "rows": attribution.rows,

@@ -1,4 +1,4 @@
-"""Where the mismatch sits: log pi_old/mu and log pi/pi_old by place, length, probability, turn and staleness."""
+"""Mismatch profiles: log pi_old/mu and log pi/pi_old by position, length, probability, turn and staleness."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The valid tokens of some rows with finite log-probs, end to end: (n,) each.
+class ValidTokens:
+    """Valid tokens of rows, with finite log-probs, concatenated: (n,) each.
 
     Attributes:
-        row, place: which row, and where in its response, from 0.
+        row, place: number of the row, and position in its response, from 0.
         mu, old, pi: log-probs, float64.
         turn: number of the model's turn.
         index: of the token in the rows' own columns.
@@ -55,10 +55,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tokens that have something in common.
+    """Mismatch of the tokens in one bucket of a profile.
 
     Attributes:
-        name: what.
+        name: value or range that the tokens share.
         mean, std: of log pi_old - log mu, nats.
         k3: KL(mu, pi_old), nats a token.
         share: of the sum of k3 over all tokens; NaN where that is 0.
@@ -74,11 +74,11 @@ class Bucket:
     drift_std: float
 
 
-def tokens_of(rows: Rows) -> Tokens:
-    """The tokens of ``rows`` that count."""
+def select_valid_tokens(rows: Rows) -> ValidTokens:
+    """Select the response tokens whose three log-probs are finite."""
     finite = np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob) & np.isfinite(rows.log_prob)
     index = np.flatnonzero(rows.response_mask & finite)
-    return Tokens(
+    return ValidTokens(
         row=rows.row_of_token[index],
         place=rows.position[index],
         mu=rows.rollout_log_prob[index].astype(np.float64),
@@ -89,13 +89,13 @@ def tokens_of(rows: Rows) -> Tokens:
     )
 
 
-def k3(log_ratio: Array) -> Array:
-    """exp(x) - 1 - x, with x clamped to +-20 in the exponential (Schulman 2020)."""
+def compute_k3(log_ratio: Array) -> Array:
+    """Compute exp(x) - 1 - x, with x clamped to +-20 in the exponential (Schulman 2020)."""
     return np.expm1(np.clip(log_ratio, -20.0, 20.0)) - log_ratio
 
 
-def profiles(rows: Rows, tokens: Tokens) -> Mapping[str, list[Bucket]]:
-    """By what the columns are sorted -> buckets that hold a token, in order."""
+def compute_profiles(rows: Rows, tokens: ValidTokens) -> Mapping[str, list[Bucket]]:
+    """Compute each profile: its name -> its buckets that hold a token, in order."""
     edges = np.array(_SIZES)
     age = rows.staleness[tokens.row]
     return {
@@ -107,8 +107,8 @@ def profiles(rows: Rows, tokens: Tokens) -> Mapping[str, list[Bucket]]:
     }
 
 
-def driftless(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The same, of rows whose drift is not identified."""
+def clear_drift_std(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets with ``drift_std`` NaN, for rows whose drift is not identified."""
     return [replace(bucket, drift_std=float("nan")) for bucket in buckets]
 
 
@@ -119,10 +119,10 @@ def _ranges(unit: str) -> list[str]:
 
 
 def _buckets(
-    tokens: Tokens, key: NDArray[np.int64], labels: Sequence[str] | None, names: Mapping[int, str] | None = None
+    tokens: ValidTokens, key: NDArray[np.int64], labels: Sequence[str] | None, names: Mapping[int, str] | None = None
 ) -> list[Bucket]:
     gap, drift = tokens.gap, tokens.drift
-    loss = k3(gap)
+    loss = compute_k3(gap)
     whole = loss.sum()
     buckets = []
     for value in np.unique(key):

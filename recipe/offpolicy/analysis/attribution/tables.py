@@ -1,4 +1,4 @@
-"""An attribution as tables."""
+"""Tables and sentences of an attribution."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..pages import Column, Table
 from .attribution import Attribution
 from .decomposition import Decomposition
 from .profiles import Bucket
-from .scored import left_out_note
-from .unexplained import unexplained
+from .scored_rows import describe_left_out
+from .unexplained import describe_unexplained
 
 OPEN, CLOSE = "«", "»"
 """Marks around a token."""
@@ -22,8 +22,8 @@ PARTS: Final = {
 }
 
 
-def shares_table(whole: Decomposition) -> Table:
-    """Shares of variance and of KL, with intervals."""
+def build_shares_table(whole: Decomposition) -> Table:
+    """Build the table of the shares of variance and of KL, with intervals."""
     rows: list[list[object]] = []
     for name, (label, meaning) in _parts(whole).items():
         row: list[object] = [label, meaning]
@@ -44,15 +44,15 @@ def shares_table(whole: Decomposition) -> Table:
 
 
 def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
-    """Name of a share -> what it is called and means; backend and staleness as one where they are not identified."""
+    """Map the name of a share to its label and meaning; backend and staleness as one where not identified."""
     named = {name: (name, meaning) for name, meaning in PARTS.items()}
     if found.kl.backend is not None:
         return named
     return {"rollout": (found.together, "other engine, older weights"), "drift": named["drift"]}
 
 
-def shares_text(whole: Decomposition) -> str:
-    """Shares of KL in a line; the parts that are identified."""
+def format_shares(whole: Decomposition) -> str:
+    """Format the identified shares of KL in one line."""
     if math.isnan(whole.kl.rollout):
         return "no mismatch to split"
     shares = {label: getattr(whole.kl, name) for name, (label, _) in _parts(whole).items()}
@@ -60,8 +60,8 @@ def shares_text(whole: Decomposition) -> str:
     return f"{known} of {'KL(mu, pi)' if whole.kl.drift is not None else 'KL(mu, pi_old)'}"
 
 
-def steps_table(by_step: dict[int, Decomposition]) -> Table:
-    """Each step: KL and its shares."""
+def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
+    """Build the table of KL and its shares by step."""
     apart = [part for part in by_step.values() if part.kl.backend is not None]
     parts = _parts((apart or list(by_step.values()))[0])
     columns = [Column("step"), Column("tokens"), Column("KL", "nats", digits=6)]
@@ -74,8 +74,8 @@ def steps_table(by_step: dict[int, Decomposition]) -> Table:
     return Table(columns, rows, title="by step")
 
 
-def versions_table(attribution: Attribution) -> Table:
-    """By staleness."""
+def build_versions_table(attribution: Attribution) -> Table:
+    """Build the table of the mismatch by staleness."""
     columns = [
         Column("staleness", "steps"),
         Column("rows"),
@@ -92,8 +92,8 @@ def versions_table(attribution: Attribution) -> Table:
     return Table(columns, rows, title="by version of the weights")
 
 
-def profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
-    """One profile."""
+def build_profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
+    """Build the table of one profile."""
     columns = [
         Column(name, align="left"),
         Column("tokens"),
@@ -107,8 +107,8 @@ def profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
     return Table(columns, rows, title=f"by {name}")
 
 
-def tokens_table(attribution: Attribution) -> Table:
-    """The worst tokens, each between marks in its context, with the rows that have it there."""
+def build_tokens_table(attribution: Attribution) -> Table:
+    """Build the table of the worst tokens, each between marks in its context, with the rows that have it there."""
     columns = [
         Column("step"),
         Column("place"),
@@ -129,8 +129,8 @@ def tokens_table(attribution: Attribution) -> Table:
     return Table(columns, rows, title="worst tokens")
 
 
-def rows_table(attribution: Attribution) -> Table:
-    """The worst rows, each text once with how many rows have it."""
+def build_rows_table(attribution: Attribution) -> Table:
+    """Build the table of the worst rows, each text once with the number of rows that have it."""
     columns = [
         Column("step"),
         Column("rows"),
@@ -151,24 +151,24 @@ def rows_table(attribution: Attribution) -> Table:
     return Table(columns, rows, title="worst rows")
 
 
-def causes_table(attribution: Attribution) -> Table:
-    """The verdicts."""
+def build_causes_table(attribution: Attribution) -> Table:
+    """Build the table of verdicts and their evidence."""
     rows = [[cause.name, cause.verdict, cause.sentence] for cause in attribution.causes]
     return Table([Column("cause"), Column("verdict"), Column("evidence")], rows, title="causes")
 
 
-def fixes(attribution: Attribution) -> list[str]:
-    """What mends each cause that is present, a line each: overrides that a table's cells or a full stop would break."""
+def list_fixes(attribution: Attribution) -> list[str]:
+    """List the fix of each present cause, one a line, so that no table cell breaks an override."""
     return [f"{cause.name}: {cause.fix}" for cause in attribution.causes if cause.fix]
 
 
-def verdict(attribution: Attribution) -> str:
-    """The causes that are present, or what is to be said without one; and which rows it says nothing of."""
+def format_verdict(attribution: Attribution) -> str:
+    """Format the present causes, or the finding without one, and the rows that were left out."""
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    said = [f"{cause.name}: {cause.sentence}." for cause in present] or [unexplained(attribution)]
-    if note := left_out_note(attribution.left_out):
-        said.append(note)
-    return " ".join(said)
+    sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
+    if note := describe_left_out(attribution.left_out):
+        sentences.append(note)
+    return " ".join(sentences)
 
 
 def _percent(share: float) -> str:

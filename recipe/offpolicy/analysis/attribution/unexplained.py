@@ -1,4 +1,4 @@
-"""What is said of a mismatch in which no cause shows: whether it is small enough to need none."""
+"""Findings on a mismatch without a present cause: healthy, or large and unexplained."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from .causes import misalignment
 from .causes.thresholds import THRESHOLDS
 
 
-def kl_of(attribution: Attribution) -> float:
-    """KL(mu, pi_old) by k3, nats a token, over all tokens; NaN where there are none."""
+def compute_kl(attribution: Attribution) -> float:
+    """Compute KL(mu, pi_old) by k3, nats a token, over all tokens; NaN where there are none."""
     tokens = sum(version.tokens for version in attribution.versions)
     return sum(version.k3 * version.tokens for version in attribution.versions) / tokens if tokens else math.nan
 
 
 def is_healthy(attribution: Attribution) -> bool:
-    """Whether KL(mu, pi_old) is no larger than two healthy engines leave it."""
-    return kl_of(attribution) <= THRESHOLDS.healthy
+    """Check whether KL(mu, pi_old) is no larger than two healthy engines leave it."""
+    return compute_kl(attribution) <= THRESHOLDS.healthy
 
 
-def unexplained(attribution: Attribution) -> str:
-    """One sentence or two; for an attribution none of whose causes is present."""
-    kl = kl_of(attribution)
+def describe_unexplained(attribution: Attribution) -> str:
+    """Describe an attribution without a present cause in one or two sentences."""
+    kl = compute_kl(attribution)
     if not is_healthy(attribution):
         return (
             f"A large mismatch of unknown cause: KL(mu, pi_old) {kl:.2g} nats a token, where two healthy engines leave "
@@ -44,7 +44,9 @@ def unexplained(attribution: Attribution) -> str:
 
 
 def _only_stale(attribution: Attribution) -> str:
+    """Add that age alone may be the cause, where no row is fresh; else empty."""
     ages = [version.staleness for version in attribution.versions]
+    # With fresh rows the decomposition has already separated age; unknown versions say nothing of it.
     if 0 in ages or max(ages, default=-1) < 1:
         return ""
     age = f"{max(ages)} step{'s' * (max(ages) > 1)}"
@@ -52,6 +54,6 @@ def _only_stale(attribution: Attribution) -> str:
 
 
 def _correlation(attribution: Attribution) -> float:
-    """Of log mu with log pi_old of the same token; NaN where not measured."""
+    """Return the measured correlation of log mu and log pi_old at the same token; NaN where not measured."""
     found = (cause for cause in attribution.causes if cause.name == misalignment.NAME)
     return next((cause.evidence.get("correlation_0", math.nan) for cause in found), math.nan)

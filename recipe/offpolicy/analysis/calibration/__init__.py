@@ -1,1 +1,1 @@
-"""Bounds that keep a wanted share: from recordings, and online."""
+"""Calibration of bounds to a target kept share or effective sample size, from recordings."""

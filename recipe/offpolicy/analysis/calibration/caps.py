@@ -1,4 +1,4 @@
-"""The cap of a weight that gives a target effective sample size, with a band from resampled prompt groups."""
+"""Caps of a weight that reach a target effective sample size, with a band from resampled prompt groups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction.ratios import EXP_CLAMP
-from .intervals import Interval, resampled_totals
-from .parts import Part
-from .sanity import absurd
+from .intervals import Interval, resample_totals
+from .kept_bounds import Threshold, build_not_found
+from .largest_bounds import check_radius
+from .parts import BoundedPart
 from .scores import Scores
-from .thresholds import Threshold, not_found
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True)
 class EssCurve:
-    """ESS by cap.
+    """ESS by cap, with bootstrap draws.
 
     Attributes:
         radius: (K,) ascending, log of the cap; that of the lower bound where only that moves.
@@ -39,16 +39,16 @@ class EssCurve:
     ess: Floats
     resampled: Floats
 
-    def band(self, confidence: float) -> tuple[Floats, Floats]:
-        """(K,) each, the percentiles between which resampled groups lie; NaN where there are none."""
+    def compute_band(self, confidence: float) -> tuple[Floats, Floats]:
+        """Compute the percentiles of the bootstrap draws, (K,) each; NaN where there are none."""
         if not len(self.resampled):
             return np.full_like(self.ess, math.nan), np.full_like(self.ess, math.nan)
         low, high = np.quantile(self.resampled, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
         return low, high
 
 
-def ess_within(part: Part, scores: Scores, limits: tuple[float, float]) -> float:
-    """(sum w)^2 / (n sum w^2) over tokens, with bounds at ``limits`` in nats; in [0, 1], NaN for no token."""
+def compute_ess(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
+    """Compute (sum w)^2 / (n sum w^2) over tokens, with bounds at ``limits`` in nats; in [0, 1], NaN for no token."""
     if not len(scores):
         return math.nan
     lower, upper = limits
@@ -59,56 +59,60 @@ def ess_within(part: Part, scores: Scores, limits: tuple[float, float]) -> float
     return total**2 / (float(scores.tokens.sum()) * square) if square > 0 else 0.0
 
 
-def for_ess(part: Part, scores: Scores, target: float, confidence: float, *, seed: int = 0) -> Threshold:
-    """The widest bound of a weight that leaves an ESS of at least ``target``.
+def find_cap_for_ess(
+    part: BoundedPart, scores: Scores, target: float, confidence: float, *, seed: int = 0
+) -> Threshold:
+    """Find the widest bound of a weight that leaves an ESS of at least ``target``.
 
     A weight that truncates or clips has an ESS that falls as its cap rises (its weights grow more unequal in the
     Lorenz order), so that this is the one cap at which it is the target. One that rejects may reach it at several.
     """
     if not len(scores):
-        return not_found(scores, "no unit: no token has a finite mu and pi_old")
+        return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+    # Beyond the farthest unit a cap changes nothing.
     widest = float(np.abs(scores.low).max())
-    if (most := ess_within(part, scores, part.limits_at(widest))) >= target:
-        return not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
-    curve = ess_curve(part, scores, seed=seed)
+    if (most := compute_ess(part, scores, part.compute_limits_at(widest))) >= target:
+        return build_not_found(scores, f"not needed: without a cap the ESS is {most:.6g}", most, "not needed")
+    curve = compute_ess_curve(part, scores, seed=seed)
     if part.rejects:
+        # The ESS of a weight that rejects is not monotonic in its bound: start from the widest that fits.
         fit = np.nonzero(curve.ess >= target)[0]
         start = float(curve.radius[fit[-1]]) if len(fit) else math.nan
     else:
-        start = 0.0 if ess_within(part, scores, part.limits_at(0.0)) >= target else math.nan
+        start = 0.0 if compute_ess(part, scores, part.compute_limits_at(0.0)) >= target else math.nan
     if math.isnan(start):
         best = float(curve.ess.max())
-        return not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
+        return build_not_found(scores, f"not reachable: no cap has an ESS above {best:.6g}", best, "not reachable")
     inside, beyond = start, widest
     for _ in range(_EXACT):
         middle = (inside + beyond) / 2
         inside, beyond = (
-            (middle, beyond) if ess_within(part, scores, part.limits_at(middle)) >= target else (inside, middle)
+            (middle, beyond)
+            if compute_ess(part, scores, part.compute_limits_at(middle)) >= target
+            else (inside, middle)
         )
-    if reason := absurd(part, inside):
-        return not_found(scores, reason)
+    if reason := check_radius(part, inside):
+        return build_not_found(scores, reason)
     values = _rounded(part, scores, inside, target)
-    reached = ess_within(part, scores, part.limits_with(values))
+    reached = compute_ess(part, scores, part.compute_limits_with(values))
     interval = _interval(curve, target, confidence)
     note = "no interval: all units are of one prompt" if math.isnan(interval[0]) else ""
     return Threshold(values, inside, interval, reached, len(scores), len(np.unique(scores.group)), note)
 
 
-def ess_curve(part: Part, scores: Scores, *, seed: int = 0, draws: int = DRAWS) -> EssCurve:
-    """ESS by cap, over the caps that occur."""
+def compute_ess_curve(part: BoundedPart, scores: Scores, *, seed: int = 0, draws: int = DRAWS) -> EssCurve:
+    """Compute the ESS by cap, over the caps that occur."""
     radius = _places(np.abs(scores.low))
     groups, group = np.unique(scores.group, return_inverse=True)
     totals = _group_totals(part, scores, radius, group, len(groups))
-    resampled = (
-        resampled_totals(totals, draws=draws, seed=seed) if len(groups) > 1 else np.empty((0, *totals.shape[1:]))
-    )
+    resampled = resample_totals(totals, draws=draws, seed=seed) if len(groups) > 1 else np.empty((0, *totals.shape[1:]))
     return EssCurve(radius, _ess(totals.sum(0)), _ess(resampled))
 
 
-def _group_totals(part: Part, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
-    """(G, K, 3) tokens, sum of the weights and of their squares of each group, the bounds at each radius.
+def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDArray[np.int64], groups: int) -> Floats:
+    """Compute (G, K, 3) tokens, sum of weights and of their squares by group, with the bounds at each radius.
 
-    One histogram by group over the radii, summed up from below: what lies inside has its own weight, what lies
+    One histogram by group over the radii, accumulated from below: a unit inside the bounds has its own weight, one
     outside that of the bound.
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
@@ -123,10 +127,11 @@ def _group_totals(part: Part, scores: Scores, radius: Floats, group: NDArray[np.
     else:
         below, above = value < 0, value >= 0
     distance = np.where(above, value, -value)
+    # Units that the fixed bound rejects, wherever the moving one lies.
     dead = np.zeros(len(value), dtype=bool)
     if part.rejects and part.side != "both":
         dead = (value < fixed_lower) if part.side == "upper" else (value > fixed_upper)
-    # The first radius that holds the unit; `places` where none does.
+    # The first radius that holds the unit; index K where none does.
     first = np.searchsorted(radius, distance, side="left")
     first = np.where(dead, places, first)
     weight = np.exp(value)
@@ -155,27 +160,31 @@ def _group_totals(part: Part, scores: Scores, radius: Floats, group: NDArray[np.
 
 
 def _ess(totals: Floats) -> Floats:
+    """Compute the ESS from totals of ``_group_totals``, summed over groups."""
     count, total, square = np.moveaxis(totals, -1, 0)
     return np.divide(total**2, count * square, out=np.zeros_like(total), where=square > 0)
 
 
 def _places(distance: Floats) -> Floats:
-    """Radii from 0 to the largest distance, dense where units leave one after the other."""
+    """Choose radii from 0 to the largest distance, dense in the tail."""
+    # Half of the radii by rank from the largest distance inward, where few units decide the ESS.
     tail = np.quantile(distance, 1 - np.geomspace(1.0, 1 / max(len(distance), 2), _PLACES // 2))
     spread = np.geomspace(max(float(np.quantile(distance, 0.5)), 1e-9), max(float(distance.max()), 1e-9), _PLACES // 2)
     return np.unique(np.concatenate([[0.0], tail, spread, [distance.max()]]))
 
 
 def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
-    """Percentiles of the widest radius at which each resampled recording has the target; inf where it always has."""
+    """Compute percentiles of the widest radius that reaches the target over the draws; inf where all radii do."""
     if not len(curve.resampled):
         return math.nan, math.nan
+    # The widest radius of each draw: the last True of its row.
     enough = curve.resampled >= target
     last = enough.shape[1] - 1 - enough[:, ::-1].argmax(1)
     found = enough.any(1)
     following = np.minimum(last + 1, enough.shape[1] - 1)
     draws = np.arange(len(last))
     high, low = curve.resampled[draws, last], curve.resampled[draws, following]
+    # Linear between the two radii around the crossing.
     step = np.divide(high - target, high - low, out=np.zeros_like(high), where=high > low)
     crossing = curve.radius[last] + step * (curve.radius[following] - curve.radius[last])
     crossing = np.where(last == enough.shape[1] - 1, math.inf, np.where(found, crossing, curve.radius[0]))
@@ -184,15 +193,18 @@ def _interval(curve: EssCurve, target: float, confidence: float) -> Interval:
     return float(ends[0]), float(ends[1])
 
 
-def _rounded(part: Part, scores: Scores, radius: float, target: float) -> dict[str, float]:
-    """Values at ``radius`` or just inside, in the fewest digits that stay close to the target."""
+def _rounded(part: BoundedPart, scores: Scores, radius: float, target: float) -> dict[str, float]:
+    """Round the values at ``radius`` inward, to the fewest digits that stay close to the target."""
     for digits in range(1, 17):
         scale = 10.0**digits
         values = {}
-        for name, value in part.values_at(radius).items():
+        for name, value in part.compute_values_at(radius).items():
+            # Inward is the safe side: a narrower bound has a higher ESS.
             inward = math.ceil(value * scale) if name == "lower" else math.floor(value * scale)
             values[name] = float(f"{inward / scale:.{digits}f}")
+        # Rounding must not move a bound to the other side of ratio 1.
         ordered = values.get("lower", 0.0) <= 1 <= values.get("upper", math.inf) and values.get("lower", 1.0) > 0
-        if ordered and target <= ess_within(part, scores, part.limits_with(values)) < target + _CLOSE * (1 - target):
+        ess = compute_ess(part, scores, part.compute_limits_with(values)) if ordered else math.nan
+        if target <= ess < target + _CLOSE * (1 - target):
             return values
-    return part.values_at(radius)
+    return part.compute_values_at(radius)

@@ -1,4 +1,4 @@
-"""How the kept share rises as a bound moves out, with a band for the prompts that happened to be drawn."""
+"""Kept share by bound, with an interval for the sampled prompts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .intervals import Clustered, clustered, share_interval
-from .parts import Part
+from .intervals import ClusteredShare, compute_share_interval, estimate_share
+from .kept_bounds import compute_needed_radii
+from .parts import BoundedPart
 from .scores import Scores
-from .thresholds import needed
 
 Floats = NDArray[np.float64]
 _PLACES = 48
@@ -34,20 +34,21 @@ class KeptCurve:
     count: int
 
 
-def places(part: Part, scores: Scores) -> Floats:
-    """Radii at which a curve of these units is worth drawing: half by rank, half evenly in log, ascending."""
-    radii = needed(part, scores)
+def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
+    """Choose the radii to draw: half by rank, half evenly in log, ascending."""
+    radii = compute_needed_radii(part, scores)
     radii = radii[np.isfinite(radii) & (radii > 0)]
     if not len(radii):
         return np.zeros(0)
+    # By rank the curve is resolved near 1, evenly in log where it falls.
     by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
     even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
     return np.unique(np.concatenate([by_rank, even]))
 
 
-def kept_curve(part: Part, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
-    """The kept share, at each ``radius``, of those of these units that the part looks at."""
-    radii, scores = needed(part, scores), scores.chosen(scores.looked)
-    found: list[Clustered] = [clustered(radii <= place, scores.group) for place in radius]
-    ends = np.array([share_interval(share, confidence) for share in found]).reshape(-1, 2)
+def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
+    """Compute the share of the units that the part applies to and keeps, at each ``radius``."""
+    radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
+    found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
+    ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)
     return KeptCurve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1], len(scores))

@@ -1,4 +1,4 @@
-"""Defaults that the command line shows; in a file of their own, which imports nothing."""
+"""Defaults shown by the command line, in a module without imports so that ``--help`` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend-noise floor of OPSM's delta: what log(mu / pi) shows where both engines have the same weights.
+"""Backend-noise floor of OPSM's delta: log(mu / pi) where both engines have the same weights.
 
 A delta below it drops rows for the rounding of two engines, not for drift.
 """
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .defaults import ROUNDING
-from .intervals import Clustered, clustered, least_count, quantile_interval
-from .parts import Part
+from .intervals import ClusteredShare, compute_least_count, compute_quantile_interval, estimate_share
+from .parts import BoundedPart
 from .scores import RowState, Scores
 
 Floats = NDArray[np.float64]
@@ -23,12 +23,12 @@ _LOWER = (0.95, 0.9, 0.8)
 
 
 class NotIdentifiedError(ValueError):
-    """The recording does not hold what a value rests on; the message says what is missing and how to get it."""
+    """The recording cannot identify a value; the message says what is missing and how to get it."""
 
 
 @dataclass(frozen=True)
-class Floor:
-    """An upper confidence bound of a quantile of the noise.
+class NoiseFloor:
+    """Upper confidence bound of a quantile of the backend noise.
 
     Attributes:
         delta: that bound, in nats; at least 0.
@@ -46,14 +46,14 @@ class Floor:
     unknown_versions: int
 
 
-def noise_floor(
-    part: Part, scores: Scores, state: RowState, *, share: float, confidence: float, rounding: float = ROUNDING
-) -> Floor:
-    """The floor of a delta, from rows before the first gradient step of their batch that fresh weights sampled.
+def estimate_noise_floor(
+    part: BoundedPart, scores: Scores, state: RowState, *, share: float, confidence: float, rounding: float = ROUNDING
+) -> NoiseFloor:
+    """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
-    Every such row counts, whatever the sign of its advantage: noise does not know it. A row whose recorded pi_old is of
-    the trainer has to bear out that pi is pi_old; one recorded under another ``proximal`` has nothing to show, and is
-    not chosen by a pi_old that is made of mu.
+    Every such row counts, whatever the sign of its advantage, on which noise does not depend. Where the recorded
+    pi_old is the trainer's, a row counts only if pi is pi_old up to ``rounding``; under another ``proximal`` pi stands
+    in for pi_old, so that the condition always holds.
 
     Args:
         share: the quantile of the noise that delta has to exceed.
@@ -63,7 +63,9 @@ def noise_floor(
         NotIdentifiedError: there are no such rows, or too few.
     """
     first = state.mini_batch == 0
+    # An unknown version, -1, counts as fresh; the result says how many do.
     fresh = first & (state.staleness <= 0)
+    # NaN, no finite token, is never same.
     same = fresh & (state.apart <= rounding)
     if not first.any():
         raise NotIdentifiedError(
@@ -88,34 +90,37 @@ def noise_floor(
             f"the backend noise is not identified. If that is rounding, give calibrate --rounding "
             f"{_above(2 * float(np.nanmedian(state.apart[fresh]))):g}."
         )
-    rows = scores.chosen(same[scores.row])
+    rows = scores.select(same[scores.row])
+    # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
     noise = np.sort(-rows.low)
     quantile, upper, found = _bounded(-rows.low, noise, rows.group, share, confidence)
     if not math.isfinite(upper):
         lower = (each for each in _LOWER if each < share)
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
+        # The highest quantile that this recording can bound.
         smaller = next(enough, None)
         advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
         raise NotIdentifiedError(
-            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old say as much as "
+            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
-            f"{share:g}-quantile of the noise takes {least_count(share, confidence)}. Record more steps{advice}."
+            f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
+            f"Record more steps{advice}."
         )
     unknown = int((state.staleness[same] < 0).sum())
-    return Floor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)
+    return NoiseFloor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)
 
 
 def _bounded(
     noise: Floats, ordered: Floats, group: NDArray[np.int64], share: float, confidence: float
-) -> tuple[float, float, Clustered]:
-    """A quantile of the noise, its upper bound, infinite where rows are too few for one, and what it rests on."""
+) -> tuple[float, float, ClusteredShare]:
+    """Compute a quantile of the noise, its upper bound (inf where rows are too few), and the effective counts."""
     quantile = float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)]) if len(ordered) else math.nan
-    found = clustered(noise <= quantile, group)
-    _, upper = quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
+    found = estimate_share(noise <= quantile, group)
+    _, upper = compute_quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
     return quantile, upper, found
 
 
 def _above(value: float) -> float:
-    """The next number with one significant digit."""
+    """Return the next number with one significant digit."""
     unit = 10.0 ** math.floor(math.log10(value))
     return math.floor(value / unit + 1) * unit

@@ -1,4 +1,4 @@
-"""Confidence intervals for rows that come in prompt groups, and are not independent within one."""
+"""Confidence intervals for rows that are dependent within their prompt group."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Clustered:
-    """A share that was counted over groups.
+class ClusteredShare:
+    """A share of units that come in groups, with its effective sample size.
 
     Attributes:
         share: kept / count.
         count: how many units.
         groups: how many prompt groups they come from.
-        effective: units that would say as much were they independent, count / design effect (Kish 1965); NaN where
+        effective: independent units of the same precision, count / design effect (Kish 1965); NaN where
             one group leaves it unknown.
     """
 
@@ -31,8 +31,8 @@ class Clustered:
     effective: float
 
 
-def clustered(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Clustered:
-    """The share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
+def estimate_share(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> ClusteredShare:
+    """Estimate the share of ``kept``, with the variance of a ratio of group totals (Cochran 1977, 3.27).
 
     A design effect below 1 counts as 1: that siblings are more unlike than strangers is taken for chance.
 
@@ -45,19 +45,21 @@ def clustered(kept: NDArray[np.bool_], group: NDArray[np.int64]) -> Clustered:
     sizes = sizes[sizes > 0]
     count, groups = int(sizes.sum()), len(sizes)
     if not count:
-        return Clustered(math.nan, 0, 0, math.nan)
+        return ClusteredShare(math.nan, 0, 0, math.nan)
     share = float(totals.sum() / count)
     independent = share * (1 - share) / count
     if groups < 2:
-        return Clustered(share, count, groups, math.nan)
+        return ClusteredShare(share, count, groups, math.nan)
+    # Linearised ratio estimator: groups vary in size as well as in what they keep.
     residual = totals - share * sizes
     variance = groups / (groups - 1) * float(residual @ residual) / count**2
+    # At a share of 0 or 1 the variance is 0; the design effect is then that of full dependence.
     effect = max(variance / independent, 1.0) if independent > 0 else float((sizes.astype(float) ** 2).sum() / count)
-    return Clustered(share, count, groups, count / effect)
+    return ClusteredShare(share, count, groups, count / effect)
 
 
-def share_interval(found: Clustered, confidence: float) -> Interval:
-    """Of a share: Wilson's score interval (1927) at the effective count; NaN where that is not known."""
+def compute_share_interval(found: ClusteredShare, confidence: float) -> Interval:
+    """Compute Wilson's score interval (1927) at the effective count; NaN where that is not known."""
     n = found.effective
     if not n > 0:
         return math.nan, math.nan
@@ -67,17 +69,17 @@ def share_interval(found: Clustered, confidence: float) -> Interval:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def quantile_interval(
+def compute_quantile_interval(
     ordered: NDArray[np.float64], share: float, effective: float, confidence: float, *, one_sided: bool = False
 ) -> Interval:
-    """Of the ``share``-quantile, by order statistics: distribution-free, from the binomial (Woodruff 1952).
+    """Compute a distribution-free interval of the ``share``-quantile by order statistics (Woodruff 1952).
 
     How many of n units lie below the quantile is binomial in (n, share); with n the effective count this holds for
     clustered units too (Korn and Graubard 1998).
 
     Args:
         ordered: (U,) ascending.
-        effective: see ``Clustered``.
+        effective: see ``ClusteredShare``.
         one_sided: the upper end alone, at ``confidence``; the lower is -inf.
 
     Returns:
@@ -98,13 +100,13 @@ def quantile_interval(
     )
 
 
-def least_count(share: float, confidence: float) -> int:
-    """Independent units that a one-sided upper bound of the ``share``-quantile takes: share^n <= 1 - confidence."""
+def compute_least_count(share: float, confidence: float) -> int:
+    """Compute the independent units that an upper bound of the ``share``-quantile takes: share^n <= 1 - confidence."""
     return math.ceil(math.log(1 - confidence) / math.log(share))
 
 
-def resampled_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> NDArray[np.float64]:
-    """Sums over groups drawn with replacement, as many as there are: the cluster bootstrap (Davison and Hinkley 1997).
+def resample_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> NDArray[np.float64]:
+    """Sum over groups drawn with replacement, the cluster bootstrap (Davison and Hinkley 1997).
 
     Args:
         totals: (G, ...) one entry a group.
@@ -116,6 +118,7 @@ def resampled_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> N
     flat = totals.reshape(groups, -1)
     rng = np.random.default_rng(seed)
     sums = np.empty((draws, flat.shape[1]))
+    # Bounds the (draws, groups) table of counts to 128 MB.
     block = max(1, 2**24 // max(groups, 1))
     for start in range(0, draws, block):
         stop = min(start + block, draws)
@@ -125,16 +128,17 @@ def resampled_totals(totals: NDArray[np.float64], *, draws: int, seed: int) -> N
 
 
 def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
-    """The binomial's distribution function where it is neither 0 nor 1 (12 standard deviations): first k, P(B <= k)."""
+    """Compute the binomial's distribution function within 12 standard deviations: first k, P(B <= k)."""
     reach = 12 * math.sqrt(n * share * (1 - share)) + 12
     first, last = max(0, math.floor(n * share - reach)), min(n, math.ceil(n * share + reach))
     k = torch.arange(first, last + 1, dtype=torch.float64)
     size = torch.tensor(float(n), dtype=torch.float64)
+    # In logs: the binomial coefficient overflows float64 from about n = 1030.
     log_mass = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1)
     log_mass = log_mass + k * math.log(share) + (size - k) * math.log1p(-share)
     return first, log_mass.exp().cumsum(0).clamp(max=1.0).numpy()
 
 
 def _normal(confidence: float) -> float:
-    """z such that a standard normal lies in [-z, z] with probability ``confidence``."""
+    """Return z such that a standard normal lies in [-z, z] with probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)

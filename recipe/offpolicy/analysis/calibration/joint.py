@@ -1,4 +1,4 @@
-"""What a whole correction keeps of a recording, by the stages of training."""
+"""Shares that a whole correction keeps of a recording, by a replay of its stages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ...correction import CorrectionSpec
 from ...recording import Step
-from ..whatif.blocks import blocks
-from ..whatif.replay import constants_of, decide
-from .scores import recorded_spec
+from ..whatif.blocks import iterate_blocks
+from ..whatif.replay import compute_constants, decide
+from .scores import read_recorded_spec
 
 
 @dataclass(frozen=True)
-class Joint:
-    """All parts of a correction together.
+class JointShares:
+    """Shares kept by all parts of a correction together.
 
     Attributes:
         tokens: share of response tokens kept.
@@ -28,15 +28,16 @@ class Joint:
     ess: float
 
 
-def joint(steps: Iterable[Step], spec: CorrectionSpec) -> Joint:
-    """Replay ``spec`` over ``steps``; shares of nothing are NaN."""
+def compute_joint_shares(steps: Iterable[Step], spec: CorrectionSpec) -> JointShares:
+    """Replay ``spec`` over ``steps`` and compute what it keeps; shares of nothing are NaN."""
     tokens = kept = rows = kept_rows = valid = 0
     total = square = 0.0
     for step in steps:
-        recorded = recorded_spec(step)
-        constants = constants_of(spec, recorded, step.rows)
-        for block in blocks(step.rows):
+        recorded = read_recorded_spec(step)
+        constants = compute_constants(spec, recorded, step.rows)
+        for block in iterate_blocks(step.rows):
             decided = decide(spec, recorded, block, constants)
+            # Rejected tokens count as weight 0, as in the loss.
             weight = decided.weight.double() * decided.keep
             tokens += int(block.mask.sum())
             kept += int(decided.keep.sum())
@@ -45,7 +46,7 @@ def joint(steps: Iterable[Step], spec: CorrectionSpec) -> Joint:
             valid += int(decided.valid.sum())
             total += float(weight.sum())
             square += float(weight.square().sum())
-    return Joint(
+    return JointShares(
         tokens=kept / tokens if tokens else math.nan,
         rows=kept_rows / rows if rows else math.nan,
         ess=total**2 / (valid * square) if square else math.nan,

@@ -1,4 +1,4 @@
-"""Whether a statistic spreads differently in short and in long rows, so that one bound treats them unlike.
+"""Test for a statistic whose spread depends on the length of a row, so that one bound treats lengths differently.
 
 Zero-mean noise averages out in a mean over T tokens, whose spread falls as T^-1/2, and adds up in their sum, whose
 spread grows as T^1/2: a bound on a geometric mean then rejects short rows, one on a product long rows.
@@ -18,7 +18,7 @@ from .intervals import Interval
 from .scores import Scores
 
 LEAST_ROWS = 20
-"""Rows that a bucket needs to have a say in the test."""
+"""Rows that a bucket needs to enter the test."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,27 @@ class LengthTest:
 
     @property
     def depends(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """True if the interval excludes 0."""
         return self.interval[0] > 0 or self.interval[1] < 0
 
 
-def bucket_of(length: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(U,) index into ``BUCKETS`` of each T >= 1, as the metrics of ``offpolicy/length/`` have it."""
+def find_length_bucket(length: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the index into ``BUCKETS`` of each T >= 1, (U,), as the metrics of ``offpolicy/length/`` do."""
     edges = [most for most in BUCKETS.values() if most is not None]
     return np.searchsorted(np.asarray(edges), length, side="left")
 
 
-def length_dependence(scores: Scores, confidence: float) -> LengthTest:
-    """Size and spread each get half of the error that ``confidence`` leaves (Bonferroni); the clearer one is reported.
+def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
+    """Test size and spread against length at half of the error each (Bonferroni); return the clearer one.
 
     What is decided by token or turn is averaged over its row first, so that a row counts once.
     """
+    # The two tests see different faults: a shift of the mean, and a change of the scatter around it.
     size, row_length, group = _by_row(np.maximum(np.abs(scores.low), np.abs(scores.high)), scores)
     middle = (scores.low + scores.high) / 2
     spread, _, _ = _by_row(np.abs(middle - _bucket_medians(middle, scores.length)), scores)
-    counts = np.bincount(bucket_of(row_length), minlength=len(BUCKETS))
-    enough = counts[bucket_of(row_length)] >= LEAST_ROWS
+    counts = np.bincount(find_length_bucket(row_length), minlength=len(BUCKETS))
+    enough = counts[find_length_bucket(row_length)] >= LEAST_ROWS
     tests = [
         _rank_test(name, distance[enough], row_length[enough], group[enough], (1 + confidence) / 2)
         for name, distance in (("size", size), ("spread", spread))
@@ -71,6 +72,7 @@ def length_dependence(scores: Scores, confidence: float) -> LengthTest:
 def _rank_test(
     name: str, distance: NDArray[np.float64], length: NDArray[np.int64], group: NDArray[np.int64], confidence: float
 ) -> LengthTest:
+    """Compute the rank correlation of a distance with length, its interval over prompt groups, and the exponent."""
     rows = len(distance)
     x, y = _ranks(length.astype(np.float64)), _ranks(distance)
     groups = len(np.unique(group))
@@ -82,6 +84,7 @@ def _rank_test(
     influence = x * y - correlation / 2 * (x * x + y * y)
     totals = np.bincount(group, weights=influence)
     half = _normal(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
+    # The exponent is fitted in logs, where a distance of 0 has no value.
     apart = distance > 0
     log_t, log_d = np.log(length[apart]), np.log(distance[apart])
     log_t = log_t - log_t.mean() if len(log_t) else log_t
@@ -92,14 +95,14 @@ def _rank_test(
 def _by_row(
     values: NDArray[np.float64], scores: Scores
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Mean of ``values`` over each row's units, its length, and its group."""
+    """Compute the mean of ``values`` over each row's units, its length, and its group."""
     _, first, index, counts = np.unique(scores.row, return_index=True, return_inverse=True, return_counts=True)
     return np.bincount(index, weights=values) / counts, scores.length[first], scores.group[first]
 
 
 def _bucket_medians(values: NDArray[np.float64], length: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(U,) median of the values of each unit's length bucket."""
-    bucket = bucket_of(length)
+    """Compute the median over each unit's length bucket, (U,)."""
+    bucket = find_length_bucket(length)
     medians = np.zeros(len(BUCKETS))
     for index in np.unique(bucket):
         medians[index] = np.median(values[bucket == index])
@@ -107,7 +110,7 @@ def _bucket_medians(values: NDArray[np.float64], length: NDArray[np.int64]) -> N
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks about their mean; equal values share one."""
+    """Compute centred ranks; equal values share one."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum()
     ranks = (last - (counts - 1) / 2)[index] if len(values) else values

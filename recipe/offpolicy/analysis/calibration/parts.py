@@ -1,4 +1,4 @@
-"""The bounds of a correction that can be set from a recording, and the one number that moves each of them."""
+"""Bounds of a correction that a recording can calibrate, each moved by one number, its radius."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
-from ...correction.mask_spec import ON_RATIO
 
 Side = Literal["both", "lower", "upper"]
 ShareOf = Literal["tokens", "rows", "turns", "versions"]
 
 PLACEHOLDER = 1.0
-"""Nats: stands for a delta that is asked for and not set, so that the rest of the correction can be read."""
+"""Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
 _SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
-_ONE_SIDED = ("k2", "k3", "tv")  # never negative: only the upper bound can move
 
 
 @dataclass(frozen=True)
-class Part:
-    """A mask or weight whose bound is to be set.
+class BoundedPart:
+    """A mask or weight whose bound is calibrated.
 
     Attributes:
         key: ``masks.<name>`` or ``weight``.
@@ -43,41 +41,41 @@ class Part:
 
     @property
     def rejects(self) -> bool:
-        """Whether what lies outside is dropped; if not, it is truncated."""
+        """True if a unit outside is dropped, False if its weight is truncated."""
         return isinstance(self.spec, MaskSpec) or self.spec.kind == "reject"
 
     @property
     def share_of(self) -> ShareOf:
-        """What kept shares of it count: what is decided together, and tokens where signs are by token."""
+        """The unit that kept shares count: the unit of decision, or tokens where signs are by token."""
         by_token = isinstance(self.spec, MaskSpec) and self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
     @property
     def looks_at(self) -> str:
-        """What kept shares of it are shares of: ``rows``, or ``rows with A < 0`` of a mask for one sign."""
+        """The units that kept shares are of: ``rows``, or ``rows with A < 0`` for a mask of one sign."""
         sign = _SIGNS.get(self.spec.when, "") if isinstance(self.spec, MaskSpec) else ""
         return f"{self.share_of}{sign}"
 
     @property
     def by_batch(self) -> bool:
-        """Whether its bound is a budget, from which each batch gets its own cut (M2PO)."""
+        """True if the bound is a budget, from which each batch gets its own cut (M2PO)."""
         return isinstance(self.spec, MaskSpec) and self.spec.budget is not None
 
     @property
     def on_ratio(self) -> bool:
-        """Whether its bounds are ratios, and compared as their logs."""
-        return isinstance(self.spec, WeightSpec) or self.spec.aggregate in ON_RATIO
+        """True if the bounds are ratios, which are compared as their logs."""
+        return isinstance(self.spec, WeightSpec) or self.spec.entry.on_ratio
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Bounds as they are compared; infinite where open. Those of a budget are on the running mean of squares."""
+        """Bounds as they are compared, infinite where open; a budget bounds the running mean of squares."""
         if isinstance(self.spec, MaskSpec):
             return (-math.inf, self.spec.budget) if self.spec.budget is not None else self.spec.limits
         lower, upper = self.spec.lower, self.spec.upper
         return -math.inf if lower is None else math.log(lower), math.inf if upper is None else math.log(upper)
 
-    def radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How far the moving bound has to lie out to keep each unit; inf where the other bound rejects it anyway.
+    def compute_radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the radius of the moving bound that keeps each unit; inf where the other bound rejects it.
 
         Args:
             low, high: least and greatest value of each unit, as they are compared.
@@ -89,15 +87,15 @@ class Part:
             return np.where(low < lower, math.inf, high)
         return np.where(high > upper, math.inf, -low)
 
-    def limits_at(self, radius: float) -> tuple[float, float]:
-        """Bounds as they are compared, once the moving bound lies at ``radius``."""
+    def compute_limits_at(self, radius: float) -> tuple[float, float]:
+        """Compute the compared bounds with the moving bound at ``radius``."""
         lower, upper = self.limits
         if self.side == "both":
             return -radius, radius
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
-    def limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
-        """Bounds as they are compared, with these of the configuration's values in place of the present ones."""
+    def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
+        """Compute the compared bounds with these configured values in place of the present ones."""
         lower, upper = self.limits
         for name, value in values.items():
             if name == "delta":
@@ -109,8 +107,8 @@ class Part:
                 lower, upper = (limit, upper) if name == "lower" else (lower, limit)
         return lower, upper
 
-    def values_at(self, radius: float) -> dict[str, float]:
-        """The configuration's own values of the bounds that move, at ``radius``."""
+    def compute_values_at(self, radius: float) -> dict[str, float]:
+        """Compute the configured values of the moving bounds at ``radius``."""
         if self.by_batch:
             return {"budget": radius}
         if isinstance(self.spec, MaskSpec) and self.spec.delta is not None:
@@ -121,15 +119,15 @@ class Part:
 
     @property
     def now(self) -> dict[str, float | None]:
-        """The configuration's present values of the bounds that move; None where there is none yet."""
+        """The configured values of the moving bounds; None where there is none yet."""
         if self.by_batch or (isinstance(self.spec, MaskSpec) and self.spec.delta is not None):
             name = "budget" if self.by_batch else "delta"
             return {name: None if self.unset else getattr(self.spec, name)}
         return {name: getattr(self.spec, name) for name in ("lower", "upper") if self.side in ("both", name)}
 
 
-def parts_of(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None = None) -> list[Part]:
-    """What of ``spec`` can be calibrated.
+def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None = None) -> list[BoundedPart]:
+    """List the parts of ``spec`` that can be calibrated.
 
     Args:
         unset: keys below ``correction`` of values that are placeholders.
@@ -152,7 +150,7 @@ def parts_of(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None =
         )
     key, bound = _chosen(of, named)
     found = [
-        Part(name, part, _side(name, part, bound), any(entry.startswith(f"{name}.") for entry in unset))
+        BoundedPart(name, part, _side(name, part, bound), any(entry.startswith(f"{name}.") for entry in unset))
         for name, part in named.items()
         if key in (None, name) and not (key is None and _unbounded(part))
     ]
@@ -161,8 +159,8 @@ def parts_of(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None =
     return found
 
 
-def placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """A correction's plain values with each delta that is required and not set filled in, and the keys of these."""
+def fill_placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Fill each required delta that is not set with ``PLACEHOLDER``; return the values and the filled keys."""
     masks = plain.get("masks")
     if not isinstance(masks, Mapping):
         return dict(plain), frozenset()
@@ -174,8 +172,8 @@ def placeholders(plain: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[st
     return {**plain, "masks": filled}, frozenset(unset)
 
 
-def with_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> CorrectionSpec:
-    """``spec`` with these values of one of its parts.
+def set_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> CorrectionSpec:
+    """Return ``spec`` with these values of one of its parts.
 
     Raises:
         SpecError: they cannot go there.
@@ -189,7 +187,7 @@ def with_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> 
 
 
 def _compared(limit: float, exact: bool) -> float:
-    """A limit in the precision in which masks compare."""
+    """Round a limit to the precision in which masks compare."""
     return limit if exact or math.isinf(limit) else float(np.float32(limit))
 
 
@@ -198,7 +196,7 @@ def _unbounded(part: MaskSpec | WeightSpec) -> bool:
 
 
 def _chosen(of: str | None, named: Mapping[str, MaskSpec | WeightSpec]) -> tuple[str | None, str | None]:
-    """The key and the bound that ``of`` names."""
+    """Parse ``of`` into the key of a part and one of its bounds."""
     if of is None:
         return None, None
     key = of.removeprefix("correction.")
@@ -223,7 +221,7 @@ def _side(key: str, part: MaskSpec | WeightSpec, bound: str | None) -> Side:
         return "lower"
     if bound is not None:
         return "lower" if bound == "lower" else "upper"
-    if isinstance(part, MaskSpec) and part.aggregate.startswith(_ONE_SIDED):
+    if isinstance(part, MaskSpec) and part.entry.one_sided:
         return "upper"
     if part.lower is None and part.upper is None:
         raise SpecError(f"correction.{key}: it has no bound to set. Name one: --of {key}.upper.")

@@ -1,4 +1,4 @@
-"""From a recording and a target to proposed bounds: overall, by length where it matters, above the noise floor."""
+"""Proposed bounds for a target, from a recording: overall, by length where it matters, above the noise floor."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 from ...correction import CorrectionSpec, SpecError
 from ...correction.catalogue import BUCKETS
 from ...recording import Step
-from .caps import EssCurve, ess_curve, ess_within, for_ess
-from .curves import KeptCurve, kept_curve, places
+from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
+from .curves import KeptCurve, choose_radii, compute_kept_curve
 from .defaults import QUANTILE, ROUNDING
-from .floor import Floor, NotIdentifiedError, noise_floor
-from .lengths import LEAST_ROWS, LengthTest, bucket_of, length_dependence
-from .parts import Part, parts_of, with_values
-from .scores import RowState, Scores, scores_of
-from .thresholds import Threshold, for_kept_share, kept_share, not_found
+from .floor import NoiseFloor, NotIdentifiedError, estimate_noise_floor
+from .kept_bounds import Threshold, build_not_found, compute_kept_share, find_bound_for_kept_share
+from .lengths import LEAST_ROWS, LengthTest, find_length_bucket, measure_length_dependence
+from .parts import BoundedPart, list_parts, set_values
+from .scores import RowState, Scores, compute_scores
 
 Target = Literal["kept", "ess"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Targets and options of a calibration.
 
     Attributes:
-        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it looks at (OPSM:
+        target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it applies to (OPSM:
             of rows with a negative advantage); None for none.
         target_ess: effective sample size that the weight is to have; None for none.
-        of: one part or bound, see ``parts_of``; None for all.
+        of: one part or bound, see ``list_parts``; None for all.
         confidence: of every interval.
         by_length: give bounds by length whether or not the statistic depends on it.
-        floor_quantile, rounding: see ``noise_floor``.
+        floor_quantile, rounding: see ``estimate_noise_floor``.
     """
 
     target_kept: float | None = None
@@ -47,7 +47,7 @@ class Request:
     rounding: float = ROUNDING
 
     def check(self) -> None:
-        """Raises SpecError where a value cannot be meant."""
+        """Raise SpecError for a value out of range."""
         for name in ("target_kept", "target_ess", "confidence", "floor_quantile"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
@@ -59,13 +59,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class OfLength:
-    """A bucket of lengths by itself.
+class LengthBound:
+    """The bound for the rows of one length bucket alone.
 
     Attributes:
         bucket: its name in the metrics.
-        rows: of these lengths that the part looks at.
-        reached: what the bound for all lengths reaches on them: the proposed one, or the present one where none was.
+        rows: of these lengths that the part applies to.
+        reached: value that the bound for all lengths reaches on them: the proposed one, else the present one.
         threshold: the bound that would reach the target on them alone.
         curve: of a kept share.
     """
@@ -79,13 +79,13 @@ class OfLength:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A bound, what it rests on, and what it would change.
+    """A proposed bound, its evidence and its effect.
 
     Attributes:
         part: whose bound.
-        target: what is to be reached, and ``goal`` how much of it.
-        looked: share of all units that the part looks at; it keeps the others whatever its bound is.
-        now: what the present bound reaches; NaN where it has no value yet.
+        target: measure to reach, and ``goal`` its value.
+        looked: share of all units that the part applies to; it keeps the others whatever its bound is.
+        now: value that the present bound reaches; NaN where it has no value yet.
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
         length: whether the statistic depends on T.
@@ -93,30 +93,30 @@ class Proposal:
         curve: kept share or ESS by bound.
     """
 
-    part: Part
+    part: BoundedPart
     target: Target
     goal: float
     looked: float
     now: float
     threshold: Threshold
-    floor: Floor | None
+    floor: NoiseFloor | None
     length: LengthTest
-    lengths: tuple[OfLength, ...]
+    lengths: tuple[LengthBound, ...]
     curve: KeptCurve | EssCurve
 
     @property
     def found(self) -> bool:
-        """Whether there is a bound to set."""
+        """True if there is a bound to set."""
         return bool(self.threshold.values)
 
-    def of_all(self, reached: float) -> float:
-        """What ``reached`` of the units that the part looks at is of all units; NaN for an ESS."""
+    def to_all_units(self, reached: float) -> float:
+        """Convert a share of the units that the part applies to to a share of all units; NaN for an ESS."""
         return 1 - self.looked * (1 - reached) if self.target == "kept" else math.nan
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """All proposals.
+class CalibrationResult:
+    """All proposals, and the correction with the proposed bounds.
 
     Attributes:
         spec: the correction with the proposed bounds, less masks that have no bound at all.
@@ -132,31 +132,32 @@ class Calibrated:
     nonfinite: int = 0
 
 
-def calibrated(
+def propose_bounds(
     steps: Iterable[Step], spec: CorrectionSpec, request: Request, unset: Collection[str] = ()
-) -> Calibrated:
-    """Proposed bounds for ``spec``.
+) -> CalibrationResult:
+    """Propose bounds for ``spec`` from recorded steps.
 
     Args:
         steps: of a recording; gone through once.
-        unset: keys of values that are placeholders, see ``parts.placeholders``.
+        unset: keys of values that are placeholders, see ``parts.fill_placeholders``.
 
     Raises:
         SpecError: nothing can be calibrated, or a target that no part takes.
         RecordingError: there is nothing to calibrate by.
     """
     request.check()
-    parts, skipped = _targeted(parts_of(spec, unset, request.of), request)
-    scores, state = scores_of(steps, spec, parts)
+    parts, skipped = _targeted(list_parts(spec, unset, request.of), request)
+    scores, state = compute_scores(steps, spec, parts)
     proposals = tuple(_proposal(part, scores[part.key], state, request) for part in parts)
     for proposal in proposals:
         if proposal.found:
-            spec = with_values(spec, proposal.part.key, proposal.threshold.values)
+            spec = set_values(spec, proposal.part.key, proposal.threshold.values)
     found = {proposal.part.key for proposal in proposals if proposal.found}
+    # A mask whose required delta was not found has no valid value left.
     open_masks = {key.split(".")[1] for key in unset if key.rpartition(".")[0] not in found}
     spec = replace(spec, masks=tuple((name, mask) for name, mask in spec.masks if name not in open_masks))
     on_pi = any(part.spec.ratio != "rollout" for part in parts)
-    return Calibrated(
+    return CalibrationResult(
         spec,
         proposals,
         skipped,
@@ -165,8 +166,8 @@ def calibrated(
     )
 
 
-def _targeted(parts: list[Part], request: Request) -> tuple[list[Part], dict[str, str]]:
-    """Parts that have a target, and why others have none."""
+def _targeted(parts: list[BoundedPart], request: Request) -> tuple[list[BoundedPart], dict[str, str]]:
+    """Split parts into those that have a target, and the reasons why others have none."""
     taken, skipped = [], {}
     for part in parts:
         if _goal(part, request) is not None:
@@ -181,8 +182,8 @@ def _targeted(parts: list[Part], request: Request) -> tuple[list[Part], dict[str
     return taken, skipped
 
 
-def _goal(part: Part, request: Request) -> tuple[Target, float] | None:
-    """A weight that rejects takes either target, the kept share first."""
+def _goal(part: BoundedPart, request: Request) -> tuple[Target, float] | None:
+    """Return the target of a part; a weight that rejects takes either, the kept share first."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
     if part.key == "weight" and request.target_ess is not None:
@@ -190,7 +191,7 @@ def _goal(part: Part, request: Request) -> tuple[Target, float] | None:
     return None
 
 
-def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> Proposal:
+def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Request) -> Proposal:
     chosen = _goal(part, request)
     assert chosen is not None  # _targeted left the others out
     target, goal = chosen
@@ -200,17 +201,17 @@ def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> 
             floor = _floor(part, scores, state, request)
         except NotIdentifiedError as error:
             missing = str(error)
-    looked = scores.chosen(scores.looked)
+    looked = scores.select(scores.looked)
     if not missing and (few := _few(looked)):
         missing = f"not identified: {few}"
-    threshold = not_found(looked, missing) if missing else _threshold(part, scores, target, goal, request, floor)
-    length = length_dependence(scores, request.confidence)
+    threshold = build_not_found(looked, missing) if missing else _threshold(part, scores, target, goal, request, floor)
+    length = measure_length_dependence(scores, request.confidence)
     curve: KeptCurve | EssCurve
     if target == "ess":
-        curve = ess_curve(part, scores)
+        curve = compute_ess_curve(part, scores)
     else:
-        curve = kept_curve(part, scores, places(part, scores), request.confidence)
-    lengths: tuple[OfLength, ...] = ()
+        curve = compute_kept_curve(part, scores, choose_radii(part, scores), request.confidence)
+    lengths: tuple[LengthBound, ...] = ()
     if length.depends or request.by_length:
         lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
     now = math.nan if part.unset else _reached(part, scores, target, part.limits)
@@ -218,56 +219,56 @@ def _proposal(part: Part, scores: Scores, state: RowState, request: Request) -> 
 
 
 def _threshold(
-    part: Part, scores: Scores, target: Target, goal: float, request: Request, floor: Floor | None
+    part: BoundedPart, scores: Scores, target: Target, goal: float, request: Request, floor: NoiseFloor | None
 ) -> Threshold:
     if target == "ess":
-        return for_ess(part, scores, goal, request.confidence)
-    return for_kept_share(part, scores, goal, request.confidence, floor=floor.delta if floor else -math.inf)
+        return find_cap_for_ess(part, scores, goal, request.confidence)
+    return find_bound_for_kept_share(part, scores, goal, request.confidence, floor=floor.delta if floor else -math.inf)
 
 
 def _by_length(
-    part: Part,
+    part: BoundedPart,
     scores: Scores,
     state: RowState,
     aim: tuple[Target, float],
     overall: Threshold,
     curve: KeptCurve | EssCurve,
     request: Request,
-) -> tuple[OfLength, ...]:
+) -> tuple[LengthBound, ...]:
     found = []
-    bucket = bucket_of(scores.length)
+    bucket = find_length_bucket(scores.length)
     target, goal = aim
     for index, name in enumerate(BUCKETS):
-        own = scores.chosen(bucket == index)
-        looked = own.chosen(own.looked)
+        own = scores.select(bucket == index)
+        looked = own.select(own.looked)
         if not len(looked):
             continue
         known = bool(overall.values) or not part.unset
-        reached = _reached(part, own, target, part.limits_with(overall.values)) if known else math.nan
+        reached = _reached(part, own, target, part.compute_limits_with(overall.values)) if known else math.nan
         if few := _few(looked):
-            threshold = not_found(looked, few)
+            threshold = build_not_found(looked, few)
         else:
             try:
                 floor = _floor(part, own, state, request) if "delta" in part.now else None
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
                 alone = _threshold(part, own, target, goal, request, None).values
-                said = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
+                alone_text = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
                 noise = "its backend noise is not identified"
-                threshold = not_found(looked, f"{noise}; {said}" if said else noise)
-        line = kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
-        found.append(OfLength(name, len(np.unique(looked.row)), reached, threshold, line))
+                threshold = build_not_found(looked, f"{noise}; {alone_text}" if alone_text else noise)
+        line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
+        found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)
 
 
 def _few(units: Scores) -> str:
-    """What is said of units of fewer rows than a bound takes; empty for enough."""
+    """Say that units have fewer rows than a bound takes; empty for enough."""
     rows = len(np.unique(units.row))
     return f"{rows} rows, and a bound takes {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 
 
-def _floor(part: Part, scores: Scores, state: RowState, request: Request) -> Floor:
-    return noise_floor(
+def _floor(part: BoundedPart, scores: Scores, state: RowState, request: Request) -> NoiseFloor:
+    return estimate_noise_floor(
         part,
         scores,
         state,
@@ -277,5 +278,5 @@ def _floor(part: Part, scores: Scores, state: RowState, request: Request) -> Flo
     )
 
 
-def _reached(part: Part, scores: Scores, target: Target, limits: tuple[float, float]) -> float:
-    return ess_within(part, scores, limits) if target == "ess" else kept_share(part, scores, limits)
+def _reached(part: BoundedPart, scores: Scores, target: Target, limits: tuple[float, float]) -> float:
+    return compute_ess(part, scores, limits) if target == "ess" else compute_kept_share(part, scores, limits)

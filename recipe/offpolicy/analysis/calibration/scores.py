@@ -1,4 +1,4 @@
-"""What masks and weights compare with their bounds, unit by unit, taken from recorded rows."""
+"""Values that masks and weights compare with their bounds, unit by unit, from recorded rows."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError
-from ...correction.aggregates import extremes
-from ...correction.masks import applies
+from ...correction.masks import compute_extremes, find_applicable
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
 from ...recording.pi_old import trainers_pi_old
-from ..whatif.blocks import Block, blocks
-from ..whatif.replay import check_replayable, proximal
-from .parts import Part
+from ..whatif.blocks import Block, iterate_blocks
+from ..whatif.replay import check_replayable, compute_pi_old
+from .parts import BoundedPart
 
 Arrays = TypeVar("Arrays", "Scores", "RowState")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Units of one part, in the order in which they were recorded.
+    """Units of one part, in recorded order.
 
     Attributes:
         low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
             nats for ratios. They differ where each token of a unit has to lie inside by itself.
-        looked: (U,) bool, whether the part looks at the unit at all, see ``MaskSpec.when``.
+        looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
         tokens: (U,) int64, valid tokens of the unit.
         length: (U,) int64, T, valid tokens of the row that it belongs to.
         row: (U,) int64, that row, numbered over all steps.
@@ -51,19 +50,19 @@ class Scores:
     def __len__(self) -> int:
         return len(self.low)
 
-    def chosen(self, units: NDArray[np.bool_]) -> Scores:
-        """These units alone: (U,) bool."""
+    def select(self, units: NDArray[np.bool_]) -> Scores:
+        """Return these units alone: (U,) bool."""
         return Scores(**{f.name: getattr(self, f.name)[units] for f in fields(self)})
 
-    def outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
-        """(U,) bool, what bounds at ``limits`` drop; compared in float32 as masks do, unless ``exact``."""
+    def find_outside(self, limits: tuple[float, float], *, exact: bool = False) -> NDArray[np.bool_]:
+        """Find the units that bounds at ``limits`` drop, (U,) bool; in float32 as masks compare, unless ``exact``."""
         lower, upper = limits if exact else (float(np.float32(limit)) for limit in limits)
         return self.looked & ((self.low < lower) | (self.high > upper))
 
 
 @dataclass(frozen=True)
 class RowState:
-    """Under which weights rows were sampled and recorded, (N,) each.
+    """Sampling state of the recorded rows, (N,) each.
 
     Attributes:
         mini_batch: gradient steps of the batch before the row was recorded.
@@ -81,8 +80,10 @@ class RowState:
     nonfinite: NDArray[np.int64]
 
 
-def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]) -> tuple[dict[str, Scores], RowState]:
-    """The units of each part of ``spec``, over all ``steps``, one step in memory at a time.
+def compute_scores(
+    steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[BoundedPart]
+) -> tuple[dict[str, Scores], RowState]:
+    """Compute the units of each part of ``spec`` over all ``steps``, one step in memory at a time.
 
     Returns:
         Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
@@ -90,7 +91,7 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
 
     Raises:
         SpecError: what was recorded is not enough for ``spec``.
-        RecordingError: no response or no finite token is recorded, or what acted at a step is no correction.
+        RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
     found: dict[str, list[Scores]] = {part.key: [] for part in parts}
     states: list[RowState] = []
@@ -100,16 +101,17 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
         rows = step.rows
         if not len(rows):
             continue
-        recorded = recorded_spec(step)
+        recorded = read_recorded_spec(step)
         check_replayable(spec, recorded, rows)
         states.append(_state(step))
         group = _groups(rows, groups)
         pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
-        for block in blocks(rows):
-            old = proximal(spec, recorded, block)
+        for block in iterate_blocks(rows):
+            old = compute_pi_old(spec, recorded, block)
             for part in parts:
                 pieces[part.key].append(_of_block(part, block, old, group, before))
         for part in parts:
+            # A budget is shared by the batch, hence computed after its blocks are joined.
             joined = _joined(Scores, pieces[part.key])
             found[part.key].append(_by_budget(joined) if part.by_batch else joined)
         before += len(rows)
@@ -123,20 +125,20 @@ def scores_of(steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[Part]
     return scores, _joined(RowState, states)
 
 
-def recorded_spec(step: Step) -> CorrectionSpec:
-    """The correction that acted at ``step``.
+def read_recorded_spec(step: Step) -> CorrectionSpec:
+    """Read the correction that acted at ``step`` from its metadata.
 
     Raises:
-        RecordingError: what its file says is none.
+        RecordingError: its file's metadata holds no valid correction.
     """
     try:
         return CorrectionSpec.from_mapping(step.spec)
     except SpecError as error:
         number = int(step.rows.step[0]) if len(step.rows) else "?"
-        raise RecordingError(f"step {number}: the correction in the metadata of its file is none: {error}") from error
+        raise RecordingError(f"step {number}: its file's metadata holds no valid correction: {error}") from error
 
 
-def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
+def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
     # No bound can be read off a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
@@ -151,8 +153,8 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
     ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
     units = partition_units(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
-        low, high = extremes(part.spec, units, value, numerator=above, denominator=below)
-        looked = applies(part.spec, block.advantages, valid)
+        low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
+        looked = find_applicable(part.spec, block.advantages, valid)
     else:
         low = high = compute_log_weight(part.spec, value, units)
         looked = torch.ones_like(valid[:, :1])
@@ -161,6 +163,7 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
         tokens, looked = valid.double(), looked.expand(valid.shape)
     else:
         tokens, looked = units.tokens, looked.expand(units.tokens.shape)
+    # Padding and units without a valid token have no score.
     there = (tokens > 0).numpy()
     at, _ = np.nonzero(there)
     row = block.rows[at]
@@ -176,7 +179,9 @@ def _of_block(part: Part, block: Block, old: Tensor, group: NDArray[np.int64], b
 
 
 def _by_budget(tokens: Scores) -> Scores:
-    """With ``second_moment``: the least budget that keeps each token of a batch, the mean of the squares up to it.
+    """Compute, for ``second_moment``, the least budget that keeps each token of a batch.
+
+    It is the mean of the squares up to the token's own, in ascending order.
 
     Args:
         tokens: of one batch, with (log r)^2 for their value.
@@ -188,14 +193,15 @@ def _by_budget(tokens: Scores) -> Scores:
 
 
 def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[np.float64]:
-    """Rounded to float32, as masks compare, unless ``exact``."""
+    """Select the values of existing units, rounded to float32, as masks compare, unless ``exact``."""
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 
 def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
-    """A number for each row's prompt; ``known`` grows. Rows without a uid get one each."""
+    """Number each row's prompt, extending ``known``; rows without a uid get a number each."""
     numbers = np.empty(len(rows), dtype=np.int64)
     for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
+        # NUL cannot occur in a uid, so that a made-up name collides with none.
         name = str(uid) or f"\0{step}/{rank}/{index}"
         numbers[index] = known.setdefault(name, len(known))
     return numbers
@@ -210,6 +216,7 @@ def _state(step: Step) -> RowState:
     counts = np.bincount(at, minlength=len(rows))
     totals = np.bincount(at, weights=apart[valid], minlength=len(rows))
     mean = np.divide(totals, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+    # Training stops at such a pi; the count warns that these units are left out here.
     lost = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
     lost &= ~np.isfinite(rows.log_prob)
     return RowState(

@@ -1,4 +1,4 @@
-"""Proposals as tables, sentences, overrides and plain values."""
+"""Tables, sentences, overrides and JSON of a calibration."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from ...correction.catalogue import BUCKETS
 from ..pages import Column, Table
-from ..whatif.composed import composer
-from ..whatif.pasted import overrides_of
-from .joint import Joint
-from .parts import Part
-from .propose import Calibrated, OfLength, Proposal
-from .thresholds import Threshold
+from ..whatif.compose import initialize_composer
+from ..whatif.overrides import build_overrides
+from .joint import JointShares
+from .kept_bounds import Threshold
+from .parts import BoundedPart
+from .propose import CalibrationResult, LengthBound, Proposal
 
-BY_LENGTH = "advice, for the correction takes one bound; these tell which lengths it would hit"
+BY_LENGTH = "advice: the correction takes one bound; these show which lengths it would affect"
 
 
-def overview(result: Calibrated, confidence: float) -> Table:
-    """A row a bound: what it is, what it should be, and what each keeps of what it looks at, and of all."""
+def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
+    """Build the table of proposals: present and proposed bounds, and what each keeps."""
     partial = any(proposal.looked < 1 for proposal in result.proposals)
     columns = (
         Column("bound"),
@@ -36,16 +36,16 @@ def overview(result: Calibrated, confidence: float) -> Table:
     )
     rows = [
         (
-            part_name(proposal.part),
+            format_part_name(proposal.part),
             _counted(proposal),
             proposal.goal,
-            bounds(proposal.part.now),
+            format_bounds(proposal.part.now),
             proposal.now,
-            *([proposal.of_all(proposal.now)] if partial else []),
-            bounds(proposal.threshold.values) if proposal.found else "none",
-            interval(proposal.part, proposal.threshold),
+            *([proposal.to_all_units(proposal.now)] if partial else []),
+            format_bounds(proposal.threshold.values) if proposal.found else "none",
+            format_interval(proposal.part, proposal.threshold),
             proposal.threshold.reached,
-            *([proposal.of_all(proposal.threshold.reached)] if partial else []),
+            *([proposal.to_all_units(proposal.threshold.reached)] if partial else []),
             proposal.threshold.count,
             proposal.threshold.groups,
         )
@@ -55,73 +55,73 @@ def overview(result: Calibrated, confidence: float) -> Table:
 
 
 def _counted(proposal: Proposal) -> str:
-    """What a target is a share of: of a mask for one sign of the advantage, what has that sign."""
+    """Name the units that a target is a share of."""
     return "ESS" if proposal.target == "ess" else f"kept of {proposal.part.looks_at}"
 
 
-def by_length(proposal: Proposal, confidence: float) -> Table:
-    """A row a bucket of T, as advice."""
+def build_length_table(proposal: Proposal, confidence: float) -> Table:
+    """Build the table of bounds by length bucket, as advice."""
     part = proposal.part
     remarked = any(entry.threshold.note for entry in proposal.lengths)
     common = proposal.threshold.values or ({} if part.unset else part.now)
     columns = (
         Column("T"),
         Column("rows"),
-        Column(f"{bounds(common) or 'the common bound'} reaches", digits=4),
+        Column(f"{format_bounds(common) or 'the common bound'} reaches", digits=4),
         Column(f"reaches {proposal.goal:g} alone"),
         Column(f"{confidence:.0%} interval"),
         *([Column("remark")] if remarked else []),
     )
     rows = [
         (
-            bucket_text(entry.bucket),
+            format_bucket(entry.bucket),
             entry.rows,
             entry.reached,
-            bounds(entry.threshold.values) or "none",
-            interval(proposal.part, entry.threshold),
+            format_bounds(entry.threshold.values) or "none",
+            format_interval(proposal.part, entry.threshold),
             *([entry.threshold.note] if remarked else []),
         )
         for entry in proposal.lengths
     ]
-    return Table(columns, rows, f"{part_name(part)} by length: {BY_LENGTH}")
+    return Table(columns, rows, f"{format_part_name(part)} by length: {BY_LENGTH}")
 
 
-def together(now: Joint | None, then: Joint) -> Table:
-    """The whole correction, before and after."""
+def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
+    """Build the table of the whole correction, before and after."""
     columns = (Column(""), Column("now", digits=4), Column("then", digits=4))
     named = {"response tokens kept": "tokens", "rows with a token kept": "rows", "ESS of weight x keep": "ess"}
     rows = [(text, None if now is None else getattr(now, key), getattr(then, key)) for text, key in named.items()]
     return Table(columns, rows, "All of it together")
 
 
-def remarks(result: Calibrated, confidence: float) -> list[str]:
-    """What has to be said beside the tables, a sentence each."""
-    said = []
+def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
+    """Format what limits the tables, a sentence each."""
+    sentences = []
     for proposal in result.proposals:
-        name, threshold = part_name(proposal.part), proposal.threshold
+        name, threshold = format_part_name(proposal.part), proposal.threshold
         if threshold.note:
-            said.append(
+            sentences.append(
                 threshold.note if threshold.note.startswith(proposal.part.key) else f"{name}: {threshold.note}."
             )
-        said += [_floor(proposal, confidence)] if proposal.floor is not None else []
-        said.append(length_sentence(proposal, confidence))
-    said += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
+        sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
+        sentences.append(describe_length_dependence(proposal, confidence))
+    sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
-        said.append(
+        sentences.append(
             f"{result.nonfinite:,} response tokens have a log_prob that is not finite: bounds on pi leave "
             f"them out, and training stops at one."
         )
     if result.grouped < 1:
-        said.append(
+        sentences.append(
             f"The prompt of {1 - result.grouped:.0%} of the rows was not recorded: they count as independent, and the "
             f"intervals are too narrow if they are not."
         )
-    return said
+    return sentences
 
 
-def length_sentence(proposal: Proposal, confidence: float) -> str:
-    """Whether the statistic depends on the length of a row, and by what criterion."""
-    name, test = part_name(proposal.part), proposal.length
+def describe_length_dependence(proposal: Proposal, confidence: float) -> str:
+    """Describe whether the statistic depends on the length of a row, with the test's numbers."""
+    name, test = format_part_name(proposal.part), proposal.length
     if math.isnan(test.correlation):
         return f"{name}: whether it depends on length is not identified by {test.rows} comparable rows."
     criterion = (
@@ -138,32 +138,29 @@ def length_sentence(proposal: Proposal, confidence: float) -> str:
     )
 
 
-def overrides(result: Calibrated) -> list[str]:
-    """What to put behind the overrides of a launch: the correction with the bounds that were found.
-
-    Empty where none was.
-    """
+def list_overrides(result: CalibrationResult) -> list[str]:
+    """List the overrides of the correction with the bounds that were found; empty where none was."""
     if not any(proposal.found for proposal in result.proposals):
         return []
-    with composer():
-        return overrides_of(result.spec)
+    with initialize_composer():
+        return build_overrides(result.spec)
 
 
-def part_name(part: Part) -> str:
-    """The key, with the side where only one of two bounds moves."""
+def format_part_name(part: BoundedPart) -> str:
+    """Format the key, with the side where only one of two bounds moves."""
     two = part.spec.lower is not None and part.spec.upper is not None
     return f"{part.key}.{part.side}" if two and part.side != "both" else part.key
 
 
-def bounds(values: Any) -> str:
-    """``[0.99, 1.01]``, ``upper 2.0``, ``delta 0.1``; empty for none."""
+def format_bounds(values: Any) -> str:
+    """Format as ``[0.99, 1.01]``, ``upper 2.0`` or ``delta 0.1``; empty for none."""
     if {"lower", "upper"} <= set(values):
         return f"[{_number(values['lower'])}, {_number(values['upper'])}]"
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
-def interval(part: Part, threshold: Threshold) -> str:
-    """The interval in the configuration's own values; "-" where there is none."""
+def format_interval(part: BoundedPart, threshold: Threshold) -> str:
+    """Format the interval in configured values; "-" where there is none."""
     low, high = threshold.interval
     if not threshold.values or math.isnan(low):
         return "-"
@@ -173,22 +170,24 @@ def interval(part: Part, threshold: Threshold) -> str:
     return f"{name} {text}"
 
 
-def bucket_text(bucket: str) -> str:
-    """``le64`` as ``17 to 64``."""
+def format_bucket(bucket: str) -> str:
+    """Format ``le64`` as ``17 to 64``."""
     names, most = list(BUCKETS), BUCKETS[bucket]
     before = BUCKETS[names[names.index(bucket) - 1]] if names.index(bucket) else 0
     return f"over {before}" if most is None else f"{(before or 0) + 1} to {most}"
 
 
-def plain(result: Calibrated, now: Joint | None, then: Joint, confidence: float) -> dict[str, Any]:
-    """Everything, for JSON; what has no value is None."""
+def build_json(
+    result: CalibrationResult, now: JointShares | None, then: JointShares, confidence: float
+) -> dict[str, Any]:
+    """Build the JSON document of a calibration; a missing value is None."""
     return {
         "confidence": confidence,
-        "overrides": overrides(result),
+        "overrides": list_overrides(result),
         "proposals": [_plain(proposal) for proposal in result.proposals],
         "together": {"now": None if now is None else _finite(vars(now)), "then": _finite(vars(then))},
         "skipped": dict(result.skipped),
-        "remarks": remarks(result, confidence),
+        "remarks": format_remarks(result, confidence),
     }
 
 
@@ -203,8 +202,8 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
         "now": part.now,
         "looked": proposal.looked,
         "reached_now": _number_or_none(proposal.now),
-        "reached_now_of_all": _number_or_none(proposal.of_all(proposal.now)),
-        "reached_of_all": _number_or_none(proposal.of_all(proposal.threshold.reached)),
+        "reached_now_of_all": _number_or_none(proposal.to_all_units(proposal.now)),
+        "reached_of_all": _number_or_none(proposal.to_all_units(proposal.threshold.reached)),
         "proposed": _threshold(part, proposal.threshold),
         "floor": None if proposal.floor is None else _finite(vars(proposal.floor)),
         "length": {**_finite(vars(test)), "interval": [_number_or_none(end) for end in test.interval]}
@@ -213,11 +212,11 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
     }
 
 
-def _of_length(part: Part, entry: OfLength) -> dict[str, Any]:
+def _of_length(part: BoundedPart, entry: LengthBound) -> dict[str, Any]:
     return {"rows": entry.rows, "reached": _number_or_none(entry.reached), "alone": _threshold(part, entry.threshold)}
 
 
-def _threshold(part: Part, threshold: Threshold) -> dict[str, Any]:
+def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
     name = list(part.now)[-1]
     return {
         "values": threshold.values,
@@ -229,9 +228,9 @@ def _threshold(part: Part, threshold: Threshold) -> dict[str, Any]:
     }
 
 
-def _end(part: Part, name: str, radius: float) -> float:
-    """An end of an interval as the value ``name`` would have there; infinite where it is open."""
-    return radius if not math.isfinite(radius) else part.values_at(radius)[name]
+def _end(part: BoundedPart, name: str, radius: float) -> float:
+    """Convert an end of an interval to the configured value ``name``; infinite where it is open."""
+    return radius if not math.isfinite(radius) else part.compute_values_at(radius)[name]
 
 
 def _floor(proposal: Proposal, confidence: float) -> str:
@@ -243,7 +242,8 @@ def _floor(proposal: Proposal, confidence: float) -> str:
         else ""
     )
     return (
-        f"{part_name(proposal.part)}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at pi = pi_old, "
+        f"{format_part_name(proposal.part)}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at "
+        f"pi = pi_old, "
         f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
         f"{confidence:.0%} confidence: delta lies at or above that.{assumed}"
     )

@@ -1,11 +1,20 @@
-"""Tables, figures and self-contained HTML pages: what the command lines of this package show their results with.
+"""Tables, figures and self-contained HTML pages of the command-line tools.
 
-Knows nothing of corrections. Rich, matplotlib and Jinja2 are imported where they are used.
+Independent of corrections. Rich, matplotlib and Jinja2 are imported where they are used.
 """
 
-from .page import Page, code, details, figure, keys, panels, paragraph, table
-from .table import Column, Table, fitted, to_csv, to_html, to_rich
-from .target import PageError, check_target
+from .output_file import PageError, check_target
+from .page import (
+    Page,
+    render_code,
+    render_details,
+    render_figure,
+    render_keys,
+    render_panels,
+    render_paragraph,
+    render_table,
+)
+from .table import Column, Table, fit_to_width, to_csv, to_html, to_rich
 
 __all__ = [
     "Column",
@@ -13,14 +22,14 @@ __all__ = [
     "PageError",
     "Table",
     "check_target",
-    "code",
-    "details",
-    "figure",
-    "fitted",
-    "keys",
-    "panels",
-    "paragraph",
-    "table",
+    "fit_to_width",
+    "render_code",
+    "render_details",
+    "render_figure",
+    "render_keys",
+    "render_panels",
+    "render_paragraph",
+    "render_table",
     "to_csv",
     "to_html",
     "to_rich",

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: no script, nothing from the network, light or dark as the reader's system is."""
+"""One self-contained HTML file without scripts or network access, light or dark as the reader's system is."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .table import Table, shown, to_html
-from .target import PageError
-from .template import STYLE, rendered
+from .output_file import PageError
+from .table import Table, format_cell, to_html
+from .template import STYLE, render_template
 
 if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
-    from .figures import Panel
+    from .plotting import FigurePanel
 
 LARGEST = 5_000_000
 """Bytes that a page may have, so that it can be sent to a colleague."""
@@ -36,7 +36,7 @@ class Page:
     subtitle: str = ""
     _sections: list[dict[str, Any]] = field(default_factory=list)
 
-    def section(self, heading: str, *blocks: Markup) -> None:
+    def add_section(self, heading: str, *blocks: Markup) -> None:
         """Add a section.
 
         Args:
@@ -49,14 +49,16 @@ class Page:
             _check(block)
         self._sections.append({"heading": heading, "blocks": blocks})
 
-    def html(self) -> str:
-        """The whole page."""
+    def render(self) -> str:
+        """Render the whole page."""
         from markupsafe import Markup
 
-        return rendered("page", title=self.title, subtitle=self.subtitle, style=Markup(STYLE), sections=self._sections)
+        return render_template(
+            "page", title=self.title, subtitle=self.subtitle, style=Markup(STYLE), sections=self._sections
+        )
 
     def write(self, path: Path) -> int:
-        """Write it; a reader never sees half of it. What UTF-8 cannot say is written as "?".
+        """Write the page atomically; characters that UTF-8 cannot encode become "?".
 
         Returns:
             Its size in bytes.
@@ -65,13 +67,14 @@ class Page:
             PageError: it would be larger than ``LARGEST``.
             OSError: the file cannot be written.
         """
-        content = self.html().encode("utf-8", errors="replace")
+        content = self.render().encode("utf-8", errors="replace")
         if len(content) > LARGEST:
             raise PageError(
                 f"{path}: the page would have {len(content):,} bytes, more than {LARGEST:,}. Give it fewer figures "
                 f"or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside the target, so that the replacement is atomic.
         partial = path.with_name(f"{path.name}.partial")
         try:
             partial.write_bytes(content)
@@ -82,51 +85,53 @@ class Page:
         return len(content)
 
 
-def paragraph(text: str) -> Markup:
-    return rendered("paragraph", text=text)
+def render_paragraph(text: str) -> Markup:
+    """Render one paragraph of escaped text."""
+    return render_template("paragraph", text=text)
 
 
-def code(text: str) -> Markup:
-    """Text as it stands: white space is kept."""
-    return rendered("code", text=text)
+def render_code(text: str) -> Markup:
+    """Render preformatted text; white space is kept."""
+    return render_template("code", text=text)
 
 
-def table(content: Table) -> Markup:
+def render_table(content: Table) -> Markup:
+    """Render a table; every cell is escaped."""
     return to_html(content)
 
 
-def keys(values: Mapping[str, Any]) -> Markup:
-    """Names and their values, as ``table.shown`` writes them."""
-    return rendered("keys", pairs=[(name, shown(value)) for name, value in values.items()])
+def render_keys(values: Mapping[str, Any]) -> Markup:
+    """Render names and their values, formatted as table cells."""
+    return render_template("keys", pairs=[(name, format_cell(value)) for name, value in values.items()])
 
 
-def details(summary: str, *blocks: Markup) -> Markup:
-    """Blocks that stay folded until the reader opens them."""
+def render_details(summary: str, *blocks: Markup) -> Markup:
+    """Render blocks that are folded until the reader opens them."""
     for block in blocks:
         _check(block)
-    return rendered("details", summary=summary, blocks=blocks)
+    return render_template("details", summary=summary, blocks=blocks)
 
 
-def figure(drawing: Figure, alt: str) -> Markup:
-    """A figure within the page, as SVG or PNG, whichever is smaller.
+def render_figure(drawing: Figure, alt: str) -> Markup:
+    """Render a figure inline, as SVG or PNG, whichever is smaller.
 
     Args:
         alt: what it shows, for who cannot see it.
     """
-    return rendered("figure", images=[_image(drawing, alt)])
+    return render_template("figure", images=[_image(drawing, alt)])
 
 
-def panels(drawn: Sequence[Panel]) -> Markup:
-    """Panels as pictures of their own, so that they stack on a narrow screen."""
-    from .figures import picture
+def render_panels(drawn: Sequence[FigurePanel]) -> Markup:
+    """Render each panel as its own figure, so that they stack on a narrow screen."""
+    from .plotting import draw_panels
 
-    return rendered("figure", images=[_image(picture([one]), one.alt) for one in drawn])
+    return render_template("figure", images=[_image(draw_panels([one]), one.alt) for one in drawn])
 
 
 def _image(drawing: Figure, alt: str) -> dict[str, str]:
-    from .figures import image
+    from .plotting import render_image
 
-    kind, content = image(drawing)
+    kind, content = render_image(drawing)
     return {"kind": kind, "data": base64.b64encode(content).decode(), "alt": alt}
 
 
@@ -134,4 +139,4 @@ def _check(block: Any) -> None:
     from markupsafe import Markup
 
     if not isinstance(block, Markup):
-        raise TypeError(f"{str(block)[:60]!r} is no block of a page: use paragraph, code, table or figure.")
+        raise TypeError(f"{str(block)[:60]!r} is not a block of a page. Fix: pass what a render_ function returns.")

@@ -1,4 +1,4 @@
-"""A table as a value, and the three forms that it is shown in."""
+"""A table as a value, with conversions to a terminal, HTML and CSV."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class Column:
 
     @property
     def heading(self) -> str:
+        """Name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells: str, numbers, bool, or None for what has no value.
+    """Rows of cells: str, numbers, bool, or None for a missing value.
 
     Attributes:
         rows: one cell a column each.
@@ -67,16 +68,16 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"row {index} has {len(row)} cells, and the table {len(self.columns)} columns: {row}")
 
-    def aligned(self, column: int) -> Align:
-        """Where the values of a column stand."""
+    def get_alignment(self, column: int) -> Align:
+        """Return the alignment of a column."""
         given = self.columns[column].align
         if given is not None:
             return given
         return "right" if all(_is_number(row[column]) or row[column] is None for row in self.rows) else "left"
 
 
-def shown(value: Any, digits: int = 3) -> str:
-    """A cell as text.
+def format_cell(value: Any, digits: int = 3) -> str:
+    """Format a cell as text.
 
     Integers have their digits in groups; floats have ``digits`` decimals, or powers of ten where that would show 0 or
     more than six digits before the point; None and NaN are ``MISSING``.
@@ -92,13 +93,14 @@ def shown(value: Any, digits: int = 3) -> str:
         return MISSING
     if math.isinf(number):
         return "inf" if number > 0 else "-inf"
+    # A small value would round to 0.000, which reads as exactly 0.
     if number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
         return f"{number:.{min(digits, 2)}e}"
     return f"{number:.{digits}f}"
 
 
 def to_rich(table: Table) -> RichTable:
-    """For a terminal; square brackets in cells are text, not markup."""
+    """Convert for a terminal; square brackets in cells are text, not markup."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -108,14 +110,14 @@ def to_rich(table: Table) -> RichTable:
         min_width=len(table.title) or None,
     )
     for index, column in enumerate(table.columns):
-        rich.add_column(Text(column.heading), justify=table.aligned(index), overflow="fold")
+        rich.add_column(Text(column.heading), justify=table.get_alignment(index), overflow="fold")
     for row in table.rows:
         rich.add_row(*(Text(text) for text in _texts(table, row)))
     return rich
 
 
-def fitted(table: Table, width: int) -> list[RichTable]:
-    """For a terminal of ``width`` characters: cut between columns into as many tables as show every number whole.
+def fit_to_width(table: Table, width: int) -> list[RichTable]:
+    """Split between columns into tables that fit a terminal of ``width`` characters with every number whole.
 
     Each has the first column, so that rows can be told apart; a table that fits stays whole.
     """
@@ -140,20 +142,20 @@ def fitted(table: Table, width: int) -> list[RichTable]:
 
 
 def to_html(table: Table) -> Markup:
-    """For a page; every cell is escaped."""
-    from .template import rendered
+    """Convert to HTML; every cell is escaped."""
+    from .template import render_template
 
-    return rendered(
+    return render_template(
         "table",
         title=table.title,
         headings=[column.heading for column in table.columns],
-        aligned=[table.aligned(index) for index in range(len(table.columns))],
+        aligned=[table.get_alignment(index) for index in range(len(table.columns))],
         rows=[_texts(table, row) for row in table.rows],
     )
 
 
 def to_csv(table: Table, path: Path) -> None:
-    """With a line of headings; floats with all of their digits, None as nothing."""
+    """Write a CSV file with a header line; floats keep all digits, None is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([column.heading for column in table.columns])
@@ -161,32 +163,32 @@ def to_csv(table: Table, path: Path) -> None:
 
 
 def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:
-    """These columns alone."""
+    """Return the table with these columns alone."""
     title = f"{table.title}, continued" if table.title and not first else table.title
     return Table([table.columns[at] for at in columns], [[row[at] for at in columns] for row in table.rows], title)
 
 
 def _needed(widths: Sequence[int]) -> int:
-    """Characters of a terminal's table whose columns have these widths."""
+    """Compute the characters that a terminal's table with these column widths takes."""
     return 1 + sum(width + _BORDER for width in widths)
 
 
 def _least_width(table: Table, index: int) -> int:
-    """Characters below which a column breaks a number or a word of its heading, or text every few characters."""
+    """Compute the width below which a column breaks a number or a word of its heading, or text every few characters."""
     column = table.columns[index]
     heading = max(map(len, column.heading.split()), default=0)
-    longest = max((len(shown(row[index], column.digits)) for row in table.rows), default=0)
-    return max(heading, longest if table.aligned(index) == "right" else min(longest, _READABLE))
+    longest = max((len(format_cell(row[index], column.digits)) for row in table.rows), default=0)
+    return max(heading, longest if table.get_alignment(index) == "right" else min(longest, _READABLE))
 
 
 def _whole_width(table: Table, index: int) -> int:
-    """Characters with which a column breaks nothing."""
+    """Compute the width at which a column breaks nothing."""
     column = table.columns[index]
-    return max(len(column.heading), *(len(shown(row[index], column.digits)) for row in table.rows), 0)
+    return max(len(column.heading), *(len(format_cell(row[index], column.digits)) for row in table.rows), 0)
 
 
 def _texts(table: Table, row: Sequence[Any]) -> list[str]:
-    return [shown(value, column.digits) for value, column in zip(row, table.columns, strict=True)]
+    return [format_cell(value, column.digits) for value, column in zip(row, table.columns, strict=True)]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The templates and the style sheet of a page. Autoescape is on for every value that goes in."""
+"""Templates and style sheet of a page; autoescape is on for every value."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def _environment() -> Environment:
     return Environment(loader=DictLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
 
 
-def rendered(name: str, **values: Any) -> Markup:
-    """One of the templates with these values, escaped unless they are ``Markup`` already."""
+def render_template(name: str, **values: Any) -> Markup:
+    """Render one of the templates; values are escaped unless they are ``Markup``."""
     from markupsafe import Markup
 
     return Markup(_environment().get_template(name).render(**values))

@@ -1,1 +1,1 @@
-"""One page about a recorded run, to send to a colleague: python -m recipe.offpolicy.report DIR."""
+"""HTML report about a recorded run: python -m recipe.offpolicy.report DIR."""

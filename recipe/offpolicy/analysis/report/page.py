@@ -1,4 +1,4 @@
-"""A report as a page: the verdict, then pictures, then details."""
+"""HTML page of a report: the verdict, then figures, then details."""
 
 from __future__ import annotations
 
@@ -13,24 +13,34 @@ from ...correction import CorrectionSpec, MaskSpec, WeightSpec
 from ..attribution import figures as attribution_figures
 from ..attribution import tables as attribution_tables
 from ..attribution.attribution import Attribution
-from ..attribution.page import HOW
-from ..attribution.scored import left_out_note
-from ..attribution.text import escaped
-from ..calibration import drawings as calibration_drawings
+from ..attribution.page import METHOD
+from ..attribution.scored_rows import describe_left_out
+from ..attribution.token_text import escape
+from ..calibration import figures as calibration_figures
 from ..calibration import tables as calibration_tables
-from ..pages import Column, Page, Table, code, details, keys, panels, paragraph, table
-from ..whatif import show
-from ..whatif.html import MEANINGS
-from . import drawings
-from .sample import Sample
+from ..pages import (
+    Column,
+    Page,
+    Table,
+    render_code,
+    render_details,
+    render_keys,
+    render_panels,
+    render_paragraph,
+    render_table,
+)
+from ..whatif import tables as whatif_tables
+from ..whatif.page import MEANINGS
+from . import figures
+from .step_sample import StepSample
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
 from .timeline import REFERENCES, Timeline
-from .verdict import answers, table_of
+from .verdict import build_answers, build_table
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from ..whatif.results import Study
+    from ..whatif.outcomes import Study
 
 CONFIDENCE = 0.95
 _LONGEST_CONFIG = 400_000
@@ -40,8 +50,8 @@ _CARD = ("model", "release", "path", "started", "fingerprint")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Everything that a report shows.
+class ReportContents:
+    """The content of a report.
 
     Attributes:
         source: the recording's directory.
@@ -51,35 +61,35 @@ class Found:
     source: str
     card: Mapping[str, Any]
     proof: Mapping[str, Any]
-    sample: Sample
+    sample: StepSample
     timeline: Timeline
     studies: Studies
 
 
-def page_of(found: Found) -> Page:
-    """The page."""
+def build_page(found: ReportContents) -> Page:
+    """Build the page."""
     spec = CorrectionSpec.from_mapping(found.timeline.correction)
-    page = Page("Off-policy report", escaped(f"{found.source}: {found.timeline.rows:,} responses"))
-    page.section(
+    page = Page("Off-policy report", escape(f"{found.source}: {found.timeline.rows:,} responses"))
+    page.add_section(
         "Verdict",
-        table(table_of(answers(found.timeline, spec, found.proof, found.studies))),
-        paragraph(found.sample.sentence),
+        render_table(build_table(build_answers(found.timeline, spec, found.proof, found.studies))),
+        render_paragraph(found.sample.sentence),
     )
-    page.section("Run and proof of life", *_run(found, spec))
-    page.section("Reward and mismatch over time", *_over_time(found.timeline))
+    page.add_section("Run and liveness proof", *_run(found, spec))
+    page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
     if names := found.timeline.extensions:
-        page.section("Extensions", *_extensions(found.timeline, names))
-    page.section("Kept share by length", *_by_length(found.timeline))
-    page.section("Where the mismatch comes from", *_attribution(found.studies.attribution))
-    page.section("Calibration", *_calibration(found.studies))
-    page.section("Worst examples", *_worst(found.studies.attribution))
-    page.section("What other corrections would have done", *_what_if(found.studies.study))
-    page.section("Configuration", *_configuration(found.card))
+        page.add_section("Extensions", *_extensions(found.timeline, names))
+    page.add_section("Kept share by length", *_by_length(found.timeline))
+    page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
+    page.add_section("Calibration", *_calibration(found.studies))
+    page.add_section("Worst examples", *_worst(found.studies.attribution))
+    page.add_section("What other corrections would have done", *_what_if(found.studies.study))
+    page.add_section("Configuration", *_configuration(found.card))
     return page
 
 
-def spec_text(spec: CorrectionSpec) -> dict[str, str]:
-    """A correction in words: its keys and what each part does."""
+def describe_spec(spec: CorrectionSpec) -> dict[str, str]:
+    """Describe a correction: its keys and what each part does."""
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     if spec.weight is not None:
         parts = {"weight": spec.weight, **parts}
@@ -96,34 +106,40 @@ def _part_text(part: WeightSpec | MaskSpec) -> str:
     named = {name: getattr(part, name, None) for name in ("lower", "upper", "delta", "budget")}
     if named["delta"] is not None:
         named["lower"] = None
-    bounds = calibration_tables.bounds({name: value for name, value in named.items() if value is not None})
+    bounds = calibration_tables.format_bounds({name: value for name, value in named.items() if value is not None})
     kind = part.kind if isinstance(part, WeightSpec) else "mask"
     when = f", advantage {part.when}" if isinstance(part, MaskSpec) and part.when != "any" else ""
     return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds or 'no bounds'}{when}"
 
 
-def _run(found: Found, spec: CorrectionSpec) -> list[Markup]:
-    facts = {name: escaped(str(found.card[name])) for name in _CARD if name in found.card}
+def _run(found: ReportContents, spec: CorrectionSpec) -> list[Markup]:
+    facts = {name: escape(str(found.card[name])) for name in _CARD if name in found.card}
     sampling = found.card.get("sampling")
     if isinstance(sampling, Mapping):
-        facts["sampling"] = escaped(", ".join(f"{name} {value}" for name, value in sampling.items()))
+        facts["sampling"] = escape(", ".join(f"{name} {value}" for name, value in sampling.items()))
     facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
-    blocks = [keys(facts | spec_text(spec))]
+    blocks = [render_keys(facts | describe_spec(spec))]
     if not found.card:
-        blocks.insert(0, paragraph("run.json was not recorded: model, release and configuration are not known."))
+        blocks.insert(0, render_paragraph("run.json was not recorded: model, release and configuration are not known."))
     if found.timeline.changed:
         steps = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
-        blocks.append(paragraph(f"The correction changed during the run, before steps {steps}; shown is the last one."))
+        blocks.append(
+            render_paragraph(f"The correction changed during the run, before steps {steps}; shown is the last one.")
+        )
     numbers = found.proof.get("live")
     if isinstance(numbers, Mapping):
-        blocks.append(details("The proof in numbers", keys({escaped(str(k)): _whole(v) for k, v in numbers.items()})))
+        blocks.append(
+            render_details("The proof in numbers", render_keys({escape(str(k)): _whole(v) for k, v in numbers.items()}))
+        )
     elif not spec.is_none:
-        blocks.append(paragraph("proof.json was not recorded: that the correction reached the gradient is not shown."))
+        blocks.append(
+            render_paragraph("proof.json was not recorded: that the correction reached the gradient is not shown.")
+        )
     return blocks
 
 
 def _whole(value: Any) -> Any:
-    """Counts and fingerprints are recorded as floats, and read as whole numbers."""
+    """Format whole floats without a point: counts and fingerprints are recorded as floats."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -140,25 +156,30 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("rows kept"),
         Column("ESS"),
     )
+    # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [
         (s.step, s.rows, s.reward, s.length, s.kl, s.drift, s.staleness, s.kept_tokens, s.kept_rows, s.ess)
         for s in shown
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
-    return [panels(drawings.over_time(timeline)), details(name, table(Table(columns, rows)))]
+    return [
+        render_panels(figures.build_step_panels(timeline)),
+        render_details(name, render_table(Table(columns, rows))),
+    ]
 
 
 def _extensions(timeline: Timeline, names: Sequence[str]) -> list[Markup]:
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in shown]
     columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
-    return [paragraph("Means over response tokens of the columns that extensions sent."), table(Table(columns, rows))]
+    sentence = "Means over response tokens of the columns that extensions sent."
+    return [render_paragraph(sentence), render_table(Table(columns, rows))]
 
 
 def _by_length(timeline: Timeline) -> list[Markup]:
     if not timeline.lengths:
-        return [paragraph("No response has a token with a finite mu and pi_old.")]
+        return [render_paragraph("No response has a token with a finite mu and pi_old.")]
     columns = (
         Column("T", align="left"),
         Column("rows"),
@@ -168,7 +189,7 @@ def _by_length(timeline: Timeline) -> list[Markup]:
     )
     rows = [
         (
-            calibration_tables.bucket_text(entry.bucket),
+            calibration_tables.format_bucket(entry.bucket),
             entry.rows,
             entry.kept_rows,
             entry.kept_tokens,
@@ -178,64 +199,72 @@ def _by_length(timeline: Timeline) -> list[Markup]:
     ]
     drawn = len(timeline.lengths) > 1
     blocks = [
-        paragraph(
+        render_paragraph(
             "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
             f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}"
         ),
-        *([panels(drawings.by_length(timeline))] if drawn else []),
-        table(Table(columns, rows)),
+        *([render_panels(figures.build_length_panels(timeline))] if drawn else []),
+        render_table(Table(columns, rows)),
     ]
     if timeline.reasons:
         reasons = Table(
             (Column("rejected by"), Column("share of tokens", digits=4)),
             [list(item) for item in timeline.reasons.items()],
         )
-        blocks.append(table(reasons))
+        blocks.append(render_table(reasons))
     return blocks
 
 
 def _attribution(attribution: Attribution | str) -> list[Markup]:
     if isinstance(attribution, str):
-        return [paragraph(f"Not attributed: {attribution}")]
+        return [render_paragraph(f"Not attributed: {attribution}")]
     if not attribution.whole.kl.whole > 0:
-        note = left_out_note(attribution.left_out)
+        note = describe_left_out(attribution.left_out)
         return [
-            paragraph(f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip())
+            render_paragraph(
+                f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip()
+            )
         ]
     profiles = (
-        table(attribution_tables.profile_table(name, buckets)) for name, buckets in attribution.profiles.items()
+        render_table(attribution_tables.build_profile_table(name, buckets))
+        for name, buckets in attribution.profiles.items()
     )
     return [
-        paragraph(attribution_tables.verdict(attribution)),
-        panels(attribution_figures.panels(attribution)),
-        table(attribution_tables.shares_table(attribution.whole)),
-        details("How it is split", paragraph(HOW)),
-        details("Every cause that was looked for", table(attribution_tables.causes_table(attribution))),
-        details("By age of the weights", table(attribution_tables.versions_table(attribution))),
-        details("Profiles in numbers", *profiles),
+        render_paragraph(attribution_tables.format_verdict(attribution)),
+        render_panels(attribution_figures.build_panels(attribution)),
+        render_table(attribution_tables.build_shares_table(attribution.whole)),
+        render_details("How it is split", render_paragraph(METHOD)),
+        render_details(
+            "Every cause that was looked for", render_table(attribution_tables.build_causes_table(attribution))
+        ),
+        render_details("By age of the weights", render_table(attribution_tables.build_versions_table(attribution))),
+        render_details("Profiles in numbers", *profiles),
     ]
 
 
 def _calibration(studies: Studies) -> list[Markup]:
     result = studies.calibrated
     if isinstance(result, str):
-        return [paragraph(f"Not calibrated: {result}")]
+        return [render_paragraph(f"Not calibrated: {result}")]
     new = f" Not on during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
     blocks = [
-        paragraph(
+        render_paragraph(
             f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
             f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}"
         ),
-        panels(calibration_drawings.panels(result.proposals, CONFIDENCE)),
-        table(calibration_tables.overview(result, CONFIDENCE)),
+        render_panels(calibration_figures.build_panels(result.proposals, CONFIDENCE)),
+        render_table(calibration_tables.build_overview_table(result, CONFIDENCE)),
     ]
     if not isinstance(studies.attribution, str) and studies.attribution.mend_first:
-        blocks.insert(0, paragraph(studies.attribution.mend_first))
-    if pasted := calibration_tables.overrides(result):
-        blocks.append(code(" \\\n".join(map(shlex.quote, pasted))))
-    blocks += [paragraph(remark) for remark in calibration_tables.remarks(result, CONFIDENCE)]
+        blocks.insert(0, render_paragraph(studies.attribution.mend_first))
+    if pasted := calibration_tables.list_overrides(result):
+        blocks.append(render_code(" \\\n".join(map(shlex.quote, pasted))))
+    blocks += [render_paragraph(remark) for remark in calibration_tables.format_remarks(result, CONFIDENCE)]
     blocks += [
-        details(f"{proposal.part.key} by length", table(calibration_tables.by_length(proposal, CONFIDENCE)))
+        render_details(
+            f"{proposal.part.key} by length",
+            render_table(calibration_tables.build_length_table(proposal, CONFIDENCE)),
+        )
         for proposal in result.proposals
         if proposal.lengths
     ]
@@ -244,31 +273,37 @@ def _calibration(studies: Studies) -> list[Markup]:
 
 def _worst(attribution: Attribution | str) -> list[Markup]:
     if isinstance(attribution, str):
-        return [paragraph(f"Not attributed: {attribution}")]
+        return [render_paragraph(f"Not attributed: {attribution}")]
     note = f" Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
     if not attribution.tokens:
-        return [paragraph("No token differs between mu and pi.")]
+        return [render_paragraph("No token differs between mu and pi.")]
     return [
-        paragraph(f"The largest mismatches by k3 of log pi/mu.{note}"),
-        table(attribution_tables.tokens_table(attribution)),
-        table(attribution_tables.rows_table(attribution)),
+        render_paragraph(f"The largest mismatches by k3 of log pi/mu.{note}"),
+        render_table(attribution_tables.build_tokens_table(attribution)),
+        render_table(attribution_tables.build_rows_table(attribution)),
     ]
 
 
 def _what_if(study: Study | str) -> list[Markup]:
     if isinstance(study, str):
-        return [paragraph(f"Not replayed: {study}")]
-    blocks = [paragraph(show.fidelity_sentence(study.fidelity)), *(paragraph(note) for note in study.notes)]
+        return [render_paragraph(f"Not replayed: {study}")]
+    blocks = [
+        render_paragraph(whatif_tables.describe_fidelity(study.fidelity)),
+        *(render_paragraph(note) for note in study.notes),
+    ]
     if study.outcomes:
-        blocks += [table(show.overall_table(study)), table(show.group_table(study))]
+        blocks += [
+            render_table(whatif_tables.build_overall_table(study)),
+            render_table(whatif_tables.build_group_table(study)),
+        ]
     if study.failures:
-        blocks.append(table(show.failure_table(study)))
-    return [*blocks, details("What the columns mean", keys(MEANINGS))]
+        blocks.append(render_table(whatif_tables.build_failure_table(study)))
+    return [*blocks, render_details("What the columns mean", render_keys(MEANINGS))]
 
 
 def _configuration(card: Mapping[str, Any]) -> list[Markup]:
     if not card:
-        return [paragraph("run.json was not recorded.")]
+        return [render_paragraph("run.json was not recorded.")]
     text = json.dumps(card, indent=1, sort_keys=True, default=str)
     cut = f" (its first {_LONGEST_CONFIG:,} characters)" if len(text) > _LONGEST_CONFIG else ""
-    return [details(f"run.json{cut}", code(text[:_LONGEST_CONFIG]))]
+    return [render_details(f"run.json{cut}", render_code(text[:_LONGEST_CONFIG]))]

@@ -1,4 +1,4 @@
-"""What a report takes from the other tools: attribution, calibration and what-if, over the same steps."""
+"""Attribution, calibration and what-if of a report, over the same steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
-from ..attribution.attribution import Attribution, explain
-from ..attribution.scored import scored
-from ..calibration.parts import placeholders
-from ..calibration.propose import Calibrated, Request, calibrated
+from ..attribution.attribution import Attribution, attribute_rows
+from ..attribution.scored_rows import select_scored_rows
+from ..calibration.parts import fill_placeholders
+from ..calibration.propose import CalibrationResult, Request, propose_bounds
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
-from ..whatif.composed import composed_mapping, composer
-from ..whatif.study import study
-from .sample import Sample
+from ..whatif.compose import compose_correction, initialize_composer
+from ..whatif.study import run_study
+from .step_sample import StepSample
 
 if TYPE_CHECKING:
-    from ..whatif.results import Study
+    from ..whatif.outcomes import Study
 
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
@@ -37,7 +37,7 @@ PROPOSED = "bounds as calibrated above"
 
 @dataclass(frozen=True)
 class Studies:
-    """Results, or the reason why there is none.
+    """Results of the three tools, or the reason why there is none.
 
     Attributes:
         new: calibrated parts that were not on, such as ``masks.gsm``.
@@ -45,12 +45,14 @@ class Studies:
 
     new: frozenset[str]
     attribution: Attribution | str
-    calibrated: Calibrated | str
+    calibrated: CalibrationResult | str
     study: Study | str
 
 
-def studies_of(recording: Recording, sample: Sample, recorded: CorrectionSpec, *, spec: Sequence[str] = ()) -> Studies:
-    """Run all three over the sample's steps.
+def run_studies(
+    recording: Recording, sample: StepSample, recorded: CorrectionSpec, *, spec: Sequence[str] = ()
+) -> Studies:
+    """Run all three tools over the sample's steps.
 
     Args:
         recorded: what acted at the last step.
@@ -61,8 +63,8 @@ def studies_of(recording: Recording, sample: Sample, recorded: CorrectionSpec, *
         RecordingError: a step is damaged.
         SpecError: ``spec`` is malformed.
     """
-    with composer():
-        compared = [(override, composed_mapping([override])) for override in COMPARED]
+    with initialize_composer():
+        compared = [(override, compose_correction([override])) for override in COMPARED]
         asked = _asked(recorded, spec)
     bounds = asked if isinstance(asked, str) else _calibrated(recording, sample, asked)
     return Studies(
@@ -75,7 +77,7 @@ def studies_of(recording: Recording, sample: Sample, recorded: CorrectionSpec, *
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is calibrated, its keys without a value, and its parts that were not on."""
+    """The correction to calibrate, its keys without a value, and its parts that were not on."""
 
     spec: CorrectionSpec
     unset: frozenset[str]
@@ -83,7 +85,7 @@ class _Asked:
 
 
 def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
-    """What ``spec`` composes; without one what was recorded, with the default's weight or masks where it has none.
+    """Build the correction to calibrate; without ``spec`` the recorded one, completed by the default's parts.
 
     Returns:
         A reason where nothing can be calibrated beside the recorded pi_old.
@@ -91,7 +93,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
     Raises:
         SpecError: ``spec`` is malformed.
     """
-    values, unset = placeholders(composed_mapping(spec or [DEFAULT]))
+    values, unset = fill_placeholders(compose_correction(spec or [DEFAULT]))
     if spec:
         correction = CorrectionSpec.from_mapping(values)
         return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))
@@ -100,6 +102,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
     try:
         correction = CorrectionSpec.from_mapping(filled)
     except SpecError as error:
+        # The default's parts may not go with the recorded pi_old: then the recorded parts alone.
         return _Asked(recorded, frozenset(), frozenset()) if _parts(recorded) else str(error)
     new = _parts(correction) - _parts(recorded)
     return _Asked(correction, frozenset(key for key in unset if key.rpartition(".")[0] in new), frozenset(new))
@@ -110,37 +113,37 @@ def _parts(spec: CorrectionSpec) -> set[str]:
 
 
 def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
-    """A correction's plain values with the pi_old that was recorded."""
+    """Give a correction's plain values the recorded source of pi_old."""
     return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
 
 
-def _attributed(recording: Recording, sample: Sample) -> Attribution | str:
-    found = scored(_steps(recording, sample))
+def _attributed(recording: Recording, sample: StepSample) -> Attribution | str:
+    found = select_scored_rows(_steps(recording, sample))
     try:
-        return explain(found.rows, recording.card, left_out=found.left_out)
+        return attribute_rows(found.rows, recording.card, left_out=found.left_out)
     except RecordingError as error:
         return str(error)
 
 
-def _calibrated(recording: Recording, sample: Sample, asked: _Asked) -> Calibrated | str:
+def _calibrated(recording: Recording, sample: StepSample, asked: _Asked) -> CalibrationResult | str:
     request = Request(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
-        return calibrated(_steps(recording, sample), asked.spec, request, asked.unset)
+        return propose_bounds(_steps(recording, sample), asked.spec, request, asked.unset)
     except (RecordingError, SpecError) as error:
         return str(error)
 
 
 def _replayed(
     recording: Recording,
-    sample: Sample,
+    sample: StepSample,
     recorded: CorrectionSpec,
     compared: Sequence[tuple[str, dict[str, Any]]],
-    bounds: Calibrated | str,
+    bounds: CalibrationResult | str,
 ) -> Study | str:
     chosen = [Candidate(UNCORRECTED, UNCORRECTED)]
     if not recorded.is_none:
         chosen.append(Candidate(RECORDED, RECORDED))
-    if isinstance(bounds, Calibrated) and any(proposal.found for proposal in bounds.proposals):
+    if isinstance(bounds, CalibrationResult) and any(proposal.found for proposal in bounds.proposals):
         chosen.append(Candidate(PROPOSED, PROPOSED, spec=bounds.spec))
     for override, values in compared:
         try:
@@ -148,10 +151,10 @@ def _replayed(
         except SpecError as error:
             chosen.append(Candidate(override, override, error=str(error)))
     try:
-        return study(recording, sample.studied, chosen)
+        return run_study(recording, sample.studied, chosen)
     except SpecError as error:
         return str(error)
 
 
-def _steps(recording: Recording, sample: Sample) -> Iterator[Step]:
+def _steps(recording: Recording, sample: StepSample) -> Iterator[Step]:
     return (part for step in sample.studied for part in recording.corrections(step))

@@ -1,4 +1,4 @@
-"""What a recording says step by step, and by length, from its own columns: nothing is replayed."""
+"""Statistics of a recording by step and by length, from its own columns, without a replay."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Floats = NDArray[np.float64]
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
 _PRODUCT = (math.log(0.5), math.log(2.0))
 REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
-"""Masks that rows are held against whatever was on, as in the metrics of ``offpolicy/length/``."""
+"""Masks that rows are compared with, whatever correction acted, as in the metrics of ``offpolicy/length/``."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of one step; NaN for what has no value. pi_old is by the trainer's own weights, see ``recording.pi_old``.
+    """Statistics of one step; NaN for a missing value. pi_old is by the trainer's own weights, see
+    ``recording.pi_old``.
 
     Attributes:
         rows, tokens: responses, and response tokens.
@@ -64,8 +65,8 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
-class OfBucket:
-    """Rows of one length bucket, over all steps.
+class LengthBucket:
+    """Statistics of the rows of one length bucket, over all steps.
 
     Attributes:
         rows: with a response token whose mu and pi_old are finite.
@@ -82,7 +83,7 @@ class OfBucket:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A recording over time and by length.
+    """Statistics of a recording by step and by length.
 
     Attributes:
         reasons: what rejected tokens, and the share of response tokens that each rejected by itself, over all steps.
@@ -91,7 +92,7 @@ class Timeline:
     """
 
     steps: tuple[StepNumbers, ...]
-    lengths: tuple[OfBucket, ...]
+    lengths: tuple[LengthBucket, ...]
     reasons: dict[str, float]
     correction: Mapping[str, Any]
     changed: tuple[int, ...]
@@ -109,13 +110,13 @@ class Timeline:
         """Columns of extensions that any step has."""
         return list(dict.fromkeys(name for step in self.steps for name in step.extensions))
 
-    def column(self, name: str) -> Floats:
-        """(steps,) of one field."""
+    def get_column(self, name: str) -> Floats:
+        """Return one field of all steps, (steps,)."""
         return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
 
 
-def timeline_of(steps: Iterable[Step]) -> Timeline:
-    """Numbers of each step, one step in memory at a time; a step of which no row was recorded is left out."""
+def build_timeline(steps: Iterable[Step]) -> Timeline:
+    """Build the timeline, one step in memory at a time; a step without recorded rows is left out."""
     numbers: list[StepNumbers] = []
     buckets = np.zeros((len(BUCKETS), 6))
     rejected: dict[str, int] = {}
@@ -143,6 +144,7 @@ def _of_step(step: Step) -> StepNumbers:
     old = trainers_pi_old(step).astype(np.float64)
     unscored = int((~scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
+        # The correction compared mu with its own pi_old; the mismatch of the engines is with the trainer's.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
         gap, moved = old - rows.rollout_log_prob, rows.log_prob - old
     valid = mask & np.isfinite(log_rho)
@@ -181,7 +183,7 @@ def _of_step(step: Step) -> StepNumbers:
 
 
 def _of_lengths(rows: Rows) -> Floats:
-    """(buckets, 6): rows, response tokens, tokens kept, rows kept, rows kept by each reference."""
+    """Compute (buckets, 6): rows, response tokens, tokens kept, rows kept, rows kept by each reference."""
     with np.errstate(invalid="ignore"):
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
     valid = rows.response_mask & np.isfinite(log_rho)
@@ -208,15 +210,16 @@ def _of_lengths(rows: Rows) -> Floats:
     ).astype(np.float64)
     edges = [most for most in BUCKETS.values() if most is not None]
     sums = np.zeros((len(BUCKETS), columns.shape[1]))
+    # ``add.at`` accumulates rows of one bucket, where indexed += would keep the last.
     np.add.at(sums, np.searchsorted(np.asarray(edges), length[there], side="left"), columns[there])
     return sums
 
 
-def _buckets(sums: Floats) -> Iterable[OfBucket]:
+def _buckets(sums: Floats) -> Iterable[LengthBucket]:
     for name, (rows, tokens, kept, kept_rows, *references) in zip(BUCKETS, sums, strict=True):
         if rows:
             shares = dict(zip(REFERENCES, (float(count / rows) for count in references), strict=True))
-            yield OfBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows), shares)
+            yield LengthBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows), shares)
 
 
 def _inside(value: Floats, limits: tuple[float, float]) -> NDArray[np.bool_]:

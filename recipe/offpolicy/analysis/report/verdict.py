@@ -1,4 +1,4 @@
-"""A report in a few lines: question, answer, and what the answer rests on."""
+"""Verdict of a report: question, answer and evidence, a line each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from ...correction import CorrectionSpec
 from ..attribution.attribution import Attribution
-from ..attribution.scored import left_out_note, none_scored
-from ..attribution.tables import shares_text
-from ..attribution.text import escaped
-from ..attribution.unexplained import is_healthy, unexplained
+from ..attribution.scored_rows import describe_left_out, describe_none_scored
+from ..attribution.tables import format_shares
+from ..attribution.token_text import escape
+from ..attribution.unexplained import describe_unexplained, is_healthy
 from ..calibration.propose import Proposal
-from ..calibration.tables import bounds, bucket_text, part_name
+from ..calibration.tables import format_bounds, format_bucket, format_part_name
 from ..pages import Column, Table
 from .studies import TARGET_KEPT, Studies
 from .timeline import Floats, Timeline
@@ -39,34 +39,37 @@ class Answer:
     because: str
 
 
-def answers(timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], studies: Studies) -> tuple[Answer, ...]:
-    """The verdict.
+def build_answers(
+    timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], studies: Studies
+) -> tuple[Answer, ...]:
+    """Build the lines of the verdict.
 
     Args:
         spec: what acted at the last step.
-        proof: of life, as recorded; empty where there is none.
+        proof: the liveness proof, as recorded; empty where there is none.
     """
     return (
-        live(spec, proof),
+        answer_liveness(spec, proof),
         _mismatch(timeline),
-        *_origin(studies.attribution, same=copied(timeline)),
+        *_origin(studies.attribution, same=is_copied(timeline)),
         _kept(timeline, spec),
         *_fit(studies),
         _reward(timeline),
     )
 
 
-def table_of(lines: tuple[Answer, ...]) -> Table:
+def build_table(lines: tuple[Answer, ...]) -> Table:
+    """Build the table of the verdict."""
     rows = [(line.question, line.answer, line.because) for line in lines]
     return Table((Column("question"), Column("answer"), Column("because")), rows)
 
 
-def live(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
-    """Whether the correction reached the gradient, by the proof that the run recorded."""
+def answer_liveness(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
+    """Answer whether the correction reached the gradient, by the recorded liveness proof."""
     question = "Is the correction live?"
-    sentence, numbers = escaped(str(proof.get("sentence", ""))), proof.get("live")
+    sentence, numbers = escape(str(proof.get("sentence", ""))), proof.get("live")
     if sentence and isinstance(numbers, Mapping) and numbers.get("proved") == 1.0:
-        return Answer(question, "yes", f"Proved at step {escaped(str(proof.get('step', '?')))}: {sentence}")
+        return Answer(question, "yes", f"Proved at step {escape(str(proof.get('step', '?')))}: {sentence}")
     if sentence:
         return Answer(question, "not proved", sentence)
     if spec.is_none:
@@ -74,18 +77,18 @@ def live(spec: CorrectionSpec, proof: Mapping[str, Any]) -> Answer:
     return Answer(
         question,
         "not shown",
-        "No proof of life was recorded: the run ended before its first update was judged, or proof.json is missing.",
+        "No liveness proof was recorded: the run ended before its first update was judged, or proof.json is missing.",
     )
 
 
 def _mismatch(timeline: Timeline) -> Answer:
     question = "Do the engines agree?"
-    kl = timeline.column("kl")
-    tokens = timeline.column("compared")
+    kl = timeline.get_column("kl")
+    tokens = timeline.get_column("compared")
     unscored = sum(step.unscored for step in timeline.steps)
     known = np.isfinite(kl)
     if not known.any() and unscored == timeline.rows:
-        return Answer(question, "unknown", f"{none_scored(unscored)}.")
+        return Answer(question, "unknown", f"{describe_none_scored(unscored)}.")
     if not known.any():
         return Answer(question, "unknown", "No token has a finite mu and pi_old.")
     mean = float(np.average(kl[known], weights=tokens[known]))
@@ -93,25 +96,27 @@ def _mismatch(timeline: Timeline) -> Answer:
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
         end += f" {unscored:,} rows of later gradient steps are left out: pi_old of the trainer was not recorded."
-    if copied(timeline):
+    if is_copied(timeline):
         same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
-    fresh, counts = timeline.column("kl_fresh"), timeline.column("fresh_tokens")
+    fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
     if not counts.sum():
         because = "Every row was sampled by older weights: mismatch and staleness cannot be told apart. With both "
-        return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {trend(kl, 'nats')}.{end}")
+        return Answer(question, "unknown", f"{because}{mean:.2g} nats a token; {describe_trend(kl, 'nats')}.{end}")
     mine = counts > 0
     engines = float(np.average(fresh[mine], weights=counts[mine]))
     answer = f"KL(mu, pi_old) {engines:.2g} nats a token"
-    stale = timeline.column("staleness")
+    stale = timeline.get_column("staleness")
     if np.nanmax(stale, initial=0.0) <= 0:
-        return Answer(question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {trend(kl, 'nats')}.{end}")
-    because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {trend(fresh, 'nats')}. "
+        return Answer(
+            question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
+        )
+    because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {describe_trend(fresh, 'nats')}. "
     return Answer(question, answer, f"{because}With stale rows, whose mu is of older weights, {mean:.2g}.{end}")
 
 
-def copied(timeline: Timeline) -> bool:
-    """Whether mu is pi_old to the bit at every step that has a valid token."""
+def is_copied(timeline: Timeline) -> bool:
+    """Check whether mu is pi_old to the bit at every step that has a valid token."""
     known = [step.copied for step in timeline.steps if math.isfinite(step.kl)]
     return bool(known) and all(known)
 
@@ -123,11 +128,11 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
     if isinstance(attribution, str):
         return [Answer(question, "unknown", attribution)]
     present = [cause for cause in attribution.causes if cause.verdict == "present"]
-    shares = shares_text(attribution.whole)
-    note = f" {left_out_note(attribution.left_out)}" if attribution.left_out else ""
+    shares = format_shares(attribution.whole)
+    note = f" {describe_left_out(attribution.left_out)}" if attribution.left_out else ""
     if not present:
         answer = "no fault found" if is_healthy(attribution) else "unknown"
-        return [Answer(question, answer, f"{unexplained(attribution)} {shares[0].upper()}{shares[1:]}.{note}")]
+        return [Answer(question, answer, f"{describe_unexplained(attribution)} {shares[0].upper()}{shares[1:]}.{note}")]
     found = ". ".join(
         (f"{cause.name}: " if len(present) > 1 else "")
         + f"{cause.sentence[0].upper()}{cause.sentence[1:]}"
@@ -140,8 +145,8 @@ def _origin(attribution: Attribution | str, *, same: bool = False) -> list[Answe
 
 def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     question = "What does the correction keep?"
-    tokens = timeline.column("tokens")
-    kept = timeline.column("kept_tokens")
+    tokens = timeline.get_column("tokens")
+    kept = timeline.get_column("kept_tokens")
     known = np.isfinite(kept)
     if not known.any() or not timeline.lengths:
         return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
@@ -151,12 +156,12 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     worst = min(timeline.lengths, key=lambda entry: entry.kept_rows)
     by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)
     because = f"Rejected by {by}. " if by else ""
-    because += f"Least by length: {worst.kept_rows:.1%} of the {worst.rows} rows with T {bucket_text(worst.bucket)}."
+    because += f"Least by length: {worst.kept_rows:.1%} of the {worst.rows} rows with T {format_bucket(worst.bucket)}."
     return Answer(question, f"{share:.1%} of tokens", because)
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """One answer a bound, below what is to be mended before any of them is set."""
+    """Answer for each bound, after the faults that are to be mended first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
     first = [Answer("Can a bound be set?", "mend the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
@@ -165,44 +170,45 @@ def _fit(studies: Studies) -> list[Answer]:
 
 
 def _proposal(proposal: Proposal, studies: Studies) -> Answer:
-    name, threshold = part_name(proposal.part), proposal.threshold
+    name, threshold = format_part_name(proposal.part), proposal.threshold
     new = proposal.part.key in studies.new
     question = f"Which bound for {name}?" if new else f"Does the bound of {name} fit?"
 
     def reaches(values: Mapping[str, float | None], share: float) -> str:
         if proposal.target == "ess":
-            return f"{bounds(values)} has an ESS of {share:.4f}"
-        return f"{bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
+            return f"{format_bounds(values)} has an ESS of {share:.4f}"
+        return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
 
     given = "By default" if new else "Now"
-    said = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
+    sentences = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
     if proposal.found:
-        answer = bounds(threshold.values)
-        said.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
+        answer = format_bounds(threshold.values)
+        sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
     else:
         answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
     if threshold.note:
         note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
-        said.append(f"{note[0].upper()}{note[1:]}")
+        sentences.append(f"{note[0].upper()}{note[1:]}")
         if option := _OF_CALIBRATE.search(note):
             spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
-            said.append(
+            sentences.append(
                 f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {option[0]}"
             )
     if proposal.lengths:
-        said.append("It treats lengths unlike, see below")
-    return Answer(question, answer, ". ".join(said) + ".")
+        sentences.append("It treats lengths unlike, see below")
+    return Answer(question, answer, ". ".join(sentences) + ".")
 
 
 def _reward(timeline: Timeline) -> Answer:
     question = "Does the reward rise?"
-    reward = timeline.column("reward")
+    reward = timeline.get_column("reward")
     if not np.isfinite(reward).any():
         return Answer(question, "unknown", "No reward was recorded.")
     thirds = _thirds(reward)
     if thirds is None:
         return Answer(question, "too few steps", f"Mean reward {float(np.nanmean(reward)):.3f}.")
     (first, first_error), (last, last_error) = thirds
+    # Standard error of the difference of two independent means.
     error = math.hypot(first_error, last_error)
     gain = last - first
     word = "yes" if gain > 2 * error else "it falls" if gain < -2 * error else "not clearly"
@@ -210,13 +216,14 @@ def _reward(timeline: Timeline) -> Answer:
     return Answer(question, word, f"{because}; standard error of the difference {error:.3f}.")
 
 
-def trend(values: Floats, unit: str) -> str:
-    """How a number moved over the steps, in words."""
+def describe_trend(values: Floats, unit: str) -> str:
+    """Describe how a number moved over the steps."""
     thirds = _thirds(values)
     if thirds is None:
         return "too few steps for a trend"
     (first, _), (last, _) = thirds
     least, most = float(np.nanmin(values)), float(np.nanmax(values))
+    # Swings come before the trend: one spike in a third would otherwise pass for growth.
     if _GREW * max(first, last) < most and _SWINGS * least < most:
         return f"from step to step it swings between {least:.2g} and {most:.2g} {unit}"
     if first > 0 and (last > _GREW * first or first > _GREW * last):
@@ -225,13 +232,14 @@ def trend(values: Floats, unit: str) -> str:
 
 
 def _thirds(values: Floats) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """Mean and standard error of the first and the last third of the steps; None for too few of them."""
+    """Compute mean and standard error of the first and the last third of the steps; None for too few."""
     known = values[np.isfinite(values)]
     if len(known) < _LEAST_STEPS:
         return None
     third = max(len(known) // 3, 1)
 
     def of(part: Floats) -> tuple[float, float]:
+        # A third of one step has no deviation of its own: that of all steps stands in.
         spread = float(part.std(ddof=1)) if len(part) > 1 else float(known.std(ddof=1))
         return float(part.mean()), spread / math.sqrt(len(part))
 

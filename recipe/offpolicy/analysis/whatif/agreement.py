@@ -1,4 +1,4 @@
-"""How alike corrections are on the same tokens: what they reject, and where their gradient weights point."""
+"""Agreement of corrections on the same tokens: rejections in common and cosine of the gradient weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 Matrix = NDArray[np.float64]
 
 
-class Tally:
-    """Adds up, over blocks, what each pair of S corrections has in common."""
+class AgreementCounter:
+    """Counts, over blocks, of what each pair of S corrections rejects in common."""
 
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
@@ -22,7 +22,7 @@ class Tally:
         self.count = {"tokens": 0.0, "rows": 0.0}
 
     def add(self, places: list[int], keep: list[Tensor], weighed: list[Tensor], counted: Tensor) -> None:
-        """One block.
+        """Add one block.
 
         Args:
             places: which of the S corrections these are.
@@ -45,10 +45,11 @@ class Tally:
         gradient = torch.stack(weighed).flatten(1)
         self.gram[at] += (gradient @ gradient.T).numpy()
 
-    def agreement(self, places: list[int]) -> Agreement:
-        """Of those corrections that were in every block."""
+    def compute_agreement(self, places: list[int]) -> Agreement:
+        """Compute the agreement of those corrections that were in every block."""
         at = np.ix_(places, places)
         tokens, rows, gram = self.tokens[at], self.rows[at], self.gram[at]
+        # The Gram matrix of the gradient weights gives all cosines at once.
         norm = np.sqrt(np.diag(gram))
         scale = norm[:, None] * norm[None, :]
         return Agreement(
@@ -62,7 +63,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of each pair of S corrections; (S, S) each, symmetric, NaN where undefined.
+    """Agreement of each pair of S corrections; (S, S) each, symmetric, NaN where undefined.
 
     Attributes:
         jaccard_tokens, jaccard_rows: of what either rejects, the share that both reject; undefined where neither
@@ -86,11 +87,12 @@ def _jaccard(both: Matrix) -> Matrix:
 
 
 def _kappa(both: Matrix, count: float) -> Matrix:
-    """(p_o - p_e) / (1 - p_e), p_o the observed share of equal decisions, p_e that of independent ones."""
+    """Compute (p_o - p_e) / (1 - p_e), p_o the observed share of equal decisions, p_e that of independent ones."""
     if not count:
         return np.full_like(both, math.nan)
     own = np.diag(both) / count
     rejects = both / count
+    # Equal decisions: both keep, a share of 1 - a - b + r, or both reject, r.
     observed = 1 - own[:, None] - own[None, :] + 2 * rejects
     chance = own[:, None] * own[None, :] + (1 - own[:, None]) * (1 - own[None, :])
     return np.divide(observed - chance, 1 - chance, out=np.full_like(both, math.nan), where=chance < 1)

@@ -1,4 +1,4 @@
-"""The base loss's own factor of a token's gradient, which corrections multiply: PPO's ratio, and where PPO clips it."""
+"""Factor of the base loss in a token's gradient, which corrections multiply: PPO's ratio and its clip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...correction.ratios import clamp_and_exp
 
 @dataclass(frozen=True)
 class BaseLoss:
-    """What a recording says of ``actor.policy_loss.loss_mode``.
+    """The run's ``actor.policy_loss.loss_mode`` and clips, as recorded.
 
     Attributes:
         name: the mode; empty where the recording does not say.
@@ -28,8 +28,8 @@ class BaseLoss:
     dual: float | None = None
 
     @classmethod
-    def of_card(cls, card: Mapping[str, Any]) -> BaseLoss:
-        """That of a recording's card. Clips are read for ``vanilla`` alone."""
+    def from_card(cls, card: Mapping[str, Any]) -> BaseLoss:
+        """Read the base loss from a recording's card; clips are read for ``vanilla`` alone."""
         actor = _mapping(_mapping(_mapping(card.get("config")).get("actor_rollout_ref")).get("actor"))
         name = _mapping(actor.get("policy_loss")).get("loss_mode")
         if not isinstance(name, str):
@@ -38,11 +38,12 @@ class BaseLoss:
             return cls(name)
         both = actor.get("clip_ratio")
         sides = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
+        # verl takes clip_ratio where a side is not set.
         low, high = (both if side is None else side for side in sides)
         return cls(name, _number(low), _number(high), _number(actor.get("clip_ratio_c")))
 
-    def factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        """r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
+    def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Compute r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
 
         PPO's clip stops the gradient at r > 1 + high with A > 0 and at r < 1 - low with A < 0 (Schulman et al. 2017),
         the dual clip at r > dual with A < 0.
@@ -65,7 +66,7 @@ class BaseLoss:
 
     @property
     def note(self) -> str:
-        """What of it is not known or not modelled; empty where everything is."""
+        """The sentence on an unknown or unmodelled base loss; empty otherwise."""
         if self.name in ("vanilla", "gpg"):
             return ""
         if not self.name:

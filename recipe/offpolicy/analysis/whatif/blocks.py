@@ -1,4 +1,4 @@
-"""Recorded rows as padded blocks of rows of like length, so that padding costs little and a block fits the cache."""
+"""Recorded rows as padded blocks of similar length, so that padding costs little and a block fits the cache."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Block:
     version: Tensor
 
 
-def blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
-    """Every row in exactly one block, the longest first."""
+def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
+    """Yield blocks that hold every row once, the longest first."""
     lengths = np.diff(rows.offsets)
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
@@ -54,12 +54,12 @@ def blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
         # Rows come in descending length: the first that is too short for this block opens the next.
         stop = int(np.searchsorted(-ordered, -_SHORTEST * widest, side="right"))
         stop = min(max(stop, start + 1), start + max(size // widest, 1))
-        yield block(rows, order[start:stop])
+        yield pad_rows(rows, order[start:stop])
         start = stop
 
 
-def end_to_end(rows: Rows) -> Block:
-    """All tokens as one long row without padding, for what does not look at rows; its version is not known."""
+def concatenate_rows(rows: Rows) -> Block:
+    """Concatenate all tokens into one long row without padding, for statistics that ignore rows."""
     columns = {name: getattr(rows, name) for name in _COLUMNS}
     return Block(
         rows=np.zeros(1, dtype=np.int64),
@@ -72,8 +72,8 @@ def end_to_end(rows: Rows) -> Block:
     )
 
 
-def block(rows: Rows, chosen: NDArray[np.int64]) -> Block:
-    """The rows of these numbers, padded to the longest of them."""
+def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
+    """Pad the rows of these numbers to the longest of them."""
     lengths = np.diff(rows.offsets)[chosen]
     column = np.arange(max(int(lengths.max(initial=0)), 1))
     place = column[None, :] < lengths[:, None]
@@ -90,7 +90,7 @@ def block(rows: Rows, chosen: NDArray[np.int64]) -> Block:
         rows=chosen,
         place=there,
         mask=padded(rows.response_mask),
-        rejected_by=padded(rows.rejected_by.view(np.int32)),
+        rejected_by=padded(rows.rejected_by.view(np.int32)),  # torch has no bit operations on uint32
         turn=padded(rows.turn, -1),
         version=torch.from_numpy(single[chosen].astype(np.int64)),
         **{name: padded(getattr(rows, name)) for name in _COLUMNS},

@@ -1,4 +1,4 @@
-"""The corrections to replay: what was recorded, what overrides compose, and grids over either."""
+"""Corrections to replay: the recorded one, those that overrides compose, and grids over either."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...correction import CorrectionSpec, SpecError
 from ...preflight.hydra_groups import GROUP
-from .composed import composed_mapping, composer, grid_values, key_of, nearest, plain
+from .compose import compose_correction, initialize_composer, parse_grid, parse_key, parse_value, suggest_keys
 
 RECORDED = "recorded"
 """Stands for the correction that acted, which may differ from step to step."""
@@ -39,8 +39,8 @@ class Candidate:
     spec: CorrectionSpec | None = None
     error: str | None = None
 
-    def of_step(self, recorded: Mapping[str, Any]) -> CorrectionSpec:
-        """The correction for a step at which ``recorded`` acted.
+    def resolve_spec(self, recorded: Mapping[str, Any]) -> CorrectionSpec:
+        """Return the correction for a step at which ``recorded`` acted.
 
         Raises:
             SpecError: it is malformed.
@@ -52,12 +52,12 @@ class Candidate:
         return CorrectionSpec.from_mapping(_changed(recorded, self.point))
 
 
-def candidates(
+def build_candidates(
     specs: Sequence[Sequence[str]], grids: Sequence[str], recorded: Mapping[str, Any]
 ) -> tuple[Candidate, ...]:
-    """All corrections of a replay: every spec crossed with those grid keys that it has.
+    """Build all corrections of a replay: every spec crossed with those grid keys that it has.
 
-    What was recorded stays as it was to compare with, unless it is the only spec.
+    What was recorded stays as it was, for comparison, unless it is the only spec.
 
     Args:
         specs: overrides of each correction, or ``["recorded"]``.
@@ -67,12 +67,12 @@ def candidates(
     Raises:
         SpecError: a spec that is malformed without a grid, a grid key that no spec has, or more than ``MOST``.
     """
-    axes = [grid_values(grid) for grid in grids]
+    axes = [parse_grid(grid) for grid in grids]
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
     if repeated:
         raise SpecError(f"--grid {repeated[0]}: given twice. Put all of its values into one, separated by commas.")
     groups = [axis for axis in axes if axis[0] == GROUP]
-    with composer():
+    with initialize_composer():
         bases = [base for overrides in specs for base in _bases(list(overrides), groups, recorded)]
     if groups and all(label == RECORDED for label, _ in bases):
         raise SpecError(
@@ -88,6 +88,7 @@ def candidates(
         own = [axis for axis in axes if _has(mapping, axis[0])] if alone or label != RECORDED else []
         for point in _points(own):
             candidate = _candidate(label, mapping, point)
+            # Two specs may cross into the same correction: it is replayed once.
             found.setdefault(candidate.label, candidate)
             if len(found) > MOST:
                 raise SpecError(f"--grid: more than {MOST} corrections. Give fewer values.")
@@ -97,7 +98,7 @@ def candidates(
 def _bases(
     overrides: list[str], groups: Sequence[tuple[str, list[str]]], recorded: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Label and plain values of a spec, once for each option of a grid over options."""
+    """Yield label and plain values of a spec, once for each option of a grid over options."""
     if overrides == [RECORDED]:
         yield RECORDED, recorded
         return
@@ -107,8 +108,9 @@ def _bases(
         )
     for point in _points(groups):
         options = [f"{key}={value}" for key, value in point.items()]
-        kept = [override for override in overrides if not (point and key_of(override) in point)]
-        yield " ".join([*options, *kept]), composed_mapping([*options, *kept])
+        # An option of the grid replaces the override of the same group.
+        kept = [override for override in overrides if not (point and parse_key(override) in point)]
+        yield " ".join([*options, *kept]), compose_correction([*options, *kept])
 
 
 def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:
@@ -118,6 +120,7 @@ def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) 
     except SpecError as error:
         if not point:
             raise
+        # A grid may cross into bounds that exclude each other: the other points are still replayed.
         return Candidate(label, base, point, error=str(error))
     return Candidate(label, base, point, None if base == RECORDED else spec)
 
@@ -135,17 +138,17 @@ def _changed(mapping: Mapping[str, Any], point: Mapping[str, str]) -> dict[str, 
         node = changed
         for name in path:
             node = node[name]
-        node[leaf] = plain(value)
+        node[leaf] = parse_value(value)
     return changed
 
 
 def _has(mapping: Mapping[str, Any], key: str) -> bool:
-    """Whether a grid over ``key`` says something about this correction."""
+    """Check whether a grid over ``key`` changes this correction."""
     return key in _known(mapping)
 
 
 def _known(mapping: Mapping[str, Any]) -> list[str]:
-    """Dotted keys with a value of their own, and those that an option may leave out."""
+    """List the dotted keys with a value of their own, and those that an option may leave out."""
     return [f"{GROUP}.{path}" for path in _leaves(mapping)]
 
 
@@ -161,4 +164,4 @@ def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def _unknown(key: str, mappings: Sequence[Mapping[str, Any]]) -> str:
     known = list({name for mapping in mappings for name in _known(mapping)})
-    return f"--grid {key}: no --spec has this key. {nearest(key, known)}"
+    return f"--grid {key}: no --spec has this key. {suggest_keys(key, known)}"

@@ -1,4 +1,4 @@
-"""What the command line asks for: a study of some steps, and its tables or JSON, picture and page."""
+"""Body of the what-if command: parse the steps, replay, and write tables or JSON, figure and page."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from ...recording import Recording, RecordingError
-from ..pages import fitted
-from . import show
-from .candidates import RECORDED, UNCORRECTED, Candidate, candidates
-from .document import document
-from .results import Study
-from .study import study
+from ..pages import fit_to_width
+from . import tables
+from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
+from .document import build_document
+from .outcomes import Study
+from .study import run_study
 
 _PIPE_WIDTH = 170
 
 
-def chosen_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
-    """Those of the recorded steps that ``first:last`` names, both included and either left out, or a number alone.
+def select_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
+    """Select the recorded steps that ``first:last`` names, ends included and optional, or one number.
 
     Raises:
         RecordingError: it is malformed, or names no recorded step.
@@ -43,29 +43,30 @@ def chosen_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
     return chosen
 
 
-def replayed(given: argparse.Namespace) -> Study:
-    """The corrections that the command line names, over the steps that it names.
+def run_from_arguments(given: argparse.Namespace) -> Study:
+    """Replay the corrections over the steps that the command line names.
 
     Raises:
         RecordingError, SpecError: one of them cannot be read.
     """
     recording = Recording(given.directory)
-    steps = chosen_steps(recording.steps, given.steps)
+    steps = select_steps(recording.steps, given.steps)
+    # Grid keys are checked against what acted first; each step is replayed with its own.
     first = recording.parts(steps[0])[0].spec
     specs = given.spec or [[RECORDED]]
-    asked = candidates(specs, given.grid, first)
+    asked = build_candidates(specs, given.grid, first)
     if given.html:
-        for line in show.left_out(1 + sum(one.error is None for one in asked)):
+        for line in tables.describe_left_out(1 + sum(one.error is None for one in asked)):
             sys.stderr.write(f"whatif: {line}\n")
     baseline = Candidate(UNCORRECTED, UNCORRECTED)
     with _progress(len(steps), shown=not given.json) as step:
-        return study(recording, steps, (baseline, *asked), progress=lambda _: step())
+        return run_study(recording, steps, (baseline, *asked), progress=lambda _: step())
 
 
-def show_result(result: Study, given: argparse.Namespace) -> None:
-    """Tables or JSON first, so that a picture or page which cannot be made loses nothing of the replay."""
+def write_result(result: Study, given: argparse.Namespace) -> None:
+    """Write tables or JSON first, so that a failing figure or page loses nothing of the replay."""
     try:
-        found = json.dumps(document(result), indent=2, allow_nan=False) + "\n" if given.json else _tables(result)
+        found = json.dumps(build_document(result), indent=2, allow_nan=False) + "\n" if given.json else _tables(result)
         sys.stdout.write(found)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -76,36 +77,40 @@ def show_result(result: Study, given: argparse.Namespace) -> None:
 
 def _write(result: Study, given: argparse.Namespace) -> None:
     if given.png:
-        from . import draw
+        from . import figures
 
-        draw.save(draw.draw(result), given.png)
+        figures.save(figures.draw_study(result), given.png)
     if given.html:
-        from . import html
+        from . import page
 
-        html.write(result, given.html)
+        page.write_page(result, given.html)
 
 
 def _tables(result: Study) -> str:
-    """As they are printed; Rich would end the program where a reader closes the pipe."""
+    """Format the tables as text; Rich itself would end the program where a reader closes the pipe."""
     from rich.console import Console
 
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    shown = [show.overall_table(result), show.group_table(result), *itertools.islice(show.agreement_tables(result), 1)]
+    shown = [
+        tables.build_overall_table(result),
+        tables.build_group_table(result),
+        *itertools.islice(tables.build_agreement_tables(result), 1),
+    ]
     if result.failures:
-        shown.append(show.failure_table(result))
+        shown.append(tables.build_failure_table(result))
     style = None if result.fidelity.agrees else "bold red"
     with console.capture() as captured:
         for table in shown:
-            console.print(*fitted(table, console.width), sep="\n")
-        console.print(show.fidelity_sentence(result.fidelity), style=style, markup=False, highlight=False)
-        for note in [*result.notes, *show.left_out(len(result.outcomes))]:
+            console.print(*fit_to_width(table, console.width), sep="\n")
+        console.print(tables.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
+        for note in [*result.notes, *tables.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)
     return captured.get()
 
 
 @contextlib.contextmanager
 def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Calls to what it yields move a bar on the terminal's standard error."""
+    """Show a progress bar on a terminal's standard error; yields the function that advances it."""
     if not (shown and sys.stderr.isatty()):
         yield lambda: None
         return

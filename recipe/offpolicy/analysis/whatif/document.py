@@ -1,17 +1,17 @@
-"""A study as JSON.
+"""JSON document of a study.
 
 Keys:
 
 * ``schema``: 1; grows whenever a key is removed or changes its meaning.
 * ``recording``: ``directory``, ``steps`` (list), ``rows``, ``tokens`` (response tokens).
-* ``fidelity``: whether the replay of what acted is what was recorded: ``agrees`` (null: not compared),
+* ``fidelity``: comparison of the recorded correction's replay with the recording: ``agrees`` (null: not compared),
   ``tolerance``, and the fields of ``fidelity.Fidelity``.
 * ``corrections``: a list of
     * ``label``, ``base`` and ``point``, the grid's values by key;
     * ``spec``: plain values; null where it goes by what was recorded at each step;
     * ``overall``, ``groups`` (``length/le64``, ``advantage/negative``, ``staleness/is1``) and ``steps`` (by number):
-      the fields of ``measures.Measures``; null where there is nothing to measure by;
-    * ``turns`` (``turn/is0``): the fields of ``measures.Share``.
+      the fields of ``measures.CorrectionMeasures``; null where there is nothing to measure by;
+    * ``turns`` (``turn/is0``): the fields of ``measures.TurnShare``.
 * ``agreement``: ``labels`` and, in their order, the matrices of ``agreement.Agreement``; null where undefined.
 * ``failures``: label -> why it was not replayed.
 * ``notes``: what limits the figures.
@@ -25,13 +25,13 @@ from typing import Any
 
 from .agreement import Agreement, Matrix
 from .fidelity import TOLERANCE, Fidelity
-from .results import Outcome, Study
+from .outcomes import CorrectionOutcome, Study
 
 SCHEMA = 1
 
 
-def document(study: Study) -> dict[str, Any]:
-    """Plain values, see above."""
+def build_document(study: Study) -> dict[str, Any]:
+    """Build the document, of plain values."""
     return {
         "schema": SCHEMA,
         "recording": {
@@ -55,7 +55,7 @@ def _agrees(fidelity: Fidelity) -> bool | None:
     return fidelity.agrees if fidelity.tokens or not fidelity.agrees else None
 
 
-def _correction(outcome: Outcome) -> dict[str, Any]:
+def _correction(outcome: CorrectionOutcome) -> dict[str, Any]:
     candidate = outcome.candidate
     return {
         "label": candidate.label,

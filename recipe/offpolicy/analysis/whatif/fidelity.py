@@ -1,4 +1,4 @@
-"""Whether the replay of what acted is what was recorded: if it is not, no other replay can be believed."""
+"""Fidelity of the replay of the recorded correction; if it disagrees, no other replay is credible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Block
-from .replay import Decided
+from .replay import Decision
 
 TOLERANCE = 1e-5
 """Of a weight, relative. Weights are float32, exponentiated on the run's own device."""
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How the replay of the recorded correction compares with the record.
+    """Comparison of the recorded correction's replay with the record.
 
     Attributes:
         tokens: response tokens compared, mu and pi_old finite: on others nothing acts.
@@ -47,13 +47,14 @@ class Fidelity:
         )
 
 
-def compared(by: Decided, of: Block, reasons: Sequence[str], step: int) -> Fidelity:
-    """One block of one step.
+def compare_with_record(by: Decision, of: Block, reasons: Sequence[str], step: int) -> Fidelity:
+    """Compare one block of one step.
 
     Args:
         by: what the recorded correction decided in the replay.
         reasons: names of the bits of ``rejected_by``.
     """
+    # Rebuilds the recorded bit field, a bit a reason.
     replayed = torch.zeros_like(of.rejected_by)
     for bit, reason in enumerate(reasons):
         if (drop := by.rejected.get(reason)) is not None:
@@ -74,7 +75,7 @@ def compared(by: Decided, of: Block, reasons: Sequence[str], step: int) -> Fidel
     )
 
 
-def _example(other: Tensor, beyond: Tensor, replayed: Tensor, by: Decided, of: Block, step: int) -> str:
+def _example(other: Tensor, beyond: Tensor, replayed: Tensor, by: Decision, of: Block, step: int) -> str:
     different = other | beyond
     if not bool(different.any()):
         return ""

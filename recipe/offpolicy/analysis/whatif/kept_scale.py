@@ -1,4 +1,4 @@
-"""The factor N / (N - R) that ``denominator=kept`` puts on each row's loss, from the mini-batches of a recording."""
+"""Loss scale N / (N - R) of ``denominator=kept``, from the mini-batches of a recording."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...recording import Rows
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What a run's loss counts, as its card says.
+class DenominatorCounts:
+    """Settings of a run that decide what its loss divides by, as its card says.
 
     Attributes:
         mode: verl's ``actor.loss_agg_mode``; None where the card does not say.
@@ -29,15 +29,15 @@ class Counts:
     sampled: bool = False
 
     @classmethod
-    def of_card(cls, card: Mapping[str, Any], *, sampled: bool) -> Counts:
-        """Those of a recording's card; dealt as ``batch_plan.Dealing`` says."""
+    def from_card(cls, card: Mapping[str, Any], *, sampled: bool) -> DenominatorCounts:
+        """Read the settings from a recording's card; mini-batches are split as ``batch.plan`` says."""
         mode = _at(card, "actor", "loss_agg_mode")
         prompts, responses = _at(card, "actor", "ppo_mini_batch_size"), _at(card, "rollout", "n")
         whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (prompts, responses))
         return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
 
-    def unknown(self, rows: Rows) -> str:
-        """Why N and R of the mini-batches of ``rows`` are not known; empty where they are.
+    def explain_unknown(self, rows: Rows) -> str:
+        """Say why N and R of the mini-batches of ``rows`` are not known; empty where they are.
 
         Args:
             rows: all that is recorded of the updates under one correction, of one step.
@@ -53,15 +53,15 @@ class Counts:
             return f"not every mini-batch has the {self.mini_batch_rows} rows recorded that the run trains on at once"
         return ""
 
-    def scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The factor of each row: (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
+    def compute_scale(self, rows: Rows, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Compute the factor of each row, (N,) float64; see ``correction.denominator.compute_scale_of_counts``.
 
         Args:
-            rows: of which nothing is ``unknown``.
+            rows: for which ``explain_unknown`` is empty.
             kept: (N,) response tokens of each row that the correction keeps.
         """
-        assert self.mode is not None, "nothing is unknown"
-        assert self.mini_batch_rows is not None, "nothing is unknown"
+        assert self.mode is not None, "explain_unknown is empty"
+        assert self.mini_batch_rows is not None, "explain_unknown is empty"
         _, mini_batch = np.unique(rows.mini_batch, return_inverse=True)
         return compute_scale_of_counts(
             self.mode,
@@ -73,7 +73,7 @@ class Counts:
 
 
 def _at(card: Mapping[str, Any], *path: str) -> Any:
-    """A value below ``actor_rollout_ref`` of the card's configuration; None where it is not there."""
+    """Read a value below ``actor_rollout_ref`` of the card's configuration; None where it is missing."""
     node: Any = card
     for key in ("config", "actor_rollout_ref", *path):
         node = node.get(key) if isinstance(node, Mapping) else None

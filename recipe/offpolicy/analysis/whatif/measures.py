@@ -1,4 +1,4 @@
-"""From sums to what is reported of a correction."""
+"""Reported measures of a correction, from sums over rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction.catalogue import SIGNS
-from .sums import INDEX, REFERENCES, TURN_GROUPS
+from .gradient_sums import INDEX, REFERENCES, TURN_GROUPS
 
 Sums = NDArray[np.float64]
 """(L, len(COLUMNS)): the sums over a group's rows of each length bucket; the last line is of rows without length."""
 
 FEW = 30.0
-"""Effective rows below which a reference by sequence says nothing."""
+"""Effective rows that a reference by sequence needs."""
 
 
 @dataclass(frozen=True)
-class Measures:
-    """What a correction does to a set of tokens; None where there is nothing to measure by.
+class CorrectionMeasures:
+    """Effect of a correction on a set of tokens; None where there is nothing to measure by.
 
     f = w k r s is a token's gradient weight, r its base loss's factor, s the scale of its row under
-    ``denominator=kept``, A its advantage (``sums``); n counts valid tokens.
+    ``denominator=kept``, A its advantage (``gradient_sums``); n counts valid tokens.
 
     Attributes:
         tokens, rows: response tokens, and rows with one.
@@ -68,8 +68,8 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Of a group that cuts through rows.
+class TurnShare:
+    """Kept share of a group that splits rows.
 
     Attributes:
         tokens: response tokens.
@@ -80,17 +80,18 @@ class Share:
     kept_tokens: float | None
 
 
-def measures(sums: Sums) -> Measures:
-    """Measures of one group of rows."""
+def compute_measures(sums: Sums) -> CorrectionMeasures:
+    """Compute the measures of one group of rows."""
 
     def of(name: str) -> float:
         return float(sums[:, INDEX[name]].sum())
 
     reference_rows = _over(of("ratio") ** 2, of("ratio_square")) or 0.0
+    # A reference that rests on a few rows is noise: then no bias by sequence is reported.
     judges = reference_rows >= FEW
     bias = {name: _root(_over(of(f"distance/{name}"), of(f"reference/{name}"))) for name in REFERENCES}
     shift = {name: _root(_over(_shift(name, sums), of(f"reference/{name}"))) for name in REFERENCES}
-    return Measures(
+    return CorrectionMeasures(
         tokens=round(of("tokens")),
         rows=round(of("rows")),
         kept_tokens=_over(of("kept"), of("tokens")),
@@ -108,17 +109,17 @@ def measures(sums: Sums) -> Measures:
     )
 
 
-def turn_shares(sums: Sums) -> dict[str, Share]:
-    """Share kept by the number of the turn."""
+def compute_turn_shares(sums: Sums) -> dict[str, TurnShare]:
+    """Compute the kept share by the number of the turn."""
     shares = {}
     for name in TURN_GROUPS:
         tokens, kept = (float(sums[:, INDEX[f"turn/{name}/{column}"]].sum()) for column in ("tokens", "kept"))
-        shares[f"turn/{name}"] = Share(round(tokens), _over(kept, tokens))
+        shares[f"turn/{name}"] = TurnShare(round(tokens), _over(kept, tokens))
     return shares
 
 
 def _shift(reference: str, sums: Sums) -> float:
-    """Sum over cells c, by length bucket and sign of A, of n_c mean_c^2 = S_c^2 / n_c."""
+    """Sum n_c mean_c^2 = S_c^2 / n_c over cells c, by length bucket and sign of A."""
     total = 0.0
     for sign in SIGNS:
         count, shift = sums[:, INDEX[f"count/{sign}"]], sums[:, INDEX[f"shift/{reference}/{sign}"]]

@@ -1,4 +1,4 @@
-"""What one correction decides of recorded tokens: the two stages of training, and nothing of its own."""
+"""Replay of one correction over recorded tokens, by the two stages of training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ...correction import (
 )
 from ...correction.proximal import OF_THE_TRAINER
 from ...recording import Rows
-from .blocks import SIZE, Block, block, blocks, end_to_end
+from .blocks import SIZE, Block, concatenate_rows, iterate_blocks, pad_rows
 
 
 @dataclass(frozen=True)
-class Decided:
-    """One correction, one block.
+class Decision:
+    """Decision of one correction on one block.
 
     Attributes:
         old_log_prob: (B, W) log pi_old as the correction takes it.
@@ -43,7 +43,10 @@ class Decided:
 
 
 def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
-    """Whether what was recorded is enough for ``spec``.
+    """Raise SpecError if what was recorded is not enough for ``spec``.
+
+    Args:
+        recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
         SpecError: pi_old was never computed, or the version of the weights by token is not known.
@@ -62,8 +65,8 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         )
 
 
-def other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
-    """Whether training with ``spec`` would have had other advantages than those recorded.
+def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
+    """Check whether training with ``spec`` would have had other advantages than those recorded.
 
     ``baseline=exclude`` makes them from the rows that the correction keeps.
     """
@@ -72,48 +75,48 @@ def other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
     return (spec.baseline, spec.weight, spec.masks) != (recorded.baseline, recorded.weight, recorded.masks)
 
 
-def constants_of(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
-    """What ``spec`` fixes for the batch, the step's rows as one."""
+def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
+    """Compute the batch-level constants of ``spec``, with the step's rows as one batch."""
     if not spec.needs_constants:
         return BatchConstants()
     normalised_rows = spec.weight is not None and spec.weight.normalize and spec.weight.level != "token"
     # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
-    whole = block(rows, np.arange(len(rows))) if normalised_rows else end_to_end(rows)
-    return batch_constants(spec, old_log_prob=proximal(spec, recorded, whole), **_rollout(whole))
+    whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
+    return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))
 
 
-def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constants: BatchConstants) -> Decided:
+def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constants: BatchConstants) -> Decision:
     """Run both stages on a block.
 
     Args:
         recorded: what acted when the rows were recorded.
         constants: of the step that the rows belong to.
     """
-    old = proximal(spec, recorded, rows)
+    old = compute_pi_old(spec, recorded, rows)
     stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(rows))
     step = step_stage(spec, stage, log_prob=rows.log_prob, advantages=rows.advantages)
-    return Decided(old, stage.valid, step.weight, step.keep, step.rejected)
+    return Decision(old, stage.valid, step.weight, step.keep, step.rejected)
 
 
-def kept_tokens(
+def count_kept_tokens(
     spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
 ) -> NDArray[np.float64]:
-    """Tokens of each of N rows that the rollout stage keeps, (N,), which is all that ``denominator=kept`` counts.
+    """Count the tokens of each row that the rollout stage keeps, (N,): all that ``denominator=kept`` needs.
 
     Args:
         recorded, constants: as ``decide`` takes them.
-        size: places of a padded block, see ``blocks``.
+        size: places of a padded block, see ``iterate_blocks``.
     """
     kept = np.zeros(len(rows))
-    for one in blocks(rows, size):
-        old = proximal(spec, recorded, one)
+    for one in iterate_blocks(rows, size):
+        old = compute_pi_old(spec, recorded, one)
         stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))
         kept[one.rows] = stage.keep.sum(-1).numpy()
     return kept
 
 
-def proximal(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
-    """log pi_old for ``spec``: as it was recorded where that came from the same place."""
+def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) -> Tensor:
+    """Compute log pi_old for ``spec``, (B, W); the recorded one where it has the same source."""
     if (spec.proximal, spec.alpha) == (recorded.proximal, recorded.alpha):
         return rows.old_log_prob
     return proximal_log_prob(

@@ -1,4 +1,4 @@
-"""All corrections over all chosen steps of a recording: one step in memory at a time."""
+"""Replay of all corrections over all chosen steps of a recording, one step in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ import torch
 
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
-from .agreement import Tally
+from .agreement import AgreementCounter
 from .base_loss import BaseLoss
-from .blocks import SIZE, blocks
+from .blocks import SIZE, iterate_blocks
 from .candidates import Candidate
-from .fidelity import Fidelity, compared
-from .kept_scale import Counts
+from .fidelity import Fidelity, compare_with_record
+from .gradient_sums import (
+    COLUMNS,
+    ReferenceBlock,
+    build_grouping,
+    build_reference_block,
+    compute_gradient_weight,
+    compute_row_sums,
+)
+from .kept_scale import DenominatorCounts
 from .measures import FEW
-from .replay import check_replayable, constants_of, decide, kept_tokens, other_advantages
-from .results import Outcome, Running, Study
-from .sums import COLUMNS, Judged, gradient_weight, grouping, judged, row_sums
+from .outcomes import CorrectionOutcome, RunningOutcome, Study
+from .replay import check_replayable, compute_constants, count_kept_tokens, decide, needs_other_advantages
 
 _NAMED = 5
 """Corrections that a note names."""
 
 
 @dataclass
-class _Seen:
-    """What is noticed on the way."""
+class _ReplayNotes:
+    """Counts of what limits the figures, collected during the replay."""
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     rows: int = 0
@@ -38,14 +45,15 @@ class _Seen:
     unscaled: dict[str, set[int]] = field(default_factory=dict)
     other_advantages: set[str] = field(default_factory=set)
 
-    def look(self, of: Judged) -> None:
+    def add_block(self, of: ReferenceBlock) -> None:
+        """Count the rows and tokens of a block."""
         counted = of.counted.bool()
         self.rows += int(of.block.mask.any(-1).sum())
         self.tokens += int(of.block.mask.sum())
         self.uncounted += int((of.block.mask & ~counted).sum())
 
-    def notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
-        """What limits the figures."""
+    def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
+        """Yield what limits the figures, a sentence each."""
         if self.uncounted:
             yield (
                 f"{self.uncounted} response tokens have a log-prob or an advantage that is not finite: their gradient "
@@ -74,7 +82,7 @@ class _Seen:
 
 
 @torch.no_grad()
-def study(
+def run_study(
     recording: Recording,
     steps: Sequence[int],
     candidates: Sequence[Candidate],
@@ -82,10 +90,10 @@ def study(
     size: int = SIZE,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Study:
-    """Replay ``candidates`` over ``steps``; whatever they are, the recorded correction is replayed and compared.
+    """Replay ``candidates`` over ``steps``, and compare the recorded correction's replay with the record.
 
     Args:
-        size: places of a padded block, see ``blocks``.
+        size: places of a padded block, see ``iterate_blocks``.
         progress: called after each step.
 
     Raises:
@@ -94,11 +102,11 @@ def study(
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
     failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
-    running = [Running(candidate) for candidate in candidates if candidate.error is None]
-    tally, seen = Tally(len(running)), _Seen()
-    base_loss = BaseLoss.of_card(recording.card)
-    sampled, needs_batch = share_of(recording.card) < 1, False
-    counts = Counts.of_card(recording.card, sampled=sampled)
+    running = [RunningOutcome(candidate) for candidate in candidates if candidate.error is None]
+    tally, seen = AgreementCounter(len(running)), _ReplayNotes()
+    base_loss = BaseLoss.from_card(recording.card)
+    sampled, needs_batch = read_recorded_share(recording.card) < 1, False
+    counts = DenominatorCounts.from_card(recording.card, sampled=sampled)
     filled = []
     for number in steps:
         parts = [part for part in recording.corrections(number) if len(part.rows)]
@@ -108,7 +116,7 @@ def study(
             seen.other_advantages |= {
                 running[place].candidate.label
                 for place, spec in specs.active.items()
-                if other_advantages(spec, specs.recorded)
+                if needs_other_advantages(spec, specs.recorded)
             }
             _replay(
                 part,
@@ -128,9 +136,10 @@ def study(
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
         )
+    # A correction may fail at a later step than the one that noted it.
     seen.other_advantages -= failures.keys()
     done = [place for place, one in enumerate(running) if one.candidate.label not in failures]
-    outcomes = tuple(running[place].outcome() for place in done)
+    outcomes = tuple(running[place].build_outcome() for place in done)
     return Study(
         directory=str(recording.directory),
         steps=tuple(filled),
@@ -138,11 +147,11 @@ def study(
         tokens=seen.tokens,
         outcomes=outcomes,
         failures=failures,
-        agreement=tally.agreement(done),
+        agreement=tally.compute_agreement(done),
         fidelity=seen.fidelity,
         notes=(
             *([base_loss.note] if base_loss.note else []),
-            *seen.notes(sampled=sampled, needs_batch=needs_batch),
+            *seen.format_notes(sampled=sampled, needs_batch=needs_batch),
             *_few_rows(outcomes),
         ),
     )
@@ -162,12 +171,12 @@ class _Specs:
 
     @property
     def all(self) -> list[CorrectionSpec]:
-        """Each one once."""
+        """Each correction once."""
         return list(dict.fromkeys([self.recorded, *self.active.values()]))
 
 
 def _specs(
-    recording: Recording, number: int, step: Step, running: Sequence[Running], failures: dict[str, str]
+    recording: Recording, number: int, step: Step, running: Sequence[RunningOutcome], failures: dict[str, str]
 ) -> _Specs:
     try:
         recorded = CorrectionSpec.from_mapping(step.spec)
@@ -180,7 +189,7 @@ def _specs(
         if one.candidate.label in failures:
             continue
         try:
-            spec = one.candidate.of_step(step.spec)
+            spec = one.candidate.resolve_spec(step.spec)
             check_replayable(spec, recorded, step.rows)
             active[place] = spec
         except SpecError as error:
@@ -192,33 +201,37 @@ def _replay(
     step: Step,
     number: int,
     specs: _Specs,
-    running: Sequence[Running],
-    tally: Tally,
-    seen: _Seen,
+    running: Sequence[RunningOutcome],
+    tally: AgreementCounter,
+    seen: _ReplayNotes,
     *,
     base_loss: BaseLoss,
-    counts: Counts,
+    counts: DenominatorCounts,
     size: int,
     sampled: bool,
 ) -> None:
-    """One step, every correction of it."""
+    """Replay every correction on one step."""
     rows = step.rows
-    constants = {spec: constants_of(spec, specs.recorded, rows) for spec in specs.all}
+    constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
+    # Missing for specs whose scale is unknown: they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
-        if unknown := counts.unknown(rows):
+        if unknown := counts.explain_unknown(rows):
             seen.unscaled.setdefault(unknown, set()).add(number)
         else:
             for spec in by_kept:
-                scales[spec] = counts.scale(rows, kept_tokens(spec, specs.recorded, rows, constants[spec], size))
+                scales[spec] = counts.compute_scale(
+                    rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], size)
+                )
+    # Keyed by spec: candidates that are equal at this step are replayed once.
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
-    for block in blocks(rows, size):
-        of = judged(block, base_loss)
+    for block in iterate_blocks(rows, size):
+        of = build_reference_block(block, base_loss)
         decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
         weighed = {}
         for spec, table in tables.items():
-            weighed[spec] = gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
-            table[block.rows] = row_sums(decisions[spec], of, weighed[spec])
+            weighed[spec] = compute_gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
+            table[block.rows] = compute_row_sums(decisions[spec], of, weighed[spec])
         chosen = list(specs.active.values())
         tally.add(
             list(specs.active),
@@ -226,20 +239,20 @@ def _replay(
             [weighed[spec] for spec in chosen],
             of.counted.bool(),
         )
-        seen.look(of)
+        seen.add_block(of)
         # The record of a sample does not hold what was fixed for the whole batch.
         known = not (sampled and specs.recorded.needs_constants)
         if known:
-            seen.fidelity += compared(decisions[specs.recorded], block, step.reasons, number)
+            seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons, number)
         else:
             seen.unchecked += 1
-    groups = grouping(rows)
-    sums = {spec: groups.sums(table) for spec, table in tables.items()}
+    groups = build_grouping(rows)
+    sums = {spec: groups.sum_rows(table) for spec, table in tables.items()}
     for place, spec in specs.active.items():
         running[place].add(number, groups.names, sums[spec])
 
 
-def _few_rows(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
     for outcome in outcomes[:1]:  # the reference is the same for all
         overall = outcome.overall
         if overall.rows and overall.reference_rows < FEW:
@@ -249,8 +262,8 @@ def _few_rows(outcomes: Sequence[Outcome]) -> Iterator[str]:
             )
 
 
-def share_of(card: Mapping[str, Any]) -> float:
-    """The share of rows that was recorded, ``offpolicy.record.share`` of the run's configuration; 1 if not said."""
+def read_recorded_share(card: Mapping[str, Any]) -> float:
+    """Read the share of rows that was recorded, ``offpolicy.record.share``; 1 where the card does not say."""
     node: Any = card.get("config")
     for key in ("offpolicy", "record", "share"):
         node = node.get(key) if isinstance(node, Mapping) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
-from ..validation import known_keys, number
+from ..validation import check_known_keys, read_number
 
 
 def read_options(
@@ -21,7 +21,7 @@ def read_options(
         {'cap': 3.0, 'level': None}
     """
     if isinstance(source, Mapping):
-        known_keys(source, {*defaults, *ignored}, where)
+        check_known_keys(source, {*defaults, *ignored}, where)
         return {**defaults, **{key: source[key] for key in defaults if key in source}}
     if not any(hasattr(source, key) for key in defaults):
         raise SpecError(f"expected a mapping with keys such as {next(iter(defaults))}.", key=where, value=source)
@@ -50,7 +50,7 @@ def read_ratio_bound(value: Any, key: str) -> float | None:
         >>> read_ratio_bound(2, "tis.cap")
         2.0
     """
-    bound = number(value, key)
+    bound = read_number(value, key)
     if bound is None:
         return None
     if bound <= 0:

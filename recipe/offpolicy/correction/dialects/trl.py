@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
-from ..validation import number, truth
+from ..validation import read_bool, read_number
 from .mapping import read_choice, read_options, read_ratio_bound
 
 _TRL_DEFAULTS: Final[dict[str, Any]] = {
@@ -46,7 +46,7 @@ def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
         beside = {f"{key}_clip_max": upper}
         raise SpecError("nothing lies between.", "Swap them.", key=f"{key}_clip_min", value=lower, beside=beside)
     weight: dict[str, Any] | None = None
-    if truth(values, f"{stem}_correction", where):
+    if read_bool(values, f"{stem}_correction", where):
         if lower is None and upper is None:
             raise SpecError(
                 f"{mode} has nothing to bind.",
@@ -59,7 +59,7 @@ def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
         weight = {"level": level, "kind": kind, "lower": lower, "upper": upper}
     masks: dict[str, Any] = {}
     key = f"{where}.off_policy_mask_threshold"
-    threshold = number(values["off_policy_mask_threshold"], key)
+    threshold = read_number(values["off_policy_mask_threshold"], key)
     if threshold is not None:
         if not 0 <= threshold <= EXP_CLAMP:
             raise SpecError(

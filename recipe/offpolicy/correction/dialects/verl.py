@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
-from ..validation import number, truth
+from ..validation import read_bool, read_number
 from .mapping import build_mask, read_choice, read_options, read_ratio_bound
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
@@ -20,7 +20,7 @@ VERL_DEFAULTS: Final[dict[str, Any]] = {
     "bypass_mode": False,
     "loss_type": "ppo_clip",
 }
-"""What verl ships under ``algorithm.rollout_correction``, in every supported release."""
+"""Values that verl ships under ``algorithm.rollout_correction``, in every supported release."""
 _VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "token_k1": ("token", "product"),
     "token_k2": ("token", "k2_sum"),
@@ -63,8 +63,8 @@ def convert_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
     """
     where = "rollout_correction"
     values = read_options({} if mapping is None else mapping, VERL_DEFAULTS, where, ignored={"_target_"})
-    bypass = truth(values, "bypass_mode", where)
-    normalize = truth(values, "rollout_is_batch_normalize", where)
+    bypass = read_bool(values, "bypass_mode", where)
+    normalize = read_bool(values, "rollout_is_batch_normalize", where)
     loss_type = read_choice(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
     level = read_choice(values["rollout_is"], ("token", "sequence"), f"{where}.rollout_is")
     if loss_type == "reinforce" and not bypass:
@@ -230,7 +230,7 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
 def _pair(threshold: Any, key: str) -> tuple[float | None, float]:
     """Read a number, or a string "upper" or "lower_upper", all positive."""
     if not isinstance(threshold, str):
-        return None, _positive(_finite(number(threshold, key)), threshold, key)
+        return None, _positive(_finite(read_number(threshold, key)), threshold, key)
     try:
         bounds = [float(part) for part in threshold.split("_")]
     except ValueError:

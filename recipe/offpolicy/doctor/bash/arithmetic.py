@@ -1,4 +1,4 @@
-"""$((...)) of integers."""
+"""Integer arithmetic of ``$((...))``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 _LARGEST_EXPONENT = 62
 
 
-def evaluated(expression: str, numbers: Mapping[str, str]) -> int:
-    """The value of an expression without assignments.
+def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
+    """Evaluate an expression without assignments, in 64 bits as bash does.
 
     Args:
         numbers: of the variables that it names; those left out, and empty ones, are 0.
@@ -45,36 +45,40 @@ def evaluated(expression: str, numbers: Mapping[str, str]) -> int:
     try:
         tree = ast.parse(text.strip() or "0", mode="eval")
         # bash computes with 64 bits, so that no value grows beyond them.
-        return (_value(tree.body, numbers) + 2**63) % 2**64 - 2**63
+        return (_evaluate_node(tree.body, numbers) + 2**63) % 2**64 - 2**63
     except (SyntaxError, ZeroDivisionError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
-def _value(node: ast.expr, numbers: Mapping[str, str]) -> int:
+def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
     match node:
         case ast.Constant(value=int(number)):
             return number
         case ast.Name():
-            return _number(numbers.get(node.id, ""))
+            return _parse_number(numbers.get(node.id, ""))
         case ast.BinOp():
-            left, right = _value(node.left, numbers), _value(node.right, numbers)
+            left, right = _evaluate_node(node.left, numbers), _evaluate_node(node.right, numbers)
             if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_EXPONENT:
                 raise ValueError(f"the exponent {right}")
             if type(node.op) in _BINARY:
                 return _BINARY[type(node.op)](left, right)
         case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand, numbers)
+            return -_evaluate_node(node.operand, numbers)
         case ast.UnaryOp(op=ast.UAdd()):
-            return _value(node.operand, numbers)
+            return _evaluate_node(node.operand, numbers)
         case ast.UnaryOp(op=ast.Not()):
-            return int(not _value(node.operand, numbers))
+            return int(not _evaluate_node(node.operand, numbers))
         case ast.BoolOp():
-            holds = [bool(_value(each, numbers)) for each in node.values]
+            holds = [bool(_evaluate_node(each, numbers)) for each in node.values]
             return int(all(holds) if isinstance(node.op, ast.And) else any(holds))
         case ast.Compare(ops=[compared]):
-            return int(_COMPARED[type(compared)](_value(node.left, numbers), _value(node.comparators[0], numbers)))
+            return int(
+                _COMPARED[type(compared)](
+                    _evaluate_node(node.left, numbers), _evaluate_node(node.comparators[0], numbers)
+                )
+            )
     raise ValueError(ast.unparse(node))
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     return int(text, 0) if text.strip() else 0

@@ -1,4 +1,4 @@
-"""The commands that bash has built in, as far as they change what a script knows."""
+"""Bash's builtin commands, as far as they change the interpreter's state."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .conditions import Condition, Truth
-from .grammar import parsed
-from .programs import text_of
-from .values import Breaks, Ends, Field, ScriptError, Unknown
+from .grammar import parse
+from .programs import read_text
+from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, Unknown
 
 if TYPE_CHECKING:
-    from .reader import Reader
+    from .interpreter import Interpreter
 
-    Builtin = Callable[[Reader, str, list[Field], int], Truth]
+    Builtin = Callable[[Interpreter, str, list[Field], int], Truth]
 
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
-def do_echo(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    if reader.printed is None:
+def do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Collect what echo or printf prints, inside a substitution or pipe."""
+    if interpreter.printed is None:
         return True
     end = "\n"
     while arguments and arguments[0] in ("-n", "-e", "-E"):
@@ -30,115 +31,130 @@ def do_echo(reader: Reader, name: str, arguments: list[Field], line: int) -> Tru
         end = "\n" if form == "%s\\n" else ""
         arguments = rest[:1] if form in ("%s", "%s\\n", "%d") else [Unknown("printf is not read", line)]
     for index, argument in enumerate(arguments):
-        reader.printed += [" ", argument] if index else [argument]
-    reader.printed.append(end)
+        interpreter.printed += [" ", argument] if index else [argument]
+    interpreter.printed.append(end)
     return True
 
 
-def do_declare(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Assign the values of export, declare, local, readonly or typeset."""
     for argument in arguments:
         if isinstance(argument, str) and argument.partition("=")[0].isidentifier() and "=" in argument:
             key, _, value = argument.partition("=")
-            reader.state.variables[key] = value
+            interpreter.state.variables[key] = value
     return True
 
 
-def do_leave(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    raise Ends(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
+def do_leave(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """End the script or function: exit and return."""
+    raise ScriptEnd(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
-def do_break(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    raise Breaks(name)
+def do_break(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Leave or continue a loop: break and continue."""
+    raise LoopBreak(name)
 
 
-def do_shift(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Drop leading positional arguments; False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
-    enough = count <= len(reader.state.arguments)
+    enough = count <= len(interpreter.state.arguments)
     if enough:
-        reader.state.looked_at.update(reader.state.arguments[:count])
-        del reader.state.arguments[:count]
+        interpreter.state.looked_at.update(interpreter.state.arguments[:count])
+        del interpreter.state.arguments[:count]
     return enough
 
 
-def do_set(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_set(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Replace the positional arguments after ``set --``; options are ignored."""
     if "--" in arguments:
-        reader.state.arguments = arguments[arguments.index("--") + 1 :]
+        interpreter.state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
-def do_unset(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_unset(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Remove variables."""
     for argument in arguments:
-        reader.state.variables.pop(str(argument), None)
+        interpreter.state.variables.pop(str(argument), None)
     return True
 
 
-def do_cd(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    target = next((each for each in arguments if each != "--"), str(reader.state.variables.get("HOME", "")))
+def do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Change the directory; one that is not known ends the reading."""
+    target = next((each for each in arguments if each != "--"), str(interpreter.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, and the script changes its directory by it")
-    reader.state.directory = (reader.state.directory / target).resolve()
-    reader.state.variables["PWD"] = str(reader.state.directory)
+    interpreter.state.directory = (interpreter.state.directory / target).resolve()
+    interpreter.state.variables["PWD"] = str(interpreter.state.directory)
     return True
 
 
-def do_pwd(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    return reader.looked(f"{reader.state.directory}\n", True)
+def do_pwd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Print the directory."""
+    return interpreter.print_known(f"{interpreter.state.directory}\n", True)
 
 
-def do_bracket(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    return Condition(arguments[: -1 if name == "[" else None], reader.state, line).holds()
+def do_bracket(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Evaluate ``[ ... ]`` or ``test``."""
+    return Condition(arguments[: -1 if name == "[" else None], interpreter.state, line).evaluate()
 
 
-def do_true(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_true(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Return the status of commands that change nothing; only ``false`` fails."""
     return name != "false"
 
 
-def do_source(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
-    path = reader.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
+def do_source(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
+    path = interpreter.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else "what it sources"
-        forget(reader, Unknown(f"line {line} sources {shown}, which is not there", line))
+        forget_variables(interpreter, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
-        commands = parsed(text_of(path))
+        commands = parse(read_text(path))
     except (OSError, ValueError) as error:
-        forget(reader, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
+        forget_variables(interpreter, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
     try:
-        return reader.run(commands)
-    except Ends as end:
+        return interpreter.run(commands)
+    except ScriptEnd as end:
         if str(end) != "return":
             raise
         return True
 
 
-def do_eval(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Run the text of eval; if a part is not known, forget the variables."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
-        forget(reader, next(each for each in arguments if isinstance(each, Unknown)))
+        forget_variables(interpreter, next(each for each in arguments if isinstance(each, Unknown)))
         return True
-    return reader.run(parsed(" ".join(texts), line))
+    return interpreter.run(parse(" ".join(texts), line))
 
 
-def do_read(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Mark the variables of read, mapfile or readarray as unknown."""
     why = Unknown(f"`{name}` takes it from an input", line)
     for argument in arguments:
         if isinstance(argument, str) and argument.isidentifier():
-            reader.state.variables[argument] = why
+            interpreter.state.variables[argument] = why
     return why
 
 
-def do_exec(reader: Reader, name: str, arguments: list[Field], line: int) -> Truth:
+def do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+    """Note the program of exec as called, and end the script."""
     if arguments:
-        reader.call(arguments, line, "")
-        raise Ends(name, line)
+        interpreter.call(arguments, line, "")
+        raise ScriptEnd(name, line)
     return True
 
 
-def forget(reader: Reader, why: Unknown) -> None:
-    """After commands that are not known, no variable is."""
-    reader.state.variables = {
-        key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in reader.state.variables.items()
+def forget_variables(interpreter: Interpreter, why: Unknown) -> None:
+    """Mark all variables but a few of the environment's as unknown, after commands that are not known."""
+    interpreter.state.variables = {
+        key: value if key in ("HOME", "PWD", "PATH", "USER") else why
+        for key, value in interpreter.state.variables.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""[[ ... ]], [ ... ] and test."""
+"""Evaluation of ``[[ ... ]]``, ``[ ... ]`` and ``test``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .values import Field, State, Unknown
+from .shell_values import Field, ShellState, Unknown
 
 Truth = bool | Unknown
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
@@ -30,22 +30,22 @@ _FILES: dict[str, Callable[[Path], bool]] = {
 
 
 class Condition:
-    """Evaluates the words of one test, already expanded.
+    """One test of expanded words.
 
     Args:
         words: operators and operands.
         patterns: whether what stands behind = and != is a pattern, as in [[ ]].
     """
 
-    def __init__(self, words: list[Field], state: State, line: int, *, patterns: bool = False) -> None:
+    def __init__(self, words: list[Field], state: ShellState, line: int, *, patterns: bool = False) -> None:
         self._words, self._state, self._line, self._patterns = words, state, line, patterns
         self._place = 0
 
-    def holds(self) -> Truth:
-        """Whether it holds, or why that cannot be told."""
+    def evaluate(self) -> Truth:
+        """Evaluate the test; Unknown, with the reason, if it depends on what is not known."""
         if not self._words:
             return False
-        result = self._any()
+        result = self._parse_or()
         if self._place < len(self._words):
             return Unknown(f"the test of line {self._line} is not read", self._line)
         return result
@@ -54,43 +54,43 @@ class Condition:
         place = self._place + ahead
         return self._words[place] if place < len(self._words) else None
 
-    def _any(self) -> Truth:
-        result = self._all()
+    def _parse_or(self) -> Truth:
+        result = self._parse_and()
         while self._peek() in ("||", "-o"):
             self._place += 1
-            other = self._all()
-            result = _either(result, other)
+            other = self._parse_and()
+            result = _or(result, other)
         return result
 
-    def _all(self) -> Truth:
-        result = self._one()
+    def _parse_and(self) -> Truth:
+        result = self._parse_one()
         while self._peek() in ("&&", "-a"):
             self._place += 1
-            other = self._one()
-            result = _negated(_either(_negated(result), _negated(other)))
+            other = self._parse_one()
+            result = _negate(_or(_negate(result), _negate(other)))
         return result
 
-    def _one(self) -> Truth:
+    def _parse_one(self) -> Truth:
         word = self._peek()
         if word == "!":
             self._place += 1
-            return _negated(self._one())
+            return _negate(self._parse_one())
         if word == "(":
             self._place += 1
-            result = self._any()
+            result = self._parse_or()
             self._place += 1
             return result
         binary = self._peek(1)
         if isinstance(binary, str) and (binary in _NUMBERS or binary in ("=", "==", "!=", "=~", "<", ">")):
             self._place += 3
-            return self._compared(word, binary, self._words[self._place - 1] if self._place <= len(self._words) else "")
+            return self._compare(word, binary, self._words[self._place - 1] if self._place <= len(self._words) else "")
         if isinstance(word, str) and re.fullmatch(r"-[a-zA-Z]", word) and binary is not None:
             self._place += 2
-            return self._unary(word, binary)
+            return self._evaluate_unary(word, binary)
         self._place += 1
         return word if isinstance(word, Unknown) else bool(word)
 
-    def _unary(self, operator: str, operand: Field) -> Truth:
+    def _evaluate_unary(self, operator: str, operand: Field) -> Truth:
         if operator == "-v" and isinstance(operand, str):
             return operand in self._state.variables
         if isinstance(operand, Unknown):
@@ -102,7 +102,7 @@ class Condition:
             return _FILES[operator](self._state.directory / operand)
         return Unknown(f"the test {operator} of line {self._line} is not read", self._line)
 
-    def _compared(self, left: Field | None, operator: str, right: Field) -> Truth:
+    def _compare(self, left: Field | None, operator: str, right: Field) -> Truth:
         left, right = _or_empty(left or ""), _or_empty(right)
         for operand in (left, right):
             if isinstance(operand, Unknown):
@@ -129,11 +129,11 @@ def _or_empty(value: Field) -> Field:
     return "" if isinstance(value, Unknown) and value.may_be_empty else value
 
 
-def _negated(truth: Truth) -> Truth:
+def _negate(truth: Truth) -> Truth:
     return truth if isinstance(truth, Unknown) else not truth
 
 
-def _either(first: Truth, second: Truth) -> Truth:
+def _or(first: Truth, second: Truth) -> Truth:
     if first is True or second is True:
         return True
     return first if isinstance(first, Unknown) else second

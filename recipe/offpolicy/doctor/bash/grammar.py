@@ -1,4 +1,4 @@
-"""Tokens -> commands."""
+"""Parser: tokens to a tree of commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .lexer import REDIRECTS, Lexer, Token
-from .values import ScriptError
+from .shell_values import ScriptError
 
 
 @dataclass
 class Simple:
-    """Assignments, words, and its input: a here-document, a here-string, or the name of a file."""
+    """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name."""
 
     line: int
     assignments: list[Token] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Test:
 
 @dataclass
 class Chain:
-    """``first``, then each command whose operator, && or ||, fits the status before it."""
+    """Commands joined by && and ||: each of ``rest`` runs if its operator fits the status before it."""
 
     line: int
     first: Command
@@ -38,6 +38,8 @@ class Chain:
 
 @dataclass
 class Pipeline:
+    """Commands joined by |, or one command negated by !."""
+
     line: int
     commands: list[Command]
     negated: bool
@@ -45,6 +47,8 @@ class Pipeline:
 
 @dataclass
 class If:
+    """An if command: (condition, body) of each branch, and the else branch."""
+
     line: int
     branches: list[tuple[list[Command], list[Command]]]
     otherwise: list[Command]
@@ -65,13 +69,17 @@ class Loop:
 
 @dataclass
 class Case:
+    """A case command: (patterns, body) of each branch."""
+
     line: int
     subject: Token
     branches: list[tuple[list[Token], list[Command]]]
 
 
 @dataclass
-class Group:
+class CommandGroup:
+    """Commands in braces, or in parentheses, which run in a subshell."""
+
     line: int
     body: list[Command]
     subshell: bool
@@ -79,24 +87,26 @@ class Group:
 
 @dataclass
 class Function:
+    """A definition of a function."""
+
     line: int
     name: str
     body: Command
 
 
-Command = Simple | Test | Chain | Pipeline | If | Loop | Case | Group | Function
+Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
-def parsed(source: str, first_line: int = 1) -> list[Command]:
-    """The commands of a script.
+def parse(source: str, first_line: int = 1) -> list[Command]:
+    """Parse a script into commands.
 
     Raises:
         ScriptError: what is not closed, or not of the part of bash that is read.
     """
-    parser = _Parser(Lexer(source, first_line).tokens())
-    commands = parser.commands(set())
+    parser = _Parser(Lexer(source, first_line).tokenize())
+    commands = parser.parse_commands(set())
     parser.expect_end()
     return commands
 
@@ -131,74 +141,74 @@ class _Parser:
         if self._token.kind != "end":
             raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
 
-    def commands(self, until: set[str]) -> list[Command]:
+    def parse_commands(self, until: set[str]) -> list[Command]:
         found: list[Command] = []
         self._skip()
         while self._token.kind != "end" and not self._is(*until, *_CLOSING, ")", ";;"):
-            found.append(self._chain())
+            found.append(self._parse_chain())
             self._skip()
         return found
 
-    def _chain(self) -> Command:
-        line, first, rest = self._token.line, self._pipeline(), []
+    def _parse_chain(self) -> Command:
+        line, first, rest = self._token.line, self._parse_pipeline(), []
         while self._is("&&", "||"):
             operator = self._take().text
             self._skip(separators=False)
-            rest.append((operator, self._pipeline()))
+            rest.append((operator, self._parse_pipeline()))
         return Chain(line, first, rest) if rest else first
 
-    def _pipeline(self) -> Command:
+    def _parse_pipeline(self) -> Command:
         line, negated = self._token.line, False
         while self._is("!"):
             self._take()
             negated = not negated
-        commands = [self._command()]
+        commands = [self._parse_command()]
         while self._is("|", "|&"):
             self._take()
             self._skip(separators=False)
-            commands.append(self._command())
+            commands.append(self._parse_command())
         return Pipeline(line, commands, negated) if negated or len(commands) > 1 else commands[0]
 
-    def _command(self) -> Command:
+    def _parse_command(self) -> Command:
         token = self._token
         if token.kind == "arithmetic":
             return Test(token.line, [self._take()])
         if token.kind == "word":
             readers: dict[str, Callable[[], Command]] = {
-                "if": self._if,
-                "for": self._for,
-                "while": self._while,
-                "until": self._while,
-                "case": self._case,
-                "[[": self._test,
-                "{": self._group,
-                "function": self._function,
+                "if": self._parse_if,
+                "for": self._parse_for,
+                "while": self._parse_while,
+                "until": self._parse_while,
+                "case": self._parse_case,
+                "[[": self._parse_test,
+                "{": self._parse_group,
+                "function": self._parse_function,
             }
             if token.text in readers:
-                return self._redirected(readers[token.text]())
+                return self._skip_redirects(readers[token.text]())
             following = self._tokens[self._place + 1]
             if following.kind == "operator" and following.text == "(":
-                return self._function()
+                return self._parse_function()
         if self._is("("):
-            return self._redirected(self._group())
-        return self._simple()
+            return self._skip_redirects(self._parse_group())
+        return self._parse_simple()
 
-    def _redirected(self, command: Command) -> Command:
+    def _skip_redirects(self, command: Command) -> Command:
         while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
-            self._redirect(Simple(command.line))
+            self._parse_redirect(Simple(command.line))
         return command
 
-    def _simple(self) -> Simple:
+    def _parse_simple(self) -> Simple:
         command = Simple(self._token.line)
         while self._token.kind in ("word", "array") or self._is(*REDIRECTS):
             if self._is(*REDIRECTS):
-                self._redirect(command)
+                self._parse_redirect(command)
                 continue
             token = self._take()
             next_is_redirect = self._is(*REDIRECTS)
             if token.kind == "word" and token.text.isdigit() and next_is_redirect:
                 continue  # 2>
-            if not command.words and (token.kind == "array" or assigns(token.text)):
+            if not command.words and (token.kind == "array" or is_assignment(token.text)):
                 command.assignments.append(token)
             else:
                 command.words.append(token)
@@ -206,7 +216,7 @@ class _Parser:
             raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
         return command
 
-    def _redirect(self, command: Simple) -> None:
+    def _parse_redirect(self, command: Simple) -> None:
         if not self._is(*REDIRECTS):
             self._take()
             return
@@ -218,13 +228,13 @@ class _Parser:
             if operator.text in ("<<<", "<"):
                 command.input = Token("operator", operator.text, operator.line, [target])
 
-    def _if(self) -> If:
+    def _parse_if(self) -> If:
         line = self._take().line
         branches = []
         while True:
-            condition = self.commands({"then"})
+            condition = self.parse_commands({"then"})
             self._expect("then", line)
-            branches.append((condition, self.commands({"elif", "else", "fi"})))
+            branches.append((condition, self.parse_commands({"elif", "else", "fi"})))
             if self._is("elif"):
                 self._take()
                 continue
@@ -232,11 +242,11 @@ class _Parser:
         otherwise = []
         if self._is("else"):
             self._take()
-            otherwise = self.commands({"fi"})
+            otherwise = self.parse_commands({"fi"})
         self._expect("fi", line)
         return If(line, branches, otherwise)
 
-    def _for(self) -> Loop:
+    def _parse_for(self) -> Loop:
         line = self._take().line
         name, words = self._take(), []
         self._skip(separators=False)
@@ -248,20 +258,20 @@ class _Parser:
             words = [Token("word", '"$@"', line)]
         self._skip()
         self._expect("do", line)
-        body = self.commands({"done"})
+        body = self.parse_commands({"done"})
         self._expect("done", line)
         counted = name.kind == "arithmetic"
         return Loop(line, body, name="" if counted else name.text, words=words, counted=counted)
 
-    def _while(self) -> Loop:
+    def _parse_while(self) -> Loop:
         token = self._take()
-        condition = self.commands({"do"})
+        condition = self.parse_commands({"do"})
         self._expect("do", token.line)
-        body = self.commands({"done"})
+        body = self.parse_commands({"done"})
         self._expect("done", token.line)
         return Loop(token.line, body, condition=condition, until=token.text == "until")
 
-    def _case(self) -> Case:
+    def _parse_case(self) -> Case:
         line = self._take().line
         subject, branches = self._take(), []
         self._skip()
@@ -275,14 +285,14 @@ class _Parser:
                 self._take()
                 patterns.append(self._take())
             self._expect(")", line)
-            branches.append((patterns, self.commands({"esac"})))
+            branches.append((patterns, self.parse_commands({"esac"})))
             if self._is(";;"):
                 self._take()
             self._skip()
         self._take()
         return Case(line, subject, branches)
 
-    def _test(self) -> Test:
+    def _parse_test(self) -> Test:
         line, tokens = self._take().line, []
         while not self._is("]]"):
             if self._token.kind == "end":
@@ -291,25 +301,25 @@ class _Parser:
         self._take()
         return Test(line, [token for token in tokens if token.kind != "newline"])
 
-    def _group(self) -> Group:
+    def _parse_group(self) -> CommandGroup:
         opened = self._take()
         closer = "}" if opened.text == "{" else ")"
-        body = self.commands({closer})
+        body = self.parse_commands({closer})
         self._expect(closer, opened.line)
-        return Group(opened.line, body, subshell=closer == ")")
+        return CommandGroup(opened.line, body, subshell=closer == ")")
 
-    def _function(self) -> Function:
+    def _parse_function(self) -> Function:
         token = self._take()
         name = self._take().text if token.text == "function" else token.text
         if self._is("("):
             self._take()
             self._expect(")", token.line)
         self._skip(separators=False)
-        return Function(token.line, name, self._command())
+        return Function(token.line, name, self._parse_command())
 
 
-def assigns(text: str) -> bool:
-    """Whether a word as it is written assigns: name=..., name+=..., name[index]=..."""
+def is_assignment(text: str) -> bool:
+    """Return True if an unexpanded word assigns: name=..., name+=..., name[index]=..."""
     name, equals, _ = text.partition("=")
     name = name.removesuffix("+")
     return bool(equals) and (name.isidentifier() or (name.partition("[")[0].isidentifier() and name.endswith("]")))

@@ -1,4 +1,4 @@
-"""Bash source -> tokens: words as they are written, operators, array assignments and here-documents."""
+"""Lexer: bash source to tokens (unexpanded words, operators, array assignments and here-documents)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .values import ScriptError
+from .shell_values import ScriptError
 
 Kind = Literal["word", "operator", "newline", "array", "arithmetic", "end"]
 REDIRECTS = ("<<<", "<<-", "&>>", "&>", "<<", ">>", ">&", "<&", ">|", "<", ">")
@@ -20,7 +20,7 @@ _CLOSERS = {"{": "}", "(": ")"}
 
 @dataclass
 class Token:
-    """One token.
+    """A token with the line where it starts.
 
     Attributes:
         text: of a word as it is written, quotes included; of an array the name with = or +=.
@@ -35,7 +35,7 @@ class Token:
 
 
 class Lexer:
-    """Cuts a script into tokens, one at a time."""
+    """A lexer of one script."""
 
     def __init__(self, source: str, first_line: int = 1) -> None:
         self.source = source
@@ -43,18 +43,18 @@ class Lexer:
         self.line = first_line
         self._documents: list[tuple[Token, str, bool, bool]] = []
 
-    def tokens(self) -> list[Token]:
-        """All tokens; an ``end`` last.
+    def tokenize(self) -> list[Token]:
+        """Return all tokens; the last is an ``end``.
 
         Raises:
             ScriptError: a quote, a bracket or an array that is not closed.
         """
         found: list[Token] = []
-        while (token := self._next(found)).kind != "end":
+        while (token := self._read_token(found)).kind != "end":
             found.append(token)
         return [*found, token]
 
-    def _next(self, before: list[Token]) -> Token:
+    def _read_token(self, before: list[Token]) -> Token:
         self._skip_blanks()
         line = self.line
         if self.place >= len(self.source):
@@ -66,7 +66,7 @@ class Lexer:
             return token
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
         if starts and self.source.startswith("((", self.place):
-            return self._arithmetic_command()
+            return self._read_arithmetic()
         for operator in _OPERATORS:
             if self.source.startswith(operator, self.place) and not self.source.startswith(("<(", ">("), self.place):
                 self._advance(len(operator))
@@ -76,8 +76,8 @@ class Lexer:
                 return token
         if found := _ARRAY.match(self.source, self.place):
             self._advance(len(found[0]))
-            return Token("array", found[0][:-1], line, self._elements())
-        return Token("word", self._word(), line)
+            return Token("array", found[0][:-1], line, self._read_elements())
+        return Token("word", self._read_word(), line)
 
     def _skip_blanks(self) -> None:
         while self.place < len(self.source):
@@ -91,7 +91,7 @@ class Lexer:
             else:
                 return
 
-    def _elements(self) -> list[Token]:
+    def _read_elements(self) -> list[Token]:
         started, words = self.line, list[Token]()
         while True:
             self._skip_blanks()
@@ -104,14 +104,14 @@ class Lexer:
                 return words
             else:
                 line = self.line
-                words.append(Token("word", self._word(), line))
+                words.append(Token("word", self._read_word(), line))
 
-    def _word(self) -> str:
+    def _read_word(self) -> str:
         start = self.place
         while self.place < len(self.source):
             character = self.source[self.place]
             if character in "<>" and self.source.startswith(("<(", ">("), self.place):
-                self._bracketed(1)
+                self._skip_bracketed(1)
             elif character in " \t\r\n;&|()<>":
                 break
             else:
@@ -121,37 +121,37 @@ class Lexer:
         return self.source[start : self.place]
 
     def _step(self) -> None:
-        """Over one character of a word, or one quoted or bracketed piece."""
+        """Skip one character of a word, or one quoted or bracketed piece."""
         character = self.source[self.place]
         if character == "\\":
             self._advance(2)
         elif character == "'":
-            self._to("'", self.place + 1)
+            self._skip_to("'", self.place + 1)
         elif character == '"':
-            self._double_quoted()
+            self._skip_double_quoted()
         elif character == "`":
-            self._to("`", self.place + 1)
+            self._skip_to("`", self.place + 1)
         elif character == "$" and self.source[self.place + 1 : self.place + 2] in ("{", "("):
-            self._bracketed(1)
+            self._skip_bracketed(1)
         elif character == "$" and self.source.startswith("$'", self.place):
             self._advance(1)
-            self._ansi_quoted()
+            self._skip_ansi_quoted()
         else:
             self._advance(1)
 
-    def _to(self, closer: str, start: int) -> None:
+    def _skip_to(self, closer: str, start: int) -> None:
         end = self.source.find(closer, start)
         if end < 0:
             raise ScriptError(f"line {self.line}: {closer} is not closed")
         self._advance(end + 1 - self.place)
 
-    def _ansi_quoted(self) -> None:
+    def _skip_ansi_quoted(self) -> None:
         self._advance(1)
         while self.source[self.place : self.place + 1] not in ("'", ""):
             self._advance(2 if self.source[self.place] == "\\" else 1)
         self._advance(1)
 
-    def _double_quoted(self) -> None:
+    def _skip_double_quoted(self) -> None:
         line = self.line
         self._advance(1)
         while self.place < len(self.source) and self.source[self.place] != '"':
@@ -163,8 +163,8 @@ class Lexer:
             raise ScriptError(f'line {line}: " is not closed')
         self._advance(1)
 
-    def _bracketed(self, before: int) -> None:
-        """Over ${...}, $(...) and the like, nested ones included."""
+    def _skip_bracketed(self, before: int) -> None:
+        """Skip ${...}, $(...) and the like, nested ones included."""
         line = self.line
         self._advance(before)
         opener = self.source[self.place]
@@ -181,15 +181,15 @@ class Lexer:
                 if depth == 0:
                     return
             elif opener == "(" and not arithmetic and _HERE.match(self.source, self.place):
-                self._document_inside()
+                self._skip_document()
             elif opener == "(" and character == "#" and self.source[self.place - 1] in " \t\n":
                 self._advance(max(self.source.find("\n", self.place), self.place + 1) - self.place)
             else:
                 self._step()
         raise ScriptError(f"line {line}: {opener} is not closed")
 
-    def _document_inside(self) -> None:
-        """Over a here-document inside $(...), whose text may hold any quotes."""
+    def _skip_document(self) -> None:
+        """Skip a here-document inside $(...), whose text may hold any quotes."""
         found = re.compile(r"<<-?\s*(['\"]?)(\w+)\1").match(self.source, self.place)
         if found is None:
             self._advance(2)
@@ -201,7 +201,7 @@ class Lexer:
 
     def _announce_document(self, token: Token) -> None:
         self._skip_blanks()
-        written = self._word()
+        written = self._read_word()
         name = written.strip("'\"").replace("\\", "")
         self._documents.append((token, name, written != name, token.text == "<<-"))
 
@@ -221,9 +221,9 @@ class Lexer:
             token.words = [Token("word", "\n".join(lines), line), Token("word", "quoted" if quoted else "", line)]
         self._documents = []
 
-    def _arithmetic_command(self) -> Token:
+    def _read_arithmetic(self) -> Token:
         line, start = self.line, self.place
-        self._bracketed(0)
+        self._skip_bracketed(0)
         return Token("arithmetic", self.source[start + 2 : self.place - 2], line)
 
     def _advance(self, count: int) -> None:

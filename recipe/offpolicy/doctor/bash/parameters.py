@@ -1,4 +1,4 @@
-"""${...}: which parameter, and what is done to it."""
+"""Parameter expansion, ``${...}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .values import Field, ScriptError, State, Unknown, Value
+from .shell_values import Field, ScriptError, ShellState, Unknown, Value
 
 _FORM = re.compile(
     r"(?P<length>#(?!\}|$))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
@@ -19,7 +19,7 @@ _WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter and an operation on it.
+    """A parameter and the operation on it.
 
     Attributes:
         index: of an array's element; @ or * for all of them.
@@ -34,18 +34,18 @@ class Parameter:
     length: bool = False
 
     @property
-    def each(self) -> bool:
-        """Whether it is a list of values: $@, $*, ${A[@]}."""
+    def is_list(self) -> bool:
+        """True for a list of values: $@, $*, ${A[@]}."""
         return (self.name in ("@", "*") or self.index in ("@", "*")) and not self.length
 
     @property
-    def joined(self) -> bool:
-        """Whether, in quotes, the list is one value."""
+    def is_joined(self) -> bool:
+        """True if the list becomes one value inside quotes."""
         return self.name == "*" or self.index == "*"
 
 
-def parameter(written: str, line: int) -> Parameter:
-    """What stands between ${ and }.
+def parse_parameter(written: str, line: int) -> Parameter:
+    """Parse the text between ${ and }.
 
     Raises:
         ScriptError: a form that is not read.
@@ -58,25 +58,25 @@ def parameter(written: str, line: int) -> Parameter:
     return Parameter(found["name"], found["index"], found["operator"] or "", found["word"], bool(found["length"]))
 
 
-def applied(asked: Parameter, state: State, line: int, expand: Callable[[str], Field]) -> list[Field]:
-    """The values of a parameter after its operation; of a list one each, else one, or none where it is not set."""
-    values = _values(asked, state, line, expand)
+def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
+    """Expand a parameter: a list's values, else one value, or none if it is not set."""
+    values = _read_values(asked, state, line, expand)
     if asked.length:
-        return _length(asked, values)
+        return _compute_length(asked, values)
     if asked.operator in _WITHOUT_VALUE:
-        return _with_default(asked, values, state, line, expand)
+        return _apply_default(asked, values, state, line, expand)
     if values is None:
-        return [] if asked.each else [Unknown(f"${asked.name} is not set", line, unset=asked.name)]
+        return [] if asked.is_list else [Unknown(f"${asked.name} is not set", line, unset=asked.name)]
     if not asked.operator:
         return values
     if asked.operator == ":":
         return _slice(asked, values, line, expand)
     word = expand(asked.word) if asked.operator[0] not in "/^," else ""
-    return [value if isinstance(value, Unknown) else _changed(asked, value, word, line, expand) for value in values]
+    return [value if isinstance(value, Unknown) else _transform(asked, value, word, line, expand) for value in values]
 
 
-def _values(asked: Parameter, state: State, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
-    """None where the parameter is not set."""
+def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
+    """Return the values of a parameter before its operation; None if it is not set."""
     name = asked.name
     if name in ("@", "*"):
         state.looked_at.update(state.arguments)
@@ -111,23 +111,23 @@ def _values(asked: Parameter, state: State, line: int, expand: Callable[[str], F
         return None
 
 
-def _length(asked: Parameter, values: list[Field] | None) -> list[Field]:
+def _compute_length(asked: Parameter, values: list[Field] | None) -> list[Field]:
     if asked.index in ("@", "*") or asked.name in ("@", "*"):
         return [str(len(values or []))]
     value = values[0] if values else ""
     return [value if isinstance(value, Unknown) else str(len(value))]
 
 
-def _with_default(
-    asked: Parameter, values: list[Field] | None, state: State, line: int, expand: Callable[[str], Field]
+def _apply_default(
+    asked: Parameter, values: list[Field] | None, state: ShellState, line: int, expand: Callable[[str], Field]
 ) -> list[Field]:
     empty_counts = asked.operator.startswith(":")
-    if values and isinstance(values[0], Unknown) and empty_counts and not asked.each:
+    if values and isinstance(values[0], Unknown) and empty_counts and not asked.is_list:
         return values
     there = values is not None and (not empty_counts or any(value != "" for value in values))
     match asked.operator[-1]:
         case "+":
-            return [expand(asked.word)] if there else ([] if asked.each else [""])
+            return [expand(asked.word)] if there else ([] if asked.is_list else [""])
         case _ if there:
             assert values is not None
             return values
@@ -159,7 +159,7 @@ def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[s
         end = len(sequence) if not length else first + length[0] if length[0] >= 0 else len(sequence) + length[0]
         return slice(first, end)
 
-    if asked.each:
+    if asked.is_list:
         # Of $@ the first is $1.
         shifted = values if asked.index else ["", *values]
         return shifted[cut(shifted)]
@@ -167,12 +167,12 @@ def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[s
     return [value if isinstance(value, Unknown) else value[cut(value)]]
 
 
-def _changed(asked: Parameter, value: str, word: Field, line: int, expand: Callable[[str], Field]) -> Field:
+def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Callable[[str], Field]) -> Field:
     if isinstance(word, Unknown):
         return word
     match asked.operator:
         case "#" | "##" | "%" | "%%":
-            return _trimmed(value, word, asked.operator)
+            return _trim(value, word, asked.operator)
         case "/" | "//":
             pattern, _, replacement = asked.word.partition("/")
             what, by = expand(pattern), expand(replacement)
@@ -187,8 +187,8 @@ def _changed(asked: Parameter, value: str, word: Field, line: int, expand: Calla
     return Unknown(f"${{{asked.name}{asked.operator}{asked.word}}} is not read", line)
 
 
-def _trimmed(value: str, pattern: str, operator: str) -> str:
-    """Without the shortest, or with a doubled operator the longest, start (#) or end (%) that the pattern fits."""
+def _trim(value: str, pattern: str, operator: str) -> str:
+    """Remove the shortest prefix (#) or suffix (%) that matches the pattern; with a doubled operator the longest."""
     ends = range(len(value) + 1)
     if operator.startswith("#"):
         order = ends if operator == "#" else reversed(ends)

@@ -1,4 +1,4 @@
-"""The programs that only look, and are run: a script's choices often depend on what they say."""
+"""Programs that only read and print: the interpreter runs these, as a script's choices often depend on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from .values import Field
+from .shell_values import Field
 
 _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", "fgrep", "head", "nproc", "realpath"})
 _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
@@ -43,8 +43,8 @@ _ISOLATED = (
 )
 
 
-def text_of(path: Path) -> str:
-    """The text of a file.
+def read_text(path: Path) -> str:
+    """Read a text file of bounded size.
 
     Raises:
         OSError: it cannot be read, or is too long.
@@ -57,8 +57,8 @@ def text_of(path: Path) -> str:
     return content.decode()
 
 
-def looks_only(words: list[str]) -> bool:
-    """Whether a program with these arguments reads, prints, and changes nothing."""
+def is_read_only(words: list[str]) -> bool:
+    """Return True if a program with these arguments reads, prints, and changes nothing."""
     name, *arguments = words
     if name in _ANY:
         # tail -f has no end.
@@ -70,8 +70,8 @@ def looks_only(words: list[str]) -> bool:
     return False
 
 
-def output_of(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
-    """What such a program prints, and whether it succeeds; None where it has no end, or prints too much or no text.
+def run_program(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
+    """Run a read-only program; None if it runs too long or prints too much, or no text.
 
     Args:
         directory: in which it runs.
@@ -107,7 +107,7 @@ def output_of(words: list[str], directory: Path, given: str) -> tuple[str, bool]
 
 
 def is_lookup(code: str) -> bool:
-    """Whether Python code does no more than find out where a module lies, or which release it is."""
+    """Return True if Python code only looks up modules' locations or releases."""
     try:
         tree = ast.parse(code)
     except SyntaxError:
@@ -125,7 +125,7 @@ def is_lookup(code: str) -> bool:
             *(name.partition(".")[0] for name in _IMPORTS),
         }:
             return False
-        if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _CALLS or not _harmless(node)):
+        if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _CALLS or not _is_harmless(node)):
             return False
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             return False
@@ -136,21 +136,21 @@ def is_lookup(code: str) -> bool:
     return True
 
 
-def _harmless(call: ast.Call) -> bool:
-    """find_spec of a top-level module imports nothing; of one below, its parents."""
+def _is_harmless(call: ast.Call) -> bool:
+    """Return True if the call imports nothing: find_spec of a nested module would import its parents."""
     if ast.unparse(call.func) != "importlib.util.find_spec":
         return not any(keyword.arg in ("file", None) for keyword in call.keywords)
     return [type(each) for each in call.args] == [ast.Constant] and "." not in str(call.args[0].value)  # type: ignore[attr-defined]
 
 
-def answer_of(code: str) -> tuple[str, bool] | None:
-    """What such code prints, by this interpreter and from where it finds modules itself, wherever the script is."""
+def run_lookup(code: str) -> tuple[str, bool] | None:
+    """Run look-up code in this interpreter, isolated, with this process's module path."""
     found_in = os.pathsep.join(map(os.path.abspath, sys.path))
-    return output_of([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
+    return run_program([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
 
 
-def imported(code: str) -> list[str]:
-    """The modules that code imports, where it does no more than that."""
+def list_imports(code: str) -> list[str]:
+    """List the modules that code imports; empty if it does anything else."""
     try:
         statements = ast.parse(code).body
     except SyntaxError:
@@ -159,16 +159,16 @@ def imported(code: str) -> list[str]:
     return names if all(isinstance(each, ast.Import) for each in statements) else []
 
 
-def importable(module: str) -> bool:
-    """Whether there is such a top-level module; it is not imported."""
+def is_importable(module: str) -> bool:
+    """Return True if the top-level module exists; it is not imported."""
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
 
-def python_code(words: list[str], given: str) -> str | None:
-    """The code that a call of Python runs, where that is given with it."""
+def find_python_code(words: list[str], given: str) -> str | None:
+    """Return the code of ``python -c CODE``, or of ``python -`` with this input; None for other calls."""
     if not _PYTHON.fullmatch(words[0]):
         return None
     if words[1:] == ["-"]:
@@ -176,8 +176,8 @@ def python_code(words: list[str], given: str) -> str | None:
     return words[2] if words[1:2] == ["-c"] and len(words) == 3 else None
 
 
-def script_of(words: list[Field]) -> list[Field] | None:
-    """What a call of bash reads: -c and its text, or a file and its arguments."""
+def find_inner_script(words: list[Field]) -> list[Field] | None:
+    """Return what a call of a shell runs: -c and its text, or a file and its arguments; None for other programs."""
     for index, word in enumerate(words):
         if isinstance(word, str) and re.fullmatch(r"(.*/)?(ba|z)?sh", word):
             rest = words[index + 1 :]
@@ -189,6 +189,7 @@ def script_of(words: list[Field]) -> list[Field] | None:
     return None
 
 
-def short(words: list[Field]) -> str:
+def shorten(words: list[Field]) -> str:
+    """Format a command in one line of at most 60 characters."""
     shown = " ".join(word if isinstance(word, str) else "..." for word in words).split("\n")[0]
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,18 +1,18 @@
-"""The programs that a script would run."""
+"""The one entry point of the static Bash interpreter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from .programs import text_of
-from .reader import Called, Reader
-from .values import Ends, Field, ScriptError, State
+from .interpreter import Interpreter, ProgramCall
+from .programs import read_text
+from .shell_values import Field, ScriptEnd, ScriptError, ShellState
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a script was found to do.
+    """The result of following a script.
 
     Attributes:
         calls: the programs that it would run, in order.
@@ -20,9 +20,9 @@ class Script:
         end: by which it ends before its last line; None where it does not.
     """
 
-    calls: list[Called]
+    calls: list[ProgramCall]
     looked_at: frozenset[Field]
-    end: Ends | None
+    end: ScriptEnd | None
 
 
 def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -> Script:
@@ -35,10 +35,10 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     Raises:
         ScriptError: the file is no script that can be read; names file and line.
     """
-    state = State(dict(environment), list(arguments), Path.cwd(), path)
-    reader = Reader(state)
+    state = ShellState(dict(environment), list(arguments), Path.cwd(), path)
+    interpreter = Interpreter(state)
     try:
-        reader.script(text_of(path))
+        interpreter.run_script(read_text(path))
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -47,4 +47,4 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
         raise ScriptError(f"{path}, {error}.") from error
     except (IndexError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: not read: {error}.") from error
-    return Script(reader.calls, frozenset(state.looked_at), reader.end)
+    return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end)

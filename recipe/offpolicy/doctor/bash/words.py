@@ -1,4 +1,4 @@
-"""Words as they are written -> what they are worth: quotes, parameters, substitutions and the splitting into fields."""
+"""Word expansion: quotes, parameters, substitutions and field splitting."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from .arithmetic import evaluated
-from .parameters import Parameter, applied, parameter
-from .values import Field, ScriptError, State, Unknown
+from .arithmetic import evaluate
+from .parameters import Parameter, expand_parameter, parse_parameter
+from .shell_values import Field, ScriptError, ShellState, Unknown
 
 Substitute = Callable[[str, int], Field]
 """Takes the commands of $(...) and their line; gives what they would print."""
@@ -19,7 +19,7 @@ _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word; ``split`` where blanks in it end a field, ``ends`` where a field ends after it."""
+    """A part of a word; ``split`` if blanks in it end a field, ``ends`` if a field ends after it."""
 
     value: Field
     split: bool = False
@@ -27,36 +27,36 @@ class _Piece:
     quoted: bool = False
 
 
-class Words:
-    """Expands words in a state."""
+class WordExpander:
+    """An expander of words in a shell state."""
 
-    def __init__(self, state: State, substitute: Substitute) -> None:
+    def __init__(self, state: ShellState, substitute: Substitute) -> None:
         self._state = state
         self._substitute = substitute
 
-    def fields(self, written: str, line: int) -> list[Field]:
-        """The fields that a word of a command becomes: none, one or several."""
-        return list(_joined(self._pieces(written, line, quoted=False)))
+    def expand_fields(self, written: str, line: int) -> list[Field]:
+        """Expand a word of a command to its fields: none, one or several."""
+        return list(_join_fields(self._split_pieces(written, line, quoted=False)))
 
-    def text(self, written: str, line: int) -> Field:
-        """The one value that it becomes where nothing is split: in assignments, tests and here-strings."""
-        return together(piece.value for piece in self._pieces(written, line, quoted=False))
+    def expand_text(self, written: str, line: int) -> Field:
+        """Expand a word to one value without splitting, as in assignments, tests and here-strings."""
+        return concatenate(piece.value for piece in self._split_pieces(written, line, quoted=False))
 
-    def document(self, written: str, line: int) -> Field:
-        """The value of a here-document whose name is not quoted."""
-        return together(piece.value for piece in self._pieces(written, line, quoted=True, document=True))
+    def expand_document(self, written: str, line: int) -> Field:
+        """Expand a here-document whose name is not quoted."""
+        return concatenate(piece.value for piece in self._split_pieces(written, line, quoted=True, document=True))
 
-    def pattern(self, written: str, line: int) -> Field:
-        """As ``text``, of a pattern: what stands in quotes is meant as it is."""
-        pieces = self._pieces(written, line, quoted=False)
-        return together(
+    def expand_pattern(self, written: str, line: int) -> Field:
+        """Expand a pattern; quoted parts are matched literally."""
+        pieces = self._split_pieces(written, line, quoted=False)
+        return concatenate(
             re.sub(r"[*?\[]", r"[\g<0>]", piece.value) if piece.quoted and isinstance(piece.value, str) else piece.value
             for piece in pieces
         )
 
-    def number(self, expression: str, line: int) -> Field:
-        """The value of an arithmetic expression."""
-        plain = self.document(expression, line)
+    def evaluate_arithmetic(self, expression: str, line: int) -> Field:
+        """Evaluate an arithmetic expression."""
+        plain = self.expand_document(expression, line)
         if isinstance(plain, Unknown):
             return plain
         names = set(re.findall(r"[A-Za-z_]\w*", plain))
@@ -68,14 +68,14 @@ class Words:
                 return value
             numbers[name] = str(value) if isinstance(value, str) else ""
         try:
-            return str(evaluated(plain, numbers))
+            return str(evaluate(plain, numbers))
         except ValueError as error:
             return Unknown(f"$(({expression.strip()})) is not read ({error})", line)
 
-    def _pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
+    def _split_pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
         place = 0
         if not quoted and re.match(r"~(?=/|$)", written):
-            yield _Piece(self._home(line))
+            yield _Piece(self._expand_home(line))
             place = 1
         while place < len(written):
             character = written[place]
@@ -91,8 +91,8 @@ class Words:
                 yield _Piece(written[place + 1 : end], quoted=True)
                 place = end + 1
             elif character == '"' and not document:
-                end = _closing_quote(written, place)
-                inside = list(self._pieces(written[place + 1 : end], line, quoted=True))
+                end = _find_closing_quote(written, place)
+                inside = list(self._split_pieces(written[place + 1 : end], line, quoted=True))
                 yield from (replace(piece, quoted=True) for piece in inside or [_Piece("")])
                 place = end + 1
             elif character == "`":
@@ -100,7 +100,7 @@ class Words:
                 yield _Piece(self._substitute(written[place + 1 : end], line), split=not quoted)
                 place = end + 1
             elif character == "$":
-                length, pieces = self._dollar(written[place:], line, quoted)
+                length, pieces = self._expand_dollar(written[place:], line, quoted)
                 yield from pieces
                 place += length
             else:
@@ -108,44 +108,44 @@ class Words:
                 yield _Piece(written[place:end])
                 place = end
 
-    def _dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
-        """How much of the text a $... takes, and what it becomes."""
+    def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
+        """Return the length of the text that a $... takes, and its expansion."""
         if rest.startswith("$'") and not quoted:
             end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
             assert end is not None, "closed, as the lexer has seen"
             inside = re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), rest[2 : end.end() - 1])
             return end.end(), [_Piece(inside)]
         if rest.startswith("$(("):
-            end_at = _closing(rest, 1)
+            end_at = _find_closing(rest, 1)
             if rest[end_at - 1] == ")":
-                return end_at + 1, [_Piece(self.number(rest[3 : end_at - 1], line))]
+                return end_at + 1, [_Piece(self.evaluate_arithmetic(rest[3 : end_at - 1], line))]
         if rest.startswith("$("):
-            end_at = _closing(rest, 1)
+            end_at = _find_closing(rest, 1)
             return end_at + 1, [_Piece(self._substitute(rest[2:end_at], line), split=not quoted)]
         if rest.startswith("${"):
-            end_at = _closing(rest, 1)
-            return end_at + 1, self._expanded(parameter(rest[2:end_at], line), line, quoted)
+            end_at = _find_closing(rest, 1)
+            return end_at + 1, self._expand_parameter(parse_parameter(rest[2:end_at], line), line, quoted)
         if found := _NAME.match(rest, 1):
-            return found.end(), self._expanded(Parameter(found[0]), line, quoted)
+            return found.end(), self._expand_parameter(Parameter(found[0]), line, quoted)
         return 1, [_Piece("$")]
 
-    def _expanded(self, asked: Parameter, line: int, quoted: bool) -> list[_Piece]:
-        values = applied(asked, self._state, line, lambda text: self.text(text, line))
-        if not asked.each:
+    def _expand_parameter(self, asked: Parameter, line: int, quoted: bool) -> list[_Piece]:
+        values = expand_parameter(asked, self._state, line, lambda text: self.expand_text(text, line))
+        if not asked.is_list:
             return [_Piece(values[0] if values else "", split=not quoted)]
-        if asked.joined and quoted:
-            return [_Piece(together(_with_blanks(values)))]
+        if asked.is_joined and quoted:
+            return [_Piece(concatenate(_intersperse_blanks(values)))]
         pieces = [_Piece(value, split=not quoted, ends=index < len(values) - 1) for index, value in enumerate(values)]
         # "${EMPTY[@]}" is no field at all.
         return pieces or [_Piece("", split=True)]
 
-    def _home(self, line: int) -> Field:
+    def _expand_home(self, line: int) -> Field:
         home = self._state.variables.get("HOME")
         return home if isinstance(home, str) else Unknown("$HOME is not set", line, unset="HOME")
 
 
-def together(values: Iterator[Field]) -> Field:
-    """Parts of one value; unknown if one of them is."""
+def concatenate(values: Iterator[Field]) -> Field:
+    """Concatenate the parts of one value; Unknown if one of them is."""
     texts = []
     for value in values:
         if isinstance(value, Unknown):
@@ -154,15 +154,15 @@ def together(values: Iterator[Field]) -> Field:
     return "".join(texts)
 
 
-def _with_blanks(values: list[Field]) -> Iterator[Field]:
+def _intersperse_blanks(values: list[Field]) -> Iterator[Field]:
     for index, value in enumerate(values):
         if index:
             yield " "
         yield value
 
 
-def _joined(pieces: Iterator[_Piece]) -> Iterator[Field]:
-    """Pieces put together to fields, cut at the blanks of those that are split."""
+def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
+    """Join pieces to fields, cut at the blanks of those that are split."""
     current: Field | None = None
 
     def add(value: Field) -> Field:
@@ -188,13 +188,13 @@ def _joined(pieces: Iterator[_Piece]) -> Iterator[Field]:
         yield current
 
 
-def _closing_quote(written: str, start: int) -> int:
+def _find_closing_quote(written: str, start: int) -> int:
     place = start + 1
     while written[place] != '"':
         if written[place] == "\\":
             place += 2
         elif written.startswith(("$(", "${"), place):
-            place = _closing(written, place + 1) + 1
+            place = _find_closing(written, place + 1) + 1
         elif written[place] == "`":
             place = written.index("`", place + 1) + 1
         else:
@@ -202,8 +202,8 @@ def _closing_quote(written: str, start: int) -> int:
     return place
 
 
-def _closing(written: str, start: int) -> int:
-    """Where the bracket at ``start`` is closed, quotes, comments and nested ones passed over."""
+def _find_closing(written: str, start: int) -> int:
+    """Find the bracket that closes the one at ``start``, past quotes, comments and nested ones."""
     opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
     arithmetic = written.startswith("((", start)
     depth, place = 0, start
@@ -220,7 +220,7 @@ def _closing(written: str, start: int) -> int:
         if character == "'":
             place = written.index("'", place + 1)
         elif character == '"':
-            place = _closing_quote(written, place)
+            place = _find_closing_quote(written, place)
         elif character == "#" and opener == "(" and written[place - 1] in " \t\n":
             place = max(written.find("\n", place), place)
         elif character == opener:

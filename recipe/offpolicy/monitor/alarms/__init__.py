@@ -1,1 +1,1 @@
-"""Alarms: what a run does when a statistic of the correction leaves the range in which it can be trusted."""
+"""Alarms on the correction's statistics, with the actions warn, stop and fallback."""

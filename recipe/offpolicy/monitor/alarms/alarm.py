@@ -1,4 +1,4 @@
-"""One alarm as a state machine: it fires after several updates beyond a bound and re-arms after several well inside."""
+"""The state machine of one alarm: consecutive updates outside a band fire it, inside a narrower one re-arm it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 Action = Literal["off", "warn", "stop", "fallback"]
 Event = Literal["none", "fired", "recovered"]
 
-_SHOWN = 5  # values that a message names
+_SHOWN = 5  # most values listed in a message
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,21 @@ class Band:
     lower: float | None
     upper: float | None
 
-    def holds(self, value: float) -> bool:
-        """Whether ``value`` lies inside."""
+    def contains(self, value: float) -> bool:
+        """Return True if ``value`` lies inside."""
         if math.isnan(value):
             return False
         return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
 
     def __str__(self) -> str:
-        """``>= 0.5 and <= 2``."""
+        """Format as ``>= 0.5 and <= 2``."""
         sides = {">=": self.lower, "<=": self.upper}
         return " and ".join(f"{sign} {bound:g}" for sign, bound in sides.items() if bound is not None)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """When an alarm fires and re-arms.
+class AlarmRule:
+    """The condition under which an alarm fires and re-arms.
 
     Attributes:
         band: values that are in order.
@@ -49,8 +49,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class State:
-    """Where an alarm stands.
+class AlarmState:
+    """The counters of one alarm.
 
     Attributes:
         firing: it has fired and has not re-armed.
@@ -64,13 +64,13 @@ class State:
     calm: int = 0
     values: tuple[float, ...] = ()
 
-    def after(self, rule: Rule, value: float) -> tuple[State, Event]:
-        """The state after an update with ``value``, and what happened."""
-        inside = rule.band.holds(value)
+    def advance(self, rule: AlarmRule, value: float) -> tuple[AlarmState, Event]:
+        """Return the state after an update with ``value``, and the event."""
+        inside = rule.band.contains(value)
         state = replace(
             self,
             beyond=0 if inside else self.beyond + 1,
-            calm=self.calm + 1 if rule.recovery.holds(value) else 0,
+            calm=self.calm + 1 if rule.recovery.contains(value) else 0,
             values=() if inside else (*self.values, value)[-_SHOWN:],
         )
         if not state.firing and state.beyond >= rule.patience:

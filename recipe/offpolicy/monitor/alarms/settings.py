@@ -1,4 +1,4 @@
-"""The keys of ``offpolicy.alarms``: read once, and what is wrong with them."""
+"""Parsing and validation of the keys ``offpolicy.alarms``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, Problem, SpecError
 from ...correction.problem import remove, set_to
-from .alarm import Action, Band, Rule
-from .watched import GROWTH, NAMES, RANGES, never_moves
+from .alarm import Action, AlarmRule, Band
+from .alarm_statistics import GROWTH, NAMES, RANGES, explain_constant
 
 SECTION = "offpolicy.alarms"
 _COMMON: Final[dict[str, Any]] = {
@@ -33,15 +33,15 @@ DEFAULTS: Final[Mapping[str, dict[str, Any]]] = {
     "nonfinite": _COMMON | {"upper": 0.0, "recovery_upper": 0.0, "patience": 1},
     "mismatch_growth": _COMMON | {"upper": 5.0, "recovery_upper": 2.5, "window": 16, "least": 1e-4},
 }
-"""Alarms and their keys, in the order in which they are judged."""
+"""Alarms and their keys, in the order of their evaluation."""
 
 _BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One alarm as it is configured.
+class AlarmSettings:
+    """The configuration of one alarm.
 
     Attributes:
         fallback: the correction to fall back to; None with another action.
@@ -54,15 +54,15 @@ class Settings:
 
     name: str
     action: Action
-    rule: Rule
+    rule: AlarmRule
     fallback: CorrectionSpec | None
     options: tuple[str, ...]
     return_after: int | None
     window: int
     least: float
 
-    def plain(self) -> dict[str, Any]:
-        """What decides when it fires and what then happens, in values as JSON has them."""
+    def to_mapping(self) -> dict[str, Any]:
+        """Return what decides on firing and on the action, as values that JSON holds."""
         fallback = None if self.fallback is None else self.fallback.to_mapping()
         return asdict(self.rule) | {
             "action": self.action,
@@ -73,13 +73,15 @@ class Settings:
         }
 
 
-def settings_of(config: DictConfig) -> dict[str, Settings]:
-    """The alarms of a configuration without ``problems`` that are not off, by name."""
-    return {name: _one(name, values) for name, values in _values(config).items() if values["action"] != "off"}
+def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
+    """Read the alarms that are not off, by name, of a configuration without problems (``find_problems``)."""
+    return {
+        name: _read_alarm(name, values) for name, values in _read_values(config).items() if values["action"] != "off"
+    }
 
 
-def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.alarms`` beside the correction ``spec``."""
+def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find the problems of the keys ``offpolicy.alarms`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
@@ -96,21 +98,21 @@ def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
                 given = values[unknown]
                 yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
-    for name, alarm in _values(config).items():
-        found = list(_malformed(name, alarm))
-        yield from found or _pointless(name, alarm, spec, config)
+    for name, alarm in _read_values(config).items():
+        found = list(_find_malformed(name, alarm))
+        yield from found or _find_pointless(name, alarm, spec, config)
 
 
 def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
     return Problem(key, value, reason, fix, parts=(), overrides=overrides)
 
 
-def _shipped(name: str, *parts: str) -> tuple[str, ...]:
-    """The overrides that give these keys of an alarm the values that are shipped."""
+def _reset_to_defaults(name: str, *parts: str) -> tuple[str, ...]:
+    """Build the overrides that set these keys of an alarm to their defaults."""
     return tuple(set_to(f"{SECTION}.{name}.{part}", DEFAULTS[name][part]) for part in parts)
 
 
-def _values(config: DictConfig) -> dict[str, dict[str, Any]]:
+def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
     section = OmegaConf.select(config, SECTION)
     given: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
     # A configuration without the section, as of a test of something else, has no alarms.
@@ -122,16 +124,16 @@ def _values(config: DictConfig) -> dict[str, dict[str, Any]]:
     return values
 
 
-def _one(name: str, values: Mapping[str, Any]) -> Settings:
+def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        reason = "names, that main_offpolicy has not replaced by what they mean."
+        reason = "names of options, which main_offpolicy has not replaced by their values."
         raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
-    return Settings(
+    return AlarmSettings(
         name=name,
         action=values["action"],
-        rule=Rule(
+        rule=AlarmRule(
             band=Band(_float(values["lower"]), _float(values["upper"])),
             recovery=Band(_float(values["recovery_lower"]), _float(values["recovery_upper"])),
             patience=values["patience"],
@@ -145,26 +147,30 @@ def _one(name: str, values: Mapping[str, Any]) -> Settings:
     )
 
 
-def _malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+def _find_malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
     def wrong(part: str, reason: str, fix: str, *overrides: str) -> Problem:
         return _problem(f"{SECTION}.{name}.{part}", values[part], reason, fix, *overrides)
 
     if values["action"] not in get_args(Action):
-        yield wrong("action", "no action.", f"Set one of {', '.join(get_args(Action))}.", *_shipped(name, "action"))
+        yield wrong(
+            "action", "no action.", f"Set one of {', '.join(get_args(Action))}.", *_reset_to_defaults(name, "action")
+        )
     for part in _BOUNDS:
         if values[part] is not None and not _is_number(values[part]):
-            yield wrong(part, "not a number.", "Set one, or null to leave the side open.", *_shipped(name, *_BOUNDS))
+            yield wrong(
+                part, "not a number.", "Set one, or null to leave the side open.", *_reset_to_defaults(name, *_BOUNDS)
+            )
             return
     for part, least in (("patience", 1), ("recovery_patience", 1), ("window", 2), ("return_after", 1)):
         if part in values and not (part == "return_after" and values[part] is None):
             value = values[part]
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 reason = f"a count of updates, a whole number of at least {least}."
-                yield wrong(part, reason, "", *_shipped(name, part))
+                yield wrong(part, reason, "", *_reset_to_defaults(name, part))
                 return
     if "least" in values and not (_is_number(values["least"]) and values["least"] > 0):
-        yield wrong("least", "nats a token, a number > 0.", "", *_shipped(name, "least"))
-    yield from _of_band(name, values)
+        yield wrong("least", "nats a token, a number > 0.", "", *_reset_to_defaults(name, "least"))
+    yield from _check_band(name, values)
     back = values["return_after"]
     if back is not None and back < (patience := values["recovery_patience"]):
         key = f"{SECTION}.{name}"
@@ -173,9 +179,9 @@ def _malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
         yield wrong("return_after", reason, fix, set_to(f"{key}.return_after", patience))
 
 
-def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Bounds that cross, lie out of reach of what the alarm measures, or do not fit the stricter ones."""
-    key, shipped = f"{SECTION}.{name}", _shipped(name, *_BOUNDS)
+def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find bounds that cross, lie beyond what the alarm measures, or do not fit the recovery bounds."""
+    key, shipped = f"{SECTION}.{name}", _reset_to_defaults(name, *_BOUNDS)
     lower, upper = values["lower"], values["upper"]
     if lower is None and upper is None:
         fix = f"Set a bound, or {key}.action=off."
@@ -218,7 +224,9 @@ def _of_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
         yield _problem(f"{key}.recovery_lower", low, reason, "", *shipped)
 
 
-def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig) -> Iterator[Problem]:
+def _find_pointless(
+    name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig
+) -> Iterator[Problem]:
     key, action = f"{SECTION}.{name}", values["action"]
     if action == "fallback" and not values["fallback"]:
         override = set_to(f"{key}.fallback", ["tis_token", "gsm"])
@@ -238,7 +246,7 @@ def _pointless(name: str, values: Mapping[str, Any], spec: CorrectionSpec, confi
         reason = "with correction=none and no rollout log-probs there is nothing to measure."
         fix = f"Set {_MU}=true, or {key}.action=off."
         yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
-    elif reason := never_moves(name, spec):
+    elif reason := explain_constant(name, spec):
         fix = f"Set {key}.action=warn, or off."
         yield _problem(f"{key}.action", action, reason, fix, set_to(f"{key}.action", "warn"))
 
@@ -251,4 +259,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-__all__ = ["DEFAULTS", "GROWTH", "SECTION", "Settings", "problems", "settings_of"]
+__all__ = ["DEFAULTS", "GROWTH", "SECTION", "AlarmSettings", "find_problems", "read_settings"]

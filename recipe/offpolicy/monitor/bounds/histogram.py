@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic
-from ...correction.aggregates import extremes
 from ...correction.deferred import DeferredValue, fetch
-from ...correction.masks import applies
+from ...correction.masks import compute_extremes, find_applicable
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import Units, partition_units
@@ -78,7 +77,7 @@ def measured(
             continue
         units = partition_units(mask.level, valid, ids.get(mask.level))
         there = valid if mask.picks_tokens else units.tokens > 0
-        at = valid & applies(mask, advantages, valid)
+        at = valid & find_applicable(mask, advantages, valid)
         looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
         below, above = _compared(mask, units, *operands[mask.ratio])
         lower, upper = mask.limits
@@ -98,8 +97,8 @@ def measured(
 def _compared(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``extremes.extremes``, float32, rounded as the mask compares them: (B, U) each, (B, T) where it picks tokens."""
-    least, greatest = extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
+    """``masks.compute_extremes`` in float32, as the mask compares: (B, U) each, (B, T) where it picks tokens."""
+    least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)
     return least.float(), greatest.float()

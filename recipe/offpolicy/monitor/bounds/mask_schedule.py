@@ -10,15 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ...correction import MaskSpec
-from ...correction.mask_spec import ON_RATIO
 from ...correction.moving_bounds import Side
 from .histogram import moving_sides, quantile
-
-_WIDEST: Final = {"binary_tv": 0.99, "geometric": 20.0, "any": 20.0, "product": 600.0}
-"""Greatest distance that a bound can have and still act, or be written as a ratio."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ def paced(wanted: float, here: float, *, rate: float, least: float, most: float)
 
 def _most(schedule: Schedule, mask: MaskSpec, start: float) -> float:
     """The greatest distance of a bound that was configured at ``start``."""
-    return max(start, min(schedule.ceiling * start, _WIDEST.get(mask.aggregate, math.inf)))
+    return max(start, min(schedule.ceiling * start, mask.entry.widest))
 
 
 def _has_a_tail(counts: Sequence[float], kept: float) -> bool:
@@ -150,5 +145,5 @@ def written(mask: MaskSpec, distances: Mapping[str, float]) -> dict[str, float |
         if distance == before[name] or math.isinf(distance):
             values[name] = getattr(mask, name)
         else:
-            values[name] = math.exp(sign * distance) if mask.aggregate in ON_RATIO else sign * distance
+            values[name] = math.exp(sign * distance) if mask.entry.on_ratio else sign * distance
     return values

@@ -23,13 +23,13 @@ class RecentFloor:
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Add the sums of one update."""
-        table = _table(statistics)
+        table = _read_sums(statistics)
         if table is not None:
             self._tables.append(table)
 
     def compute_shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
         """Compute the values of ``build_share_statistics``; NaN for a share that not even earlier updates identify."""
-        table = _table(statistics)
+        table = _read_sums(statistics)
         if table is None:
             return {}
         floor, _ = choose_floor(table, np.sum(self._tables, axis=0) if self._tables else None)
@@ -41,7 +41,7 @@ class RecentFloor:
         return values
 
 
-def _table(statistics: Mapping[str, Statistic]) -> NDArray[np.float64] | None:
+def _read_sums(statistics: Mapping[str, Statistic]) -> NDArray[np.float64] | None:
     for statistic in statistics.values():
         if isinstance(statistic, ShareStatistic):
             return np.array([float(part) for part in statistic.parts]).reshape(SHAPE)

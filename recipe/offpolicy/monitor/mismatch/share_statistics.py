@@ -62,7 +62,7 @@ def defer_share_statistics(
     """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
 
     Staleness is to be None as well where pi_old is no forward pass of the weights that the step began with: then the
-    backend cannot be told from the rest.
+    backend cannot be separated from the rest.
     """
     sums = compute_sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
     return DeferredValue(sums.sum(0).flatten(), build_share_statistics)

@@ -27,10 +27,10 @@ from .sums import AGES, COLUMNS, SHAPE
 LEAST_TOKENS: Final = 20
 """Fresh tokens that make a bin of probability known."""
 LEAST_COVERED: Final = 0.95
-"""Share of stale tokens whose bin has to be known; the others are taken to be like the nearest bin that is."""
+"""Share of stale tokens whose bin has to be known; the others take the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Steps, or updates, before one without fresh tokens whose fresh tokens stand in."""
+"""Earlier steps, or updates, whose fresh tokens are used for one without fresh tokens."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
@@ -131,7 +131,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     if stale[:, _N].any():
         identified = identified and floor is not None and floor.covered(stale[:, _N])
         if identified and floor is not None:
-            backend += _of_stale(stale, floor)
+            backend += _estimate_stale_backend(stale, floor)
     mean = whole[[_L, _G]] / count
     variance = max(whole[_LL] / count - mean[0] ** 2, 0.0)
     gap_covariance = whole[_GL] / count - mean[0] * mean[1]
@@ -142,7 +142,7 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     )
 
 
-def _of_stale(stale: Array, floor: BackendFloor) -> Array:
+def _estimate_stale_backend(stale: Array, floor: BackendFloor) -> Array:
     """Sum b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
     tokens = stale[:, _N]
     first = tokens * floor.mean

@@ -1,8 +1,8 @@
 """Partial sums from which log pi/mu is decomposed; they add up over rows, micro-batches and ranks.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
-weights that its step began with sampled it: then G is the backend's doing alone. In a *stale* token G is backend and
-staleness together, and only what fresh tokens of the same probability show tells them apart.
+weights that its step began with sampled it: then G is the backend's alone. In a *stale* token G is backend plus
+staleness, which only fresh tokens of the same probability can separate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...correction.ratios import divergence
+from ...correction.ratios import compute_divergence
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
 """log mu at which one bin of probability ends: 0.001, 0.01, 0.1, 0.5, 0.9."""
@@ -50,7 +50,7 @@ def compute_sums_by_row(
     # Both are finite where all three log-probs are, and a number less itself is 0 where it is finite.
     valid = response_mask.bool() & (differences - differences == 0).all(0)
     differences = torch.where(valid, differences, 0.0)
-    squares, k3 = differences.square(), divergence("k3", differences)
+    squares, k3 = differences.square(), compute_divergence("k3", differences)
     total, gap = differences.unbind()
     columns = torch.stack(
         [valid.double(), total, squares[0], gap, squares[1], gap * total, k3[1], k3[0]],

@@ -1,6 +1,6 @@
-"""Start-up checks: whatever would leave a configured correction dead, wrong or applied twice.
+"""Start-up checks for what would leave a configured correction dead, wrong or applied twice.
 
-Each looks at the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
+Each reads the resolved configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
 launch; what is rarely meant and no reason to stop is one of ``REMARKS``. ``preflight.examine`` runs them.
 """
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem
-from ..verl_keys.keys import active
+from ..verl_keys.keys import list_active
 from . import (
     agent_loops,
     batch_sizes,
@@ -27,77 +27,77 @@ from . import (
     verl_rollout_correction,
     warnings,
 )
-from .config_reader import Part, parts_of, shadows_of, spec_of
-from .null_sections import null_sections
-from .offpolicy_keys import OWN_KEYS, own_keys
-from .runtime_env import groups_of
-from .values import unreadable_values, unresolved_interpolations, with_usual_values
-from .verl_validate_config import refused_by_verl
+from .config_reader import ConfiguredPart, list_parts, read_shadows, read_spec
+from .null_sections import find_null_sections
+from .offpolicy_keys import OWN_KEYS, check_own_keys
+from .runtime_env import list_patch_groups
+from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
+from .verl_validate_config import check_by_verl
 
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 
-OF_VERLS_OWN: tuple[Check, ...] = (
-    verl_rollout_correction.dead_keys,
-    verl_rollout_correction.thresholds,
-    rollout.raw_log_probs,
-    rollout.sampling,
-    agent_loops.agent_loops,
-    loss.base_loss_of_verls_own,
+VERL_CHECKS: tuple[Check, ...] = (
+    verl_rollout_correction.check_dead_keys,
+    verl_rollout_correction.check_thresholds,
+    rollout.check_logprobs_mode,
+    rollout.check_sampling,
+    agent_loops.check_agent_loops,
+    loss.check_base_loss_of_verl,
 )
-"""What holds of verl's own correction too, launched by verl's own program or by ours."""
+"""Checks that apply to verl's own correction too, launched by verl's program or by ours."""
 CHECKS: tuple[Check, ...] = (
-    seams.seams,
-    coverage.covered_path,
-    runtime_env.workers_env,
-    own_keys,
-    bounds.bounds_without_agreement,
-    bounds.bounds_out_of_reach,
-    bounds.aggregate_of_single_tokens,
-    bounds.weight_beside_the_loss,
-    gradient_steps.proximal,
-    gradient_steps.unread_proximal,
-    gradient_steps.one_gradient_step,
-    seams.versions,
-    bounds.order_of_skyrl,
-    loss.kl_clip,
-    loss.denominator,
-    loss.baseline,
-    rollout.rollout_log_probs,
-    rollout.unread_consent,
-    batch_sizes.uneven_micro_batches,
-    verl_rollout_correction.both_at_once,
-    loss.distillation,
-    *OF_VERLS_OWN,
-    loss.base_loss,
-    extensions.extensions,
+    seams.check_seams,
+    coverage.check_path,
+    runtime_env.check_workers_env,
+    check_own_keys,
+    bounds.check_bounds_hold_agreement,
+    bounds.check_bounds_in_reach,
+    bounds.check_token_aggregates,
+    bounds.check_weight_ratio,
+    gradient_steps.check_proximal,
+    gradient_steps.check_proximal_is_read,
+    gradient_steps.check_ppo_ratio,
+    seams.check_version_level,
+    bounds.check_skyrl_compat,
+    loss.check_kl_clip,
+    loss.check_denominator,
+    loss.check_baseline,
+    rollout.check_rollout_log_probs,
+    rollout.check_consent,
+    batch_sizes.check_micro_batches,
+    verl_rollout_correction.check_not_both,
+    loss.check_distillation,
+    *VERL_CHECKS,
+    loss.check_base_loss,
+    extensions.check_extensions,
 )
 REMARKS: tuple[Check, ...] = (
-    bounds.bounds_never_seen,
-    warnings.level_version,
-    warnings.wide_caps,
-    warnings.no_staleness,
-    warnings.unlike_micro_batches,
-    warnings.kl_left_out,
-    warnings.collapsed_rewards,
-    extensions.remarks,
+    bounds.warn_bounds_never_seen,
+    warnings.warn_level_version,
+    warnings.warn_wide_caps,
+    warnings.warn_no_staleness,
+    warnings.warn_unlike_micro_batches,
+    warnings.warn_kl_left_out,
+    warnings.warn_collapsed_rewards,
+    extensions.warn_extensions,
 )
 
 
 __all__ = [
     "CHECKS",
-    "OF_VERLS_OWN",
     "OWN_KEYS",
     "REMARKS",
+    "VERL_CHECKS",
     "Check",
-    "Part",
-    "active",
-    "groups_of",
-    "null_sections",
-    "parts_of",
-    "refused_by_verl",
-    "shadows_of",
-    "spec_of",
-    "unreadable_values",
-    "unresolved_interpolations",
-    "with_usual_values",
+    "ConfiguredPart",
+    "check_by_verl",
+    "find_null_sections",
+    "find_unreadable_values",
+    "find_unresolved_interpolations",
+    "list_active",
+    "list_parts",
+    "list_patch_groups",
+    "read_shadows",
+    "read_spec",
+    "substitute_usual_values",
 ]

@@ -1,4 +1,4 @@
-"""Whether an agent loop hands the engine's log-probs on, read from the source of its class without importing it."""
+"""Static check that an agent loop returns the engine's log-probs, from its source and without importing it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .module_source import source_of
+from .module_source import find_source
 
 _FIELD = "response_logprobs"
 _OUTPUT = "AgentLoopOutput"
 _VERL = "verl"
 _MOST = 200
-"""Definitions that are looked at."""
+"""Most definitions that are searched."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the source of an agent loop shows.
+class LogProbEvidence:
+    """Evidence in an agent loop's source on whether it returns log-probs.
 
     Attributes:
-        log_probs: whether they are handed on; unknown where the source does not tell.
-        where: file and line of an output that is made without them; "" if there is none.
+        log_probs: ``unknown`` where the source does not show it.
+        where: file and line of an output created without them; "" if there is none.
     """
 
     log_probs: Literal["returned", "left out", "unknown"]
@@ -37,8 +37,8 @@ class _Module:
     imported: dict[str, tuple[str, str]]
 
 
-def log_probs_of(target: str) -> Found:
-    """Look at a class and whatever of the same author's code it uses.
+def find_log_probs(target: str) -> LogProbEvidence:
+    """Search a class, and what it uses of the same author's code, for returned log-probs.
 
     Args:
         target: the class by its dotted name.
@@ -54,28 +54,28 @@ def log_probs_of(target: str) -> Found:
         if module.split(".")[0] == _VERL:
             inherits |= name.endswith("AgentLoop")
             continue
-        read = _module(module)
+        read = _parse_module(module)
         node = read.definitions.get(name) if read else None
         if read is None or node is None:
             if read is not None and name in read.imported:
                 asked.append(read.imported[name])
             continue
         if _hands_on(node):
-            return Found("returned")
-        for call in _outputs(node):
+            return LogProbEvidence("returned")
+        for call in _find_outputs(node):
             where = where or f"{read.file}, line {call.lineno}"
             unclear |= any(keyword.arg is None for keyword in call.keywords)
-        names = set(_names(node))
+        names = set(_list_names(node))
         calls_above |= "super" in names
         asked += [(module, each) for each in names if each in read.definitions]
         asked += [read.imported[each] for each in names if each in read.imported]
     if where and not unclear and not (inherits and calls_above):
-        return Found("left out", where)
-    return Found("returned" if inherits and not where else "unknown")
+        return LogProbEvidence("left out", where)
+    return LogProbEvidence("returned" if inherits and not where else "unknown")
 
 
-def _module(name: str) -> _Module | None:
-    file = source_of(name)
+def _parse_module(name: str) -> _Module | None:
+    file = find_source(name)
     if file is None:
         return None
     try:
@@ -96,18 +96,18 @@ def _module(name: str) -> _Module | None:
     return _Module(file, definitions, imported)
 
 
-def _names(node: ast.AST) -> Iterator[str]:
+def _list_names(node: ast.AST) -> Iterator[str]:
     return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
-def _outputs(node: ast.AST) -> Iterator[ast.Call]:
+def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] == _OUTPUT:
             yield each
 
 
 def _hands_on(node: ast.AST) -> bool:
-    """Whether the field is given, set or named anywhere."""
+    """Return True if the field is passed, set or named anywhere."""
     for each in ast.walk(node):
         match each:
             case ast.keyword(arg=field) if field == _FIELD:

@@ -1,4 +1,4 @@
-"""Agent loops of the user's own, which may hand on no log-probs of the rollout engine: then no mu arrives."""
+"""Check of custom agent loops, which may return no log-probs of the rollout engine, so that no mu arrives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from yaml import YAMLError
 
 from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
-from ..verl_keys.keys import active
-from .agent_loop_source import Found, log_probs_of
-from .config_reader import ROLLOUT, looks_at_mu
-from .module_source import source_of
+from ..verl_keys.keys import list_active
+from .agent_loop_source import LogProbEvidence, find_log_probs
+from .config_reader import ROLLOUT, needs_mu
+from .module_source import find_source
 
 _FILE = f"{ROLLOUT}.agent.agent_loop_config_path"
 _DEFAULT = f"{ROLLOUT}.agent.default_agent_loop"
@@ -26,9 +26,9 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBas
 _NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arrives."
 
 
-def agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Rollouts that come from elsewhere than verl's own agent loops."""
-    if not (looks_at_mu(config, spec) or active(config)):
+def check_agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that rollouts from other agent loops than verl's return log-probs."""
+    if not (needs_mu(config, spec) or list_active(config)):
         return
     if manager := OmegaConf.select(config, _MANAGER):
         reason = f"rollouts come from a manager of your own, which was not looked at: {_NEEDED}"
@@ -37,45 +37,45 @@ def agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     given, default = OmegaConf.select(config, _FILE), OmegaConf.select(config, _DEFAULT)
     targets: dict[str, str] = {}
     if given:
-        path = _resolved(str(given))
+        path = _resolve(str(given))
         if path is None:
             reason = "there is no such file, and every rollout would end in an error."
             fix = "Set the path of the file that names the loops, or null for verl's own."
             yield Problem(_FILE, given, reason, fix, parts=MU)
             return
         try:
-            targets = _targets(path)
+            targets = _read_targets(path)
         except _UNREADABLE:
             reason = "not a list of agent loops, each with a name and a _target_, as verl reads it."
             fix = "Write it so: `- {name: mine, _target_: package.module.Class}`."
             yield Problem(_FILE, given, reason, fix, parts=MU)
             return
     if default and default not in (*_VERLS, *targets):
-        yield _unregistered(config, str(default))
-    found = {name: log_probs_of(target) for name, target in targets.items()}
+        yield _build_unregistered(config, str(default))
+    found = {name: find_log_probs(target) for name, target in targets.items()}
     # Where the default is verl's, the data choose among them.
     used = {default} & set(found) or set(found)
     sure = all(found[name].log_probs == "left out" for name in used)
     for name, each in found.items():
-        yield from _shown(f"the loop {name} ({targets[name]})", each, given, sure=sure and name in used)
+        yield from _check_loop(f"the loop {name} ({targets[name]})", each, given, sure=sure and name in used)
 
 
-def _resolved(given: str) -> Path | None:
-    """As verl resolves it: from the current directory, then from the root of its checkout."""
-    package = source_of("verl")
+def _resolve(given: str) -> Path | None:
+    """Resolve a path as verl does: from the current directory, then from the root of its checkout."""
+    package = find_source("verl")
     roots = [Path.cwd(), *([package.parent.parent] if package else [])]
     return next((path for root in roots if (path := root / given).is_file()), None)
 
 
-def _targets(path: Path) -> dict[str, str]:
-    """The loops of a file, by name."""
+def _read_targets(path: Path) -> dict[str, str]:
+    """Read the loops of a file: name -> ``_target_``."""
     listed = OmegaConf.load(path)
     if not isinstance(listed, ListConfig):
         raise TypeError(f"{path} holds no list")
     return {str(each["name"]): str(each["_target_"]) for each in listed}
 
 
-def _unregistered(config: DictConfig, default: str) -> Problem:
+def _build_unregistered(config: DictConfig, default: str) -> Problem:
     reason = f"neither a loop of verl's nor one of {_FILE}"
     elsewhere = os.environ.get("VERL_USE_EXTERNAL_MODULES") or OmegaConf.select(config, "data.custom_cls.path")
     if elsewhere:
@@ -85,8 +85,8 @@ def _unregistered(config: DictConfig, default: str) -> Problem:
     return Problem(_DEFAULT, default, f"{reason}.", fix, parts=MU, overrides=(set_to(_DEFAULT, _VERLS[0]),))
 
 
-def _shown(loop: str, found: Found, given: object, *, sure: bool) -> Iterator[Problem]:
-    """What the source of a loop shows; ``sure``: whether rollouts come from it."""
+def _check_loop(loop: str, found: LogProbEvidence, given: object, *, sure: bool) -> Iterator[Problem]:
+    """Report what the source of a loop shows; ``sure``: rollouts certainly come from it."""
     if found.log_probs == "left out":
         reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
         fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."

@@ -1,4 +1,4 @@
-"""Rows of a batch that cannot be dealt evenly over ranks and micro-batches, on which verl ends at its first update."""
+"""Check of batch sizes that verl cannot split evenly over ranks and micro-batches: it ends at its first update."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from verl_patches.execution_path import LivePath, live_path
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from ..verl_keys.keys import BYPASS, own
+from ..verl_keys.keys import BYPASS, read_rollout_correction
 from .config_reader import ACTOR, ROLLOUT
 
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 
 
-def uneven_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Mini-batches whose rows on one data-parallel rank are no multiple of a micro-batch of fixed size.
+def check_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the rows of a mini-batch on one rank are a multiple of a micro-batch of fixed size.
 
     verl asserts it where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
     workers of 0.7.1), after models are loaded and the first batch is sampled.
     """
-    path, ranks = live_path(config), data_parallel_ranks(config)
+    path, ranks = live_path(config), count_data_parallel_ranks(config)
     if ranks is None or (path.worker == "legacy" and path.strategy == "megatron"):
         return  # the latter splits unevenly
     rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if rows < ranks or (rows % ranks and path.worker == "engine"):
-        yield _undealt(config, rows, ranks)
+        yield _build_uneven(config, rows, ranks)
         return
     # The legacy FSDP worker asserts it for micro-batches of fixed size also where they are dynamic.
     if path.worker == "legacy" or not OmegaConf.select(config, f"{ACTOR}.use_dynamic_bsz"):
         key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         what = f"a mini-batch of {_MINI_BATCH} x {ROLLOUT}.n = {rows} rows"
-        yield from _undivided(config, key, rows // ranks, f"{what} leaves {rows // ranks} on each of {ranks} ranks")
+        yield from _check_divides(config, key, rows // ranks, f"{what} leaves {rows // ranks} on each of {ranks} ranks")
     if path.worker == "engine":
-        yield from _of_forward_passes(config, spec, path, rows, ranks)
+        yield from _check_forward_passes(config, spec, path, rows, ranks)
 
 
-def data_parallel_ranks(config: DictConfig) -> int | None:
-    """Number of data-parallel ranks of the actor; None where the machines cannot be divided so."""
+def count_data_parallel_ranks(config: DictConfig) -> int | None:
+    """Count the actor's data-parallel ranks; None if the machines cannot be divided so."""
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor = config.actor_rollout_ref.actor
     if actor.strategy == "megatron":
@@ -54,23 +54,23 @@ def data_parallel_ranks(config: DictConfig) -> int | None:
     return ranks if ranks and not rest else None
 
 
-def _undealt(config: DictConfig, rows: int, ranks: int) -> Problem:
-    """A mini-batch whose rows are no multiple of the ranks."""
+def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
+    """Build the problem of a mini-batch whose rows are no multiple of the ranks."""
     size, each = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
     step = ranks // math.gcd(ranks, each)
     wanted = max(step, size // step * step)
     return Problem(
         _MINI_BATCH,
         size,
-        f"{size} x {ROLLOUT}.n={each} rows cannot be dealt evenly to {ranks} data-parallel ranks.",
+        f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks.",
         overrides=(set_to(_MINI_BATCH, wanted),),
     )
 
 
-def _of_forward_passes(
+def _check_forward_passes(
     config: DictConfig, spec: CorrectionSpec, path: LivePath, mini_batch: int, ranks: int
 ) -> Iterator[Problem]:
-    """The same of the forward passes for pi_old and for the reference policy, which see the whole batch."""
+    """Check the same for the forward passes of pi_old and of the reference policy, over the whole batch."""
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if path.trainer == "v1":
         # verl pads a batch up to whole mini-batches; separate_async makes a step of each mini-batch.
@@ -79,16 +79,16 @@ def _of_forward_passes(
     if rows % ranks:
         return
     said = f"a batch of {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
-    passes = spec.proximal not in WITHOUT_FORWARD and not own(config).get(BYPASS)
+    passes = spec.proximal not in WITHOUT_FORWARD and not read_rollout_correction(config).get(BYPASS)
     if passes and not OmegaConf.select(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz"):
-        yield from _undivided(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", rows // ranks, said)
+        yield from _check_divides(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", rows // ranks, said)
     reference = "actor_rollout_ref.ref"
     kl = config.actor_rollout_ref.actor.use_kl_loss or OmegaConf.select(config, "algorithm.use_kl_in_reward")
     if kl and not OmegaConf.select(config, f"{reference}.log_prob_use_dynamic_bsz"):
-        yield from _undivided(config, f"{reference}.log_prob_micro_batch_size_per_gpu", rows // ranks, said)
+        yield from _check_divides(config, f"{reference}.log_prob_micro_batch_size_per_gpu", rows // ranks, said)
 
 
-def _undivided(config: DictConfig, key: str, rows: int, said: str) -> Iterator[Problem]:
+def _check_divides(config: DictConfig, key: str, rows: int, said: str) -> Iterator[Problem]:
     size = OmegaConf.select(config, key)
     # Another kind of value is verl's to refuse.
     if isinstance(size, int) and size > 0 and rows % size:

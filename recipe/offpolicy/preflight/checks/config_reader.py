@@ -1,4 +1,4 @@
-"""What the checks read of a composed configuration."""
+"""Readers of a composed configuration, shared by the checks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ...correction.problem import format_value
 from ...extensions.registry import load_extensions
-from ..old_log_prob import correction_of
-from ..old_log_prob import gradient_steps as gradient_steps
-from ..verl_keys.keys import active, own, part
-from ..verl_keys.router_replay import ROUTER_REPLAY, asked_for
+from ..old_log_prob import read_correction
+from ..verl_keys.keys import list_active, name_part, read_rollout_correction
+from ..verl_keys.router_replay import ROUTER_REPLAY, find_router_replay
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -22,14 +21,14 @@ SHADOW = "offpolicy.shadow"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One thing that a configuration asks for, whose verdict is told by itself.
+class ConfiguredPart:
+    """One part of a configured correction, which gets a verdict of its own.
 
     Attributes:
         name: as ``Problem.parts`` names it.
-        meaning: what is asked for, in a few words.
-        reads_mu: whether it needs the rollout engine's log-probs.
-        ours: whether it corrects the loss by this recipe: verl's own parts and what is only reported do not.
+        meaning: what is configured, in a few words.
+        reads_mu: True if it needs the rollout engine's log-probs.
+        ours: True if this recipe corrects the loss by it; False for verl's own parts and for what is only reported.
     """
 
     name: str
@@ -38,63 +37,69 @@ class Part:
     ours: bool = True
 
 
-def spec_of(config: DictConfig) -> CorrectionSpec:
-    """The validated correction of a composed configuration."""
-    return CorrectionSpec.from_mapping(correction_of(config))
+def read_spec(config: DictConfig) -> CorrectionSpec:
+    """Read and validate the correction of a composed configuration."""
+    return CorrectionSpec.from_mapping(read_correction(config))
 
 
-def shadows_of(config: DictConfig) -> dict[str, CorrectionSpec]:
-    """Corrections that are reported and not applied, by name, of a configuration that main has prepared."""
+def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
+    """Read the shadow corrections, by name, of a configuration that ``main_offpolicy`` has resolved."""
     node = OmegaConf.select(config, SHADOW)
     mapping: Any = OmegaConf.to_container(node, resolve=True) if node else {}
     if not isinstance(mapping, dict):
-        raise SpecError("names, that main_offpolicy has not replaced by what they mean.", key=SHADOW, value=mapping)
+        raise SpecError(
+            "names of options, which main_offpolicy has not replaced by their values.", key=SHADOW, value=mapping
+        )
     return {str(name): CorrectionSpec.from_mapping(values) for name, values in mapping.items()}
 
 
-def parts_of(config: DictConfig, spec: CorrectionSpec) -> list[Part]:
-    """Everything that is asked for: of ours, its shadows, extensions, verl's own, and router replay."""
+def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]:
+    """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
     parts = []
     if spec.weight is not None:
-        parts.append(Part("weight", _weight(spec.weight)))
-    parts += [Part(f"masks.{name}", _mask(mask), mask.ratio != "ppo") for name, mask in spec.masks]
+        parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
+    parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), mask.ratio != "ppo") for name, mask in spec.masks]
     if spec.proximal != "recompute":
-        parts.append(Part("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
+        parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
-        parts.append(Part("kl_clip", f"KL loss with pi / pi_old in {_band(*spec.kl_clip)}", reads_mu=False))
+        parts.append(
+            ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
+        )
     if spec.denominator != "original":
-        parts.append(Part("denominator", spec.denominator))
+        parts.append(ConfiguredPart("denominator", spec.denominator))
     if spec.baseline != "include":
-        parts.append(Part("baseline", spec.baseline))
+        parts.append(ConfiguredPart("baseline", spec.baseline))
     parts += [
-        Part(f"shadow.{name}", "reported, not applied", ours=False) for name in OmegaConf.select(config, SHADOW) or ()
+        ConfiguredPart(f"shadow.{name}", "reported, not applied", ours=False)
+        for name in OmegaConf.select(config, SHADOW) or ()
     ]
-    parts += [Part(each.section, each.meaning, reads_mu=False, ours=False) for each in load_extensions(config)]
-    values = own(config)
-    for key in active(config):
+    values = read_rollout_correction(config)
+    for key in list_active(config):
         bound = values.get(f"{key}_threshold")
         within = f", {key}_threshold={format_value(bound)}" if f"{key}_threshold" in values else ""
-        parts.append(Part(part(key), f"verl's own, {format_value(values[key])}{within}", ours=False))
-    if asked := asked_for(config):
-        parts.append(Part(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
+        parts.append(ConfiguredPart(name_part(key), f"verl's own, {format_value(values[key])}{within}", ours=False))
+    for each in load_extensions(config):
+        parts.append(ConfiguredPart(each.section, each.meaning, reads_mu=False, ours=False))
+    if asked := find_router_replay(config):
+        parts.append(ConfiguredPart(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
     return parts
 
 
-def looks_at_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
-    """Whether anything that is asked for needs the rollout engine's log-probs."""
+def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
+    """Return True if anything configured needs the rollout engine's log-probs."""
     return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
 
 
-def _weight(weight: WeightSpec) -> str:
+def _describe_weight(weight: WeightSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
-    return f"{weight.level}, {weight.kind} {_band(weight.lower, weight.upper)} on {ratio}"
+    return f"{weight.level}, {weight.kind} {_format_band(weight.lower, weight.upper)} on {ratio}"
 
 
-def _mask(mask: MaskSpec) -> str:
+def _describe_mask(mask: MaskSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}[mask.ratio]
-    bounds = f"budget {mask.budget:g}" if mask.budget is not None else _band(mask.lower, mask.upper)
+    bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
     return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}" + ("" if mask.when == "any" else f", {mask.when}")
 
 
-def _band(lower: float | None, upper: float | None) -> str:
+def _format_band(lower: float | None, upper: float | None) -> str:
     return f"[{'' if lower is None else f'{lower:g}'}, {'' if upper is None else f'{upper:g}'}]"

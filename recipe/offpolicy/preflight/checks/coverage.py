@@ -1,4 +1,4 @@
-"""What of the path from the rollout to the gradient the correction cannot go through."""
+"""Check that the correction covers the path from the rollout to the gradient."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MEGATRON = "actor_rollout_ref.actor.megatron"
 _REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 
 
-def covered_path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What of the configured path is not covered."""
-    yield from uncovered(config, live_path(config))
+def check_path(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the configured path is covered."""
+    yield from find_uncovered(config, live_path(config))
 
 
-def uncovered(config: DictConfig, path: LivePath) -> Iterator[Problem]:
-    """As ``covered_path``, of a path that is known."""
-    yield from _of_switches(config, path)
-    yield from _of_mode(config, path)
-    yield from _of_engine(config, path)
+def find_uncovered(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """Find what is not covered of a known path."""
+    yield from _check_switches(config, path)
+    yield from _check_mode(config, path)
+    yield from _check_engine(config, path)
 
 
 def _problem(key: str, value: object, reason: str, fix: str, mend: object = False) -> Problem:
     return Problem(key, value, reason, fix, "WRONG", EVERYTHING, (set_to(key, mend),))
 
 
-def _of_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+def _check_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     legacy = OmegaConf.select(config, LEGACY, default=None)
     if legacy not in (None, "auto", "enable", "disable"):
         yield _problem(LEGACY, legacy, "verl knows auto, enable and disable.", "Set one of them.", "auto")
@@ -49,7 +49,7 @@ def _of_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         yield _problem(USE_V1, True, f"verl {path.release} has no V1 trainer and does not read it.", "Set it to false.")
 
 
-def _of_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
     covered = path.attributes.v1_modes
     if path.trainer == "v1" and mode not in covered:
@@ -59,7 +59,7 @@ def _of_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
                 f"verl {path.release} runs it in another way than {TESTED[-1]}, with which the correction was tested."
             )
         yield _problem(_MODE, mode, reason, f"Set one of {', '.join(covered)}.", "sync")
-    elif mode == _SEPARATE and (key := _aliased_snapshot(config, path)):
+    elif mode == _SEPARATE and (key := _find_aliased_snapshot(config, path)):
         reason = (
             "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
             "offloaded: restoring them undoes updates."
@@ -67,7 +67,7 @@ def _of_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         yield _problem(key, True, reason, f"Set it to false, or {_SYNC_STEP}=1.")
 
 
-def _of_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+def _check_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     if path.strategy not in STRATEGIES:
         reason = "another engine than FSDP and Megatron is not covered by the correction."
         fix = "Set fsdp2 or megatron, as model_engine=dp and model_engine=megatron do."
@@ -95,8 +95,8 @@ def _of_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         yield _problem(_REMOVE_PADDING, False, reason, f"Set it to true, or {LEGACY}=enable.", True)
 
 
-def _aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
-    """The key by which weights lie on the CPU when verl takes snapshots of them; there they are not copied."""
+def _find_aliased_snapshot(config: DictConfig, path: LivePath) -> str | None:
+    """Find the key that keeps weights on the CPU, where verl's snapshots alias instead of copy them."""
     if OmegaConf.select(config, "trainer.device") == "cpu":  # where verl_patches.cpu makes them copies
         return None
     if OmegaConf.select(config, _SYNC_STEP) == 1 or OmegaConf.select(config, "correction.proximal") in WITHOUT_FORWARD:

@@ -1,4 +1,4 @@
-"""Extensions: what each finds wrong around its settings, and what they need of the run together."""
+"""Checks of extensions: problems around their settings, and needs that they have together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .config_reader import ROLLOUT
 _MU = f"{ROLLOUT}.calculate_log_probs"
 
 
-def remarks(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What extensions say of themselves and stop nothing by."""
+def warn_extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Pass on the problems of extensions that stop nothing."""
     for extension in load_extensions(config):
         yield from (problem for problem in extension.problems(config) if problem.verdict != "WRONG")
 
 
-def extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What stops a launch with the extensions that are on."""
+def check_extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check the extensions that are on, and what they need of the run together."""
     found = load_extensions(config)
     for extension in found:
         yield from (problem for problem in extension.problems(config) if problem.verdict == "WRONG")

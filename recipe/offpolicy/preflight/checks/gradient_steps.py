@@ -1,4 +1,4 @@
-"""Where pi_old comes from, and what looks at pi / pi_old, against the number of gradient steps that a batch gets."""
+"""Checks of pi_old's source and of ratios pi / pi_old against the gradient steps that a batch gets."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .config_reader import ACTOR, gradient_steps
+from ..old_log_prob import count_gradient_steps
+from .config_reader import ACTOR
 
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 _PARTS = ("proximal",)
 
 
-def proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old of the current policy, where it is not, or where something reads it first."""
+def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that pi_old is the current policy where ``proximal`` says so, and that nothing reads it earlier."""
     key, value = "correction.proximal", spec.proximal
-    steps = gradient_steps(config)
+    steps = count_gradient_steps(config)
     recompute = (set_to(key, "recompute"),)
     if value == "reuse" and steps != 1:
         yield Problem(
@@ -38,20 +39,20 @@ def proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         if "optimal_token_baseline" in str(estimator):
             reason = f"algorithm.adv_estimator={estimator} reads pi_old before the loss can say what it is."
             fix = "Set another estimator, or correction.proximal=recompute."
-            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=_without_alpha(spec, recompute))
+            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=_remove_alpha(spec, recompute))
 
 
-def _without_alpha(spec: CorrectionSpec, recompute: tuple[str, ...]) -> tuple[str, ...]:
+def _remove_alpha(spec: CorrectionSpec, recompute: tuple[str, ...]) -> tuple[str, ...]:
     return recompute if spec.alpha is None else (*recompute, set_to("correction.alpha", None))
 
 
-def one_gradient_step(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What looks at pi / pi_old needs a second gradient step on a batch to find them apart."""
-    if spec.proximal != "recompute" or gradient_steps(config) != 1:
+def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ratios pi / pi_old get a second gradient step; at the first one they are 1."""
+    if spec.proximal != "recompute" or count_gradient_steps(config) != 1:
         return
     reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
     fix = "Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or remove it."
-    overrides = two_steps(config)
+    overrides = build_two_steps(config)
     for name, mask in spec.masks:
         if mask.ratio == "ppo":
             key = f"correction.masks.{name}.ratio"
@@ -61,14 +62,14 @@ def one_gradient_step(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         yield Problem("correction.kl_clip", value, reason, fix, "INERT", ("kl_clip",), overrides)
 
 
-def two_steps(config: DictConfig) -> tuple[str, ...]:
-    """Overrides by which a batch gets two gradient steps; two epochs where a batch cannot be halved."""
+def build_two_steps(config: DictConfig) -> tuple[str, ...]:
+    """Build overrides that give a batch two gradient steps; two epochs if it cannot be halved."""
     batch = config.data.train_batch_size
     return (set_to(_MINI_BATCH, batch // 2) if batch % 2 == 0 else set_to(f"{ACTOR}.ppo_epochs", 2),)
 
 
-def unread_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old of a loss without a ratio."""
+def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the loss has a ratio that reads pi_old."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     alone = spec.weight is None and not spec.masks and spec.kl_clip is None
     if spec.proximal != "recompute" and alone and mode == "gpg":

@@ -1,4 +1,4 @@
-"""The loss around the correction: KL, denominators, baselines, distillation, and the base loss itself."""
+"""Checks of the loss around the correction: KL, denominator, baseline, distillation, and the base loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...correction import CorrectionSpec
 from ...correction.baseline import GROUP_ESTIMATORS
 from ...correction.denominator import HAS_DENOMINATOR
 from ...correction.problem import EVERYTHING, Problem, remove, set_to
-from ..verl_keys.keys import BYPASS, active, part
+from ..verl_keys.keys import BYPASS, list_active, name_part
 from .config_reader import ACTOR
 
 logger = logging.getLogger("verl.offpolicy")
@@ -24,11 +24,11 @@ logger = logging.getLogger("verl.offpolicy")
 _KL_CLIP = ("kl_clip",)
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
 _SECTION = re.compile(r"full_key: ([\w.]+)")
-"""Where verl's instantiation of a section failed, as Hydra's message ends."""
+"""The section that verl failed to instantiate, at the end of Hydra's message."""
 
 
-def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A clip of a KL loss that is not there, has no weight, or no gradient."""
+def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the clipped KL loss exists and has a coefficient and a gradient."""
     if spec.kl_clip is None:
         return
     actor = config.actor_rollout_ref.actor
@@ -55,12 +55,15 @@ def kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
     elif actor.kl_loss_coef == 0:
         key = f"{ACTOR}.kl_loss_coef"
-        reason, fix = "the KL loss that is clipped counts nothing.", "Set it to 0.001, or correction.kl_clip=null."
+        reason, fix = (
+            "the coefficient of the clipped KL loss is 0, so that it counts nothing.",
+            "Set it to 0.001, or correction.kl_clip=null.",
+        )
         yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
 
 
-def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``denominator=kept`` of a loss without a count, or with rows that are dealt anew."""
+def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ``denominator=kept`` meets a loss that divides by a count, and rows that are not shuffled."""
     if spec.denominator == "original":
         return
     actor = config.actor_rollout_ref.actor
@@ -73,12 +76,12 @@ def denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
     if actor.shuffle:
         key = "actor_rollout_ref.actor.shuffle"
-        reason = "denominator=kept counts by mini-batch before the update, and shuffling deals them anew."
+        reason = "denominator=kept counts by mini-batch before the update, and shuffling regroups the rows."
         yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
 
 
-def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``baseline=exclude`` of an estimator without groups."""
+def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ``baseline=exclude`` meets an estimator with groups."""
     if spec.baseline == "include":
         return
     key = "algorithm.adv_estimator"
@@ -105,8 +108,8 @@ def baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """verl's distillation loss, which would be overwritten."""
+def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Refuse verl's distillation loss, which our loss would overwrite."""
     key = "distillation.enabled"
     if OmegaConf.select(config, key, default=False):
         reason = "verl's distillation loss and the corrected loss take the same place in the worker."
@@ -114,23 +117,23 @@ def distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         yield Problem(key, True, reason, fix, overrides=(set_to(key, False),))
 
 
-def base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A base loss that does not take weights as they are meant, tried on a small batch."""
+def check_base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check, by a probe on a small batch, that the base loss applies weights."""
     if spec.is_none:
         return
-    yield from _probed(config, EVERYTHING)
+    yield from _probe(config, EVERYTHING)
 
 
-def base_loss_of_verls_own(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """The same of verl's own weights, which go the same way into the loss unless bypass mode has a loss of its own."""
-    asked = active(config)
+def check_base_loss_of_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check the same for verl's own weights, unless bypass mode uses a loss of its own."""
+    asked = list_active(config)
     if spec.is_none and "rollout_is" in asked and BYPASS not in asked:
-        for problem in _probed(config, (part("rollout_is"),)):
+        for problem in _probe(config, (name_part("rollout_is"),)):
             if "micro-batches" not in problem.reason:  # which verl's own does not claim
                 yield problem
 
 
-def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
+def _probe(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     from verl.utils.config import omega_conf_to_dataclass
 
     from ..base_loss_probe import probe
@@ -141,8 +144,8 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
     except Exception as error:
         cause = error.__cause__ or error
         section = _SECTION.search(str(error))
-        unknown = _unknown_keys(config, section[1], parts) if section else None
-        yield unknown or _refused_by_verl(config, str(cause) or type(cause).__name__, parts)
+        unknown = _find_unknown_keys(config, section[1], parts) if section else None
+        yield unknown or _build_refusal(config, str(cause) or type(cause).__name__, parts)
         return
     try:
         wrong = probe(actor_config)
@@ -172,8 +175,8 @@ def _probed(config: DictConfig, parts: tuple[str, ...]) -> Iterator[Problem]:
         )
 
 
-def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
-    """All keys of a section that the class which verl makes of it does not have; None where there is none.
+def _find_unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> Problem | None:
+    """Find all keys of a section that verl's dataclass for it does not have; None if there are none.
 
     A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
     """
@@ -190,7 +193,7 @@ def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> P
     for name in extra:
         key, value = f"{section}.{name}", node[name]
         overrides += remove(key, value)
-        instead = next((place for place in _places(config, name) if place != key), None)
+        instead = next((place for place in _find_keys(config, name) if place != key), None)
         if instead is None:
             sentences.append(f"Remove {key}; what it asks for is then not done.")
         else:
@@ -201,48 +204,48 @@ def _unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...]) -> P
     return Problem(key, node[extra[0]], reason, fix, parts=parts, overrides=(*overrides,))
 
 
-def _refused_by_verl(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
-    """An actor that verl's own dataclasses refuse; by the key that its message names, if it names one."""
+def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Problem:
+    """Build the problem of an actor that verl's dataclasses refuse, by the key that the message names, if any."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
-    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _below(config, word)) is not None]
+    named = [key for word in re.findall(r"\w+_\w+", said) if (key := _find_key(config, word)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
     if name.endswith(_DEMANDED):
         given = OmegaConf.select(config, f"{ACTOR}.ppo_micro_batch_size") is not None
         override = set_to(f"{ACTOR}.ppo_micro_batch_size", None) if given else set_to(f"{ACTOR}.{_DEMANDED}", 1)
     elif name == f"{ACTOR}.loss_agg_mode":
         override = set_to(name, "token-mean")
-    elif (default := _shipped(config, name)) is not None:
+    elif (default := _find_default_that_works(config, name)) is not None:
         name, override = default
     elif name:
         return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
     else:
-        fix = f"Mend what of {ACTOR} verl's message is about."
+        fix = f"Change the key of {ACTOR} that verl's message is about."
         return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
     return _problem(config, name, reason, f"Set {override}.", parts, override)
 
 
-def _shipped(config: DictConfig, name: str) -> tuple[str, str] | None:
-    """A key, the named one before others, at whose own default verl takes the actor, and the override for that."""
+def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] | None:
+    """Find a key, the named one first, at whose default verl accepts the actor, and its override."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    for key, default in sorted(_defaults(config), key=lambda each: each[0] != name):
+    for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
         if OmegaConf.select(config, key) == default:
             continue
         changed = copy.deepcopy(config)
         OmegaConf.update(changed, key, default, merge=False)
         try:
             omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
-        except Exception as error:  # whatever verl raises: this key does not mend it
+        except Exception as error:  # of any type: then this key is not the cause
             logger.debug("%s=%s: %s", key, default, error)
             continue
         return key, set_to(key, default)
     return None
 
 
-def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Keys of the actor and its sections, with the defaults of verl's dataclasses where these are plain values."""
+def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """List keys of the actor and its sections with the plain default values of verl's dataclasses."""
     actor = config.actor_rollout_ref.actor
-    for section in _sections(actor):
+    for section in _list_sections(actor):
         node = OmegaConf.select(actor, section) if section else actor
         target = node.get("_target_")
         for field in dataclasses.fields(get_class(target)) if target else ():
@@ -251,24 +254,24 @@ def _defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
                 yield ".".join(filter(None, (ACTOR, section, field.name))), field.default
 
 
-def _below(config: DictConfig, name: str) -> str | None:
-    """The key of the actor, or of a section of it, that has this name."""
-    return next(_places(config, name), None)
+def _find_key(config: DictConfig, name: str) -> str | None:
+    """Find the first key of the actor, or of a section of it, with this name."""
+    return next(_find_keys(config, name), None)
 
 
-def _places(config: DictConfig, name: str) -> Iterator[str]:
-    """Keys of the actor and of its sections that have this name."""
+def _find_keys(config: DictConfig, name: str) -> Iterator[str]:
+    """List keys of the actor and of its sections with this name."""
     actor = config.actor_rollout_ref.actor
-    places = (f"{section}.{name}" if section else name for section in _sections(actor))
+    places = (f"{section}.{name}" if section else name for section in _list_sections(actor))
     return (f"{ACTOR}.{place}" for place in places if _has(actor, place))
 
 
-def _sections(node: DictConfig, place: str = "") -> Iterator[str]:
-    """The place of a section, "" of the whole, and of all below it."""
+def _list_sections(node: DictConfig, place: str = "") -> Iterator[str]:
+    """List the paths of a section, "" for the whole, and of all below it."""
     yield place
     for name in map(str, node):
         if isinstance(below := OmegaConf.select(node, name), DictConfig):
-            yield from _sections(below, f"{place}.{name}" if place else name)
+            yield from _list_sections(below, f"{place}.{name}" if place else name)
 
 
 def _has(actor: DictConfig, place: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where the source of a module lies, found without importing it: verl's import alone takes seconds."""
+"""Location of a module's source without importing it: importing verl alone takes seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 
-def source_of(module: str) -> Path | None:
-    """The file of a module by its dotted name, as ``python -m`` would find it; None if there is none."""
+def find_source(module: str) -> Path | None:
+    """Find the file of a module by its dotted name, as ``python -m`` would; None if there is none."""
     top, *below = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

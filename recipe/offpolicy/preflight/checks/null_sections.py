@@ -1,4 +1,4 @@
-"""Sections of verl's configuration that are null, of which every other check and verl itself read keys."""
+"""Check for sections of verl's configuration that are null, on which every other check would fail."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SECTIONS = (
 _OF_V1 = ("trainer.v1",)
 
 
-def null_sections(config: DictConfig) -> Iterator[Problem]:
-    """Sections that are there and hold no keys; to be asked before any check, which would fail on them."""
+def find_null_sections(config: DictConfig) -> Iterator[Problem]:
+    """Find null sections; call it before any other check."""
     of_v1 = _OF_V1 if OmegaConf.select(config, "trainer.use_v1") else ()
     for key in (*_SECTIONS, *of_v1):
         owner, _, name = key.rpartition(".")
-        node = _resolved(config, owner) if owner else config
-        if isinstance(node, DictConfig) and name in node and not isinstance(_resolved(node, name), DictConfig):
+        node = _select(config, owner) if owner else config
+        if isinstance(node, DictConfig) and name in node and not isinstance(_select(node, name), DictConfig):
             reason = "this section of verl's configuration holds keys that every launch reads."
             yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
 
 
-def _resolved(config: DictConfig, key: str) -> object:
-    """The value at a key, None where it is an interpolation of nothing."""
+def _select(config: DictConfig, key: str) -> object:
+    """Return the value at a key; None for an unresolved interpolation."""
     try:
         return OmegaConf.select(config, key)
     except OmegaConfBaseException:

@@ -1,4 +1,4 @@
-"""The keys under ``offpolicy``: which there are, and what each may be."""
+"""Validation of the keys under ``offpolicy``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import remove, set_to
+from ...extensions.registry import find_problems as extension_problems
 from ...extensions.registry import load_extensions
-from ...extensions.registry import problems as extension_problems
-from ...fault_tolerance.watchdog import problems as watchdog_problems
-from ...monitor.alarms.settings import problems as alarm_problems
+from ...fault_tolerance.watchdog import find_problems as watchdog_problems
+from ...monitor.alarms.settings import find_problems as alarm_problems
 from ...monitor.bounds.settings import problems as calibrate_problems
 from ...recording.settings import problems as record_problems
 from ...recording.settings import too_many_parts
@@ -23,14 +23,14 @@ Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 """Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
 
 
-def _truth(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _check_bool(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     key = f"offpolicy.{name}"
     if not isinstance(value := OmegaConf.select(config, key), bool):
         yield Problem(key, value, "not a truth value.", "Set true or false.", parts=(), overrides=(set_to(key, False),))
 
 
-def _unknown(name: str, section: DictConfig) -> Problem:
-    """A key that is not there, and the nearest that is and holds one value."""
+def _build_unknown(name: str, section: DictConfig) -> Problem:
+    """Build the problem of an unknown key, with the nearest known key that holds a plain value."""
     values: Any = OmegaConf.to_container(section)
     key, value = f"offpolicy.{name}", values[name]
     single = [] if isinstance(value, dict | None) else [k for k in OWN_KEYS if not isinstance(values.get(k), dict)]
@@ -38,39 +38,39 @@ def _unknown(name: str, section: DictConfig) -> Problem:
     return Problem(key, value, "unknown key.", parts=(), overrides=(*remove(key, value), *instead))
 
 
-def _elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Validated where it is read."""
+def _checked_elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Yield nothing: the reader of this key validates it."""
     return iter(())
 
 
-def _watchdog(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _check_watchdog(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     return watchdog_problems(config, [extension.phase or extension.section for extension in load_extensions(config)])
 
 
 OWN_KEYS: dict[str, Validator] = {
-    "allow_identical_log_probs": partial(_truth, "allow_identical_log_probs"),
-    "allow_unrelated_log_probs": partial(_truth, "allow_unrelated_log_probs"),
-    "resume_changed_correction": partial(_truth, "resume_changed_correction"),
+    "allow_identical_log_probs": partial(_check_bool, "allow_identical_log_probs"),
+    "allow_unrelated_log_probs": partial(_check_bool, "allow_unrelated_log_probs"),
+    "resume_changed_correction": partial(_check_bool, "resume_changed_correction"),
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
     "extensions": lambda config, spec: extension_problems(config),
     "record": lambda config, spec: record_problems(config),
-    "shadow": _elsewhere,
-    "shadow_delta": _elsewhere,
-    "watchdog": _watchdog,
+    "shadow": _checked_elsewhere,
+    "shadow_delta": _checked_elsewhere,
+    "watchdog": _check_watchdog,
 }
 """Every key under ``offpolicy`` -> what may be wrong with its value."""
 
 
-def own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Unknown keys, and values that no key takes."""
+def check_own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check the keys under ``offpolicy``: unknown ones, and invalid values."""
     section = config.get("offpolicy")
     if section is None:
         yield Problem("offpolicy", None, "its keys have no values.", "Remove this override.", parts=())
         return
     for name in map(str, section):
         if name not in OWN_KEYS:
-            yield _unknown(name, section)
+            yield _build_unknown(name, section)
     for validate in OWN_KEYS.values():
         yield from validate(config, spec)
     yield from too_many_parts(config, spec)

@@ -1,4 +1,4 @@
-"""What the rollout engine samples from, and what it says that it has sampled from."""
+"""Checks of the rollout's sampling distribution and of the log-probs that the engine returns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
-from ..verl_keys.keys import active
-from .config_reader import ENGINE, ROLLOUT, looks_at_mu
+from ..verl_keys.keys import list_active
+from .config_reader import ENGINE, ROLLOUT, needs_mu
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
 _GENERATION = f"{ENGINE}.override_generation_config"
@@ -20,9 +20,9 @@ _MODES = tuple(
 )
 
 
-def rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """mu that is not there, or is not checked."""
-    if not looks_at_mu(config, spec):
+def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that mu is computed, by an engine whose log-probs are tested."""
+    if not needs_mu(config, spec):
         return
     key = f"{ROLLOUT}.calculate_log_probs"
     if not OmegaConf.select(config, key):
@@ -36,9 +36,9 @@ def rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         yield Problem(key, engine, reason, "Set it to vllm.", parts=MU, overrides=(set_to(key, "vllm"),))
 
 
-def raw_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """mu of the logits before temperature."""
-    if not (looks_at_mu(config, spec) or active(config)):
+def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Refuse log-probs of the raw logits, before temperature."""
+    if not (needs_mu(config, spec) or list_active(config)):
         return
     for key in _MODES:
         mode = OmegaConf.select(config, key, default="processed_logprobs")
@@ -48,9 +48,9 @@ def raw_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             yield Problem(key, mode, reason, "Set processed_logprobs.", parts=MU, overrides=(override,))
 
 
-def sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Distributions that no ratio of full policies can correct."""
-    if not (looks_at_mu(config, spec) or active(config)):
+def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Refuse sampling distributions that no ratio of full policies can correct."""
+    if not (needs_mu(config, spec) or list_active(config)):
         return
     temperature = config.actor_rollout_ref.rollout["temperature"]
     if not OmegaConf.select(config, f"{ROLLOUT}.do_sample", default=True) or not temperature:
@@ -75,18 +75,18 @@ def sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             overrides=(set_to(f"{ROLLOUT}.temperature", of_engine), f"~{key}"),
         )
     if not spec.allow_truncated_sampling:
-        yield from _truncated(config)
+        yield from _check_truncation(config)
 
 
-def unread_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """A consent to truncated sampling where nothing reads mu."""
-    if spec.allow_truncated_sampling and not (looks_at_mu(config, spec) or active(config)):
+def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ``allow_truncated_sampling`` has a correction that reads mu."""
+    if spec.allow_truncated_sampling and not (needs_mu(config, spec) or list_active(config)):
         key = "correction.allow_truncated_sampling"
         reason = "there is no correction whose mu it could be about."
         yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
 
 
-def _truncated(config: DictConfig) -> Iterator[Problem]:
+def _check_truncation(config: DictConfig) -> Iterator[Problem]:
     for name, values in _NEUTRAL.items():
         for owner in (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"

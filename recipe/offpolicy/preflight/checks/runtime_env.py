@@ -1,4 +1,4 @@
-"""The environment of Ray's workers, as the launch would put it together."""
+"""Check of the environment variables of Ray's workers, as the launch would set them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...correction import CorrectionSpec
 from ...correction.problem import Problem, remove
 
 
-def groups_of(path: LivePath) -> list[str]:
-    """The groups of patches that the workers of this path load, asked for or not."""
+def list_patch_groups(path: LivePath) -> list[str]:
+    """List the groups of patches that the workers of this path load."""
     return ["legacy"] if path.worker == "legacy" else []
 
 
-def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Variables that the configuration, or the submitted job, sets to another value than this process has."""
+def check_workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find variables that the configuration or the submitted job sets to other values than this process has."""
     given = OmegaConf.select(config, KEY)
     if given is not None and not isinstance(given, DictConfig):
         yield Problem(KEY, given, "not a mapping, as Ray's runtime environment is.", "", overrides=(f"{KEY}={{}}",))
@@ -28,7 +28,7 @@ def workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if given is not None:
         OmegaConf.update(tried, KEY, OmegaConf.to_container(given, resolve=True), force_add=True)
     try:
-        forward(tried, groups_of(live_path(config)))
+        forward(tried, list_patch_groups(live_path(config)))
     except ContradictionError as error:
         if error.key:
             yield Problem(error.key, error.value, error.reason, error.fix, overrides=remove(error.key, error.value))

@@ -1,4 +1,4 @@
-"""The seams of the path from the rollout to the gradient, and what its release does not note."""
+"""Checks of verl's functions on the live path against their contracts, and of what the release records."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .config_reader import SHADOW, shadows_of
+from .config_reader import SHADOW, read_shadows
 
 Hold = Callable[[Iterable[Contract]], None]
 """Holds contracts against the installed verl; raises PatchError where one does not hold."""
 
 
-def seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Every seam of the live path, imported and held against its contract."""
-    yield from seams_held(live_path(config), engine_loss.check)
+def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Import every seam of the live path and check it against its contract."""
+    yield from check_seams_with(live_path(config), engine_loss.check)
 
 
-def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
-    """As ``seams``, by another way to hold what is not of the legacy actors."""
+def check_seams_with(path: LivePath, hold: Hold) -> Iterator[Problem]:
+    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported."""
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
         verl_patches.status()
@@ -37,8 +37,8 @@ def seams_held(path: LivePath, hold: Hold) -> Iterator[Problem]:
         yield Problem("verl", path.release, str(error), "")
 
 
-def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """``level=version`` where nobody notes versions."""
+def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that verl records the weight versions that ``level=version`` reads."""
     where = live_path(config)
     reason = None
     if not where.attributes.weight_versions:
@@ -47,11 +47,11 @@ def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
     if reason is None:
         return
-    for key in _levels(spec):
+    for key in _find_version_levels(spec):
         fix = f"Set {key}=turn or {key}=sequence."
         part = key.removeprefix("correction.").removesuffix(".level")
         yield Problem(key, "version", reason, fix, "WRONG", (part,), (set_to(key, "sequence"),))
-    shadows = shadows_of(config)
+    shadows = read_shadows(config)
     left = [name for name, shadow in shadows.items() if "version" not in shadow.levels]
     for name in shadows:
         if name not in left:
@@ -60,7 +60,7 @@ def versions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             yield Problem(SHADOW, name, said, f"Set {override}.", "WRONG", (f"shadow.{name}",), (override,))
 
 
-def _levels(spec: CorrectionSpec) -> Iterator[str]:
+def _find_version_levels(spec: CorrectionSpec) -> Iterator[str]:
     if spec.weight is not None and spec.weight.level == "version":
         yield "correction.weight.level"
     yield from (f"correction.masks.{name}.level" for name, mask in spec.masks if mask.level == "version")

@@ -1,4 +1,4 @@
-"""verl's own correction: beside ours, in keys that nothing reads, and with thresholds that say something else."""
+"""Checks of verl's own correction: beside ours, in keys that nothing reads, and with inverted thresholds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from verl_patches.execution_path import live_path
 from ...correction import CorrectionSpec, SpecError
 from ...correction.dialects.verl import VERL_DEFAULTS, read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, set_to
-from ..verl_keys import dead_keys as dead_keys_of
-from ..verl_keys.keys import VERL, active, changes, own, part
+from ..verl_keys import find_dead_keys as dead_keys_of
+from ..verl_keys.keys import VERL, find_changed_keys, list_active, name_part, read_rollout_correction
 
 _LOPSIDED = 0.1
 """Share of the width of a band, in nats, by which its middle may be off 1."""
 _RS, _IS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold"
 
 
-def both_at_once(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """verl's own correction beside ours."""
+def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Refuse verl's own correction beside ours."""
     if spec.is_none:
         return
     twice = "verl's own correction beside ours would correct twice."
-    reason = twice if active(config) else "verl's own correction, which is off, would read it, and ours does not."
-    for key, value in changes(config).items():
+    reason = twice if list_active(config) else "verl's own correction, which is off, would read it, and ours does not."
+    for key, value in find_changed_keys(config).items():
         known = key in VERL_DEFAULTS
         if known and value is None:
             continue  # asks for nothing
@@ -44,41 +44,42 @@ def both_at_once(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Keys of verl that do nothing where they are set."""
+def check_dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find keys of verl's own correction that nothing reads on this path."""
     yield from dead_keys_of(config, spec, live_path(config))
 
 
-def thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Thresholds of verl's own correction that verl takes for something else, or ends the run over."""
+def check_thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check thresholds of verl's own correction that verl misreads, or ends the run over."""
     if not spec.is_none:
         return
-    values = own(config)
+    values = read_rollout_correction(config)
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
-        yield from _malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
+        yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
     rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
     if rejection:
         read = partial(read_verl_rejections, rejection, bound, f"{VERL}.")
-        malformed = list(_malformed(_RS, "rollout_rs", _usual(str(rejection)), read))
-        yield from malformed or _inverted(str(rejection), bound)
+        malformed = list(_find_malformed(_RS, "rollout_rs", _get_usual(str(rejection)), read))
+        yield from malformed or _find_inverted(str(rejection), bound)
 
 
-def _malformed(key: str, owner: str, proposed: str | float, read: Callable[[], object]) -> Iterator[Problem]:
+def _find_malformed(key: str, owner: str, proposed: str | float, read: Callable[[], object]) -> Iterator[Problem]:
     try:
         read()
     except SpecError as error:
         overrides = (set_to(key, proposed),) if error.problem.key == key else error.problem.overrides
-        yield replace(error.problem, parts=(part(owner),), overrides=overrides)
+        yield replace(error.problem, parts=(name_part(owner),), overrides=overrides)
 
 
-def _usual(rejection: str) -> str:
-    """A threshold in use for each of verl's options: of k1 a pair of ratios, of the others an upper bound in nats."""
+def _get_usual(rejection: str) -> str:
+    """Return a usual threshold for verl's options: a pair of ratios for k1, else an upper bound in nats."""
     names = dict.fromkeys(name.strip() for name in rejection.split(",") if name.strip())
     return ",".join("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
 
 
-def _inverted(rejection: str, bound: Any) -> Iterator[Problem]:
-    """k1 is -log r, so that "lo_hi" bounds mu / pi_old; a pair that is wide above is how pi_old / mu is bounded.
+def _find_inverted(rejection: str, bound: Any) -> Iterator[Problem]:
+    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old, so that a pair that is wide above
+    is how pi_old / mu would be bounded.
 
     Symmetric pairs such as 0.5_2.0 are the same either way; lopsided by more than a tenth of their width in nats they
     are not.
@@ -96,7 +97,7 @@ def _inverted(rejection: str, bound: Any) -> Iterator[Problem]:
         band = f"pi_old / mu in [{1 / upper:.4g}, {1 / lower:.4g}]"
         if middle < 0:
             reason = f"k1 bounds mu / pi_old: {name} keeps {band}."
-            yield Problem(_RS, bound, reason, "Leave it where that is meant.", "NOTE", (part("rollout_rs"),))
+            yield Problem(_RS, bound, reason, "Leave it where that is meant.", "NOTE", (name_part("rollout_rs"),))
             continue
         mirrored = f"{1 / upper:.6g}_{1 / lower:.6g}"
         texts_then = [mirrored if place == index else each for place, each in enumerate(texts)]
@@ -107,6 +108,6 @@ def _inverted(rejection: str, bound: Any) -> Iterator[Problem]:
             f"a band of ratios.",
             f"Set {_RS}='{mirrored}' for pi_old / mu in [{lower:g}, {upper:g}].",
             "WRONG",
-            (part("rollout_rs"),),
+            (name_part("rollout_rs"),),
             (set_to(_RS, ",".join(texts_then)),),
         )

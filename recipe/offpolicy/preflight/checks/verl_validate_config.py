@@ -1,4 +1,4 @@
-"""verl's own validation of a launch, which verl makes before it starts Ray."""
+"""verl's own validation of a launch, run before Ray starts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNSET = re.compile(r"Please set at least one of '[\w.]+' or '([\w.]+)'")
 _BOTH = re.compile(r"You have set both '([\w.]+)' AND '[\w.]+'")
 
 
-def refused_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """What ``validate_config`` refuses of a copy.
+def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Run verl's ``validate_config`` on a copy and report what it refuses.
 
     Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
     """
@@ -41,38 +41,38 @@ def refused_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
             validate_config(config=tried, use_reference_policy=need_reference_policy(tried), use_critic=False)
     except ImportError:
         return  # of this machine, which need not be the one that trains
-    except Exception as error:  # whatever verl raises stops the launch
+    except Exception as error:  # of any type: it would stop the launch
         cause = error.__cause__ or error
-        yield _told(config, " ".join(str(cause).split()) or type(cause).__name__)
+        yield _build_problem(config, " ".join(str(cause).split()) or type(cause).__name__)
 
 
-def _told(config: DictConfig, said: str) -> Problem:
-    """verl's refusal by the key that its message is about, if that is known."""
+def _build_problem(config: DictConfig, said: str) -> Problem:
+    """Build the problem of verl's refusal, by the key that its message is about, if known."""
     reason = f"verl's own validation refuses it: {said.rstrip('.')}."
     if found := _INDIVISIBLE.search(said):
-        return _set(config, _BATCH, _divisible(config, int(found[1])), reason)
+        return _build_override(config, _BATCH, _find_divisible_batch(config, int(found[1])), reason)
     if _BELOW.search(said):
         key = f"{ACTOR}.ppo_mini_batch_size"
-        return _set(config, key, OmegaConf.select(config, _BATCH), reason)
+        return _build_override(config, key, OmegaConf.select(config, _BATCH), reason)
     if found := _UNSET.search(said):
-        return _set(config, _whole_key(found[1]), 1, reason)
+        return _build_override(config, _complete_key(found[1]), 1, reason)
     if found := _BOTH.search(said):
-        return _set(config, _whole_key(found[1]), None, reason)
+        return _build_override(config, _complete_key(found[1]), None, reason)
     return Problem("", None, reason, "")
 
 
-def _whole_key(named: str) -> str:
-    """verl's messages about the actor name its keys without the section above."""
+def _complete_key(named: str) -> str:
+    """Complete a key in verl's message, which names keys of the actor without the section above."""
     return f"actor_rollout_ref.{named}" if named.startswith("actor.") else named
 
 
-def _divisible(config: DictConfig, divisor: int) -> int:
-    """The next batch size whose rows are dealt evenly."""
+def _find_divisible_batch(config: DictConfig, divisor: int) -> int:
+    """Find the next batch size whose rows are a multiple of ``divisor``."""
     rows = int(OmegaConf.select(config, _ROWS))
     batch = int(OmegaConf.select(config, _BATCH))
     return next(size for size in range(batch, batch + divisor + 1) if size * rows % divisor == 0)
 
 
-def _set(config: DictConfig, key: str, value: object, reason: str) -> Problem:
+def _build_override(config: DictConfig, key: str, value: object, reason: str) -> Problem:
     override = set_to(key, value)
     return Problem(key, OmegaConf.select(config, key), reason, f"Set {override}.", overrides=(override,))

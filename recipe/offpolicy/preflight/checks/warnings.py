@@ -1,4 +1,4 @@
-"""What a run may do and rarely means to: told at the start, and no reason to stop."""
+"""Remarks on configurations that train as they say and are rarely meant."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from omegaconf import DictConfig, OmegaConf
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, format_value, set_to
 from ...correction.proximal import WITHOUT_FORWARD
+from ..old_log_prob import count_gradient_steps
 from ..verl_keys.estimators import OUTCOME
-from ..verl_keys.keys import BYPASS, VERL, active, own, part
-from .config_reader import ACTOR, ROLLOUT, gradient_steps
-from .gradient_steps import two_steps
+from ..verl_keys.keys import BYPASS, VERL, list_active, name_part, read_rollout_correction
+from .config_reader import ACTOR, ROLLOUT
+from .gradient_steps import build_two_steps
 
 WIDE_CAP = 10.0
 
 
-def wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Bounds above which single tokens or rows own the gradient."""
+def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of bounds above which single tokens or rows dominate the gradient."""
     why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
     if spec.weight is not None and (spec.weight.upper is None or spec.weight.upper > WIDE_CAP):
         cap = 2.0 if spec.weight.level == "token" else 5.0
         key = "correction.weight.upper"
         yield Problem(key, spec.weight.upper, why, "", "NOTE", ("weight",), (set_to(key, cap),))
-    values = own(config)
+    values = read_rollout_correction(config)
     bound = values.get("rollout_is_threshold")
     if values.get("rollout_is") and isinstance(bound, int | float) and bound > WIDE_CAP:
         key = f"{VERL}.rollout_is_threshold"
         yaml = " YAML and Hydra read an unquoted 2_5 as 25." if isinstance(bound, int) else ""
-        yield Problem(key, bound, f"{why}{yaml}", "", "NOTE", (part("rollout_is"),), (set_to(key, 2.0),))
+        yield Problem(key, bound, f"{why}{yaml}", "", "NOTE", (name_part("rollout_is"),), (set_to(key, 2.0),))
 
 
-def level_version(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """One version a row is one weight a row."""
+def warn_level_version(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
     if "version" in spec.levels:
         reason = "in synchronous training each row has one version, and this is level=sequence."
         yield Problem("level", "version", reason, "", "NOTE")
 
 
-def no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Masks on pi / mu where pi is pi_old: what they would see of the updates is not there.
+def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of masks on pi / mu where pi is pi_old, so that they see no update.
 
     In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode") if OmegaConf.select(config, "trainer.use_v1") else "sync"
-    if spec.proximal not in ("recompute", "reuse") or gradient_steps(config) != 1 or mode not in (None, "sync"):
+    if spec.proximal not in ("recompute", "reuse") or count_gradient_steps(config) != 1 or mode not in (None, "sync"):
         return
     for name, mask in spec.masks:
         if mask.ratio == "full":
@@ -58,14 +59,14 @@ def no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
                 f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size, or {key}=rollout if that is meant.",
                 "INERT",
                 (f"masks.{name}.staleness",),
-                two_steps(config) if spec.proximal == "recompute" else (set_to(key, "rollout"),),
+                build_two_steps(config) if spec.proximal == "recompute" else (set_to(key, "rollout"),),
             )
 
 
-def unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """pi_old and pi computed in micro-batches of other sizes, whose kernels round differently (verl issue 6280)."""
-    bypassed = spec.proximal in WITHOUT_FORWARD or own(config).get(BYPASS)
-    if bypassed or (spec.is_none and not active(config)):
+def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of unequal micro-batches for pi_old and pi, whose kernels round differently (verl issue 6280)."""
+    bypassed = spec.proximal in WITHOUT_FORWARD or read_rollout_correction(config).get(BYPASS)
+    if bypassed or (spec.is_none and not list_active(config)):
         return
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     dynamic = bool(actor.use_dynamic_bsz), bool(rollout.log_prob_use_dynamic_bsz)
@@ -91,16 +92,16 @@ def unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
     )
 
 
-def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """KL terms that the correction, ours or verl's own, does not reach."""
+def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of KL terms that no correction, ours or verl's own, reaches."""
     actor = config.actor_rollout_ref.actor
     corrects = spec.weight is not None or bool(spec.masks)
     loses_kl = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0
-    if loses_kl and (why := _kl_beside_verls_own(config)):
+    if loses_kl and (why := _explain_kl_left_out(config)):
         fix = f"Set {ACTOR}.use_kl_loss=false if that is not meant."
         yield Problem(f"{ACTOR}.use_kl_loss", True, why, fix, "NOTE", ("kl_loss",))
     if corrects and spec.kl_clip is None and loses_kl:
-        steps = gradient_steps(config)
+        steps = count_gradient_steps(config)
         yield Problem(
             f"{ACTOR}.use_kl_loss",
             True,
@@ -112,7 +113,7 @@ def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             ("kl_loss",),
             ("++correction.kl_clip={lower: 0.8, upper: 1.2}",) if steps != 1 else (),
         )
-    bypassed = spec.proximal == "bypass" or (spec.is_none and own(config).get(BYPASS))
+    bypassed = spec.proximal == "bypass" or (spec.is_none and read_rollout_correction(config).get(BYPASS))
     if OmegaConf.select(config, "algorithm.use_kl_in_reward") and bypassed:
         key = "algorithm.use_kl_in_reward"
         yield Problem(
@@ -127,13 +128,13 @@ def kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def _kl_beside_verls_own(config: DictConfig) -> str | None:
-    """What of verl's own correction leaves the KL loss as it is.
+def _explain_kl_left_out(config: DictConfig) -> str | None:
+    """Explain why verl's own correction leaves the KL loss as it is; None if it does not.
 
     Its weights multiply the policy term. Its rejections change the mask that the KL loss reads too, except in bypass
     mode, where the policy term alone is given theirs.
     """
-    asked = active(config)
+    asked = list_active(config)
     if "rollout_rs" in asked and BYPASS in asked:
         return (
             "verl's rollout_rs is of the policy term in bypass mode: rejected tokens keep the gradient of the KL loss."
@@ -143,8 +144,8 @@ def _kl_beside_verls_own(config: DictConfig) -> str | None:
     return None
 
 
-def collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Rewards by token, or their discount, under an estimator that sums a row first."""
+def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of token-level rewards or discounts under an estimator that sums each row first."""
     estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
     if estimator not in OUTCOME:
         return

@@ -1,7 +1,7 @@
-"""Keys of verl that look like corrections and that the installed release does not read where they are set.
+"""Checks of verl's own correction keys that the installed release ignores where they are set.
 
-verl keeps two copies of some settings and reads one of them, by release and by worker; the other is ignored without a
-word. Read from the sources of 0.7.1, 0.8.0 and 0.9.1:
+verl keeps two copies of some settings and reads one of them, by release and by worker; the other is silently
+ignored. Read from the sources of 0.7.1, 0.8.0 and 0.9.1:
 
 * ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer puts mu in pi_old's place. Weights, rejections and
   ``loss_type`` are left to the worker, and are not there: the V0 trainer edits ``actor.policy_loss`` after the workers
@@ -23,28 +23,28 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem
-from .bypass import bypass, bypass_loss, mu_in_the_legacy_actor
-from .decoupled import correction_of_verl
-from .former_names import former_names, trainer_mode
+from .bypass import check_bypass, check_bypass_loss, check_legacy_mu
+from .decoupled import check_decoupled
+from .former_names import check_former_names, check_trainer_mode
 from .keys import DEFAULTS
-from .router_replay import router_replay
+from .router_replay import check_router_replay
 
 
-def dead_keys(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """What is set and would do nothing on this path, or something else than it says.
+def find_dead_keys(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
+    """Find keys that this path ignores, or reads as something else than they say.
 
     Args:
         config: composed and complete.
         spec: our own correction. With one, all of verl's own is refused elsewhere, and so is its loss.
         path: the release, trainer and worker that will run.
     """
-    yield from trainer_mode(config, path)
-    yield from former_names(config, spec)
-    yield from correction_of_verl(config, spec, path)
-    yield from bypass(config, spec, path)
-    yield from bypass_loss(config, spec)
-    yield from mu_in_the_legacy_actor(config, path)
-    yield from router_replay(config, spec, path)
+    yield from check_trainer_mode(config, path)
+    yield from check_former_names(config, spec)
+    yield from check_decoupled(config, spec, path)
+    yield from check_bypass(config, spec, path)
+    yield from check_bypass_loss(config, spec)
+    yield from check_legacy_mu(config, path)
+    yield from check_router_replay(config, spec, path)
 
 
-__all__ = ["DEFAULTS", "dead_keys"]
+__all__ = ["DEFAULTS", "find_dead_keys"]

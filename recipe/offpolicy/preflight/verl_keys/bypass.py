@@ -1,4 +1,4 @@
-"""verl's bypass mode: what it leaves to the worker has to be in the worker's own keys."""
+"""Checks of verl's bypass mode, whose weights and rejections must be set in the worker's own keys."""
 
 from __future__ import annotations
 
@@ -10,35 +10,48 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, format_value, set_to
-from .keys import ACTOR, BYPASS, DEFAULTS, LOSS_MODE, VERL, WORKERS, changes, own, part, plain, value_of, workers_own
+from .keys import (
+    ACTOR,
+    BYPASS,
+    DEFAULTS,
+    LOSS_MODE,
+    VERL,
+    WORKERS,
+    find_changed_keys,
+    get_value,
+    name_part,
+    read_rollout_correction,
+    read_workers_copy,
+    to_plain,
+)
 
 _BYPASS = f"{VERL}.{BYPASS}"
 
 
-def bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """Weights, rejections and the loss's type beside ``bypass_mode``."""
-    asked_of = own(config)
+def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
+    """Check weights, rejections and the loss type beside ``bypass_mode``."""
+    asked_of = read_rollout_correction(config)
     if not spec.is_none or not asked_of.get(BYPASS):
         return
-    asked = {key: value for key, value in changes(config).items() if key in DEFAULTS and key != BYPASS}
-    held = workers_own(config)
-    if value_of(config, LOSS_MODE) != BYPASS:
+    asked = {key: value for key, value in find_changed_keys(config).items() if key in DEFAULTS and key != BYPASS}
+    held = read_workers_copy(config)
+    if get_value(config, LOSS_MODE) != BYPASS:
         why = (
             "the trainer writes it to actor.policy_loss after the workers have got their copy"
             if path.trainer == "v0"
             else "the V1 trainer hands it to no worker"
         )
-        into_the_worker = _into_the_worker(asked_of, {**DEFAULTS, **plain(OmegaConf.select(config, WORKERS))})
+        into_the_worker = _build_worker_overrides(asked_of, {**DEFAULTS, **to_plain(OmegaConf.select(config, WORKERS))})
         for key, value in asked.items():
             yield Problem(
                 f"{VERL}.{key}",
                 value,
-                f"in bypass mode the worker applies it, and {why}: the loss stays {value_of(config, LOSS_MODE)} "
+                f"in bypass mode the worker applies it, and {why}: the loss stays {get_value(config, LOSS_MODE)} "
                 f"around mu.",
                 f"Take it from {VERL} and set correction=bypass with a weight or mask, or one of "
                 f"correction=verl_bypass_*, which are proved live.",
                 "INERT",
-                (part(_owner(key)),),
+                (name_part(_find_owner(key)),),
                 into_the_worker,
             )
         return
@@ -50,18 +63,18 @@ def bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator
                 f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {format_value(held[key])}.",
                 f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl_bypass_* without {VERL}.",
                 "WRONG",
-                (part(_owner(key)),),
+                (name_part(_find_owner(key)),),
                 (set_to(f"{WORKERS}.{key}", value, add=True),),
             )
 
 
-def _owner(key: str) -> str:
-    """The part that a key belongs to: bounds and normalisation to the weight or the rejection."""
+def _find_owner(key: str) -> str:
+    """Return the part that a key belongs to: its bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
 
 
-def _into_the_worker(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
-    """Overrides that say the worker's copy the same, under the loss that reads it."""
+def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
+    """Build overrides that set the worker's copy to the same values, under the loss that reads it."""
     said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
     differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
     return (
@@ -70,10 +83,10 @@ def _into_the_worker(asked: dict[str, object], held: dict[str, object]) -> tuple
     )
 
 
-def bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """The worker's loss of bypass mode, and the keys that it alone reads."""
-    mode = value_of(config, LOSS_MODE)
-    if spec.is_none and mode == BYPASS and not own(config).get(BYPASS):
+def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check the worker's loss of bypass mode, and the keys that it alone reads."""
+    mode = get_value(config, LOSS_MODE)
+    if spec.is_none and mode == BYPASS and not read_rollout_correction(config).get(BYPASS):
         yield Problem(
             LOSS_MODE,
             mode,
@@ -88,7 +101,7 @@ def bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if node is not None and mode != BYPASS:
         yield Problem(
             WORKERS,
-            plain(node),
+            to_plain(node),
             f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {mode}.",
             f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true.",
             "INERT",
@@ -97,11 +110,11 @@ def bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         )
 
 
-def mu_in_the_legacy_actor(config: DictConfig, path: LivePath) -> Iterator[Problem]:
-    """``actor.use_rollout_log_probs``, which one worker reads, and without which that worker loses mu."""
+def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """Check ``actor.use_rollout_log_probs``, which the legacy FSDP actor alone reads and needs to get mu."""
     key = f"{ACTOR}.use_rollout_log_probs"
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
-    if value_of(config, key) and not reads:
+    if get_value(config, key) and not reads:
         yield Problem(
             key,
             True,
@@ -113,13 +126,13 @@ def mu_in_the_legacy_actor(config: DictConfig, path: LivePath) -> Iterator[Probl
         )
     actor = config.actor_rollout_ref.actor
     one_step = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
-    if reads and one_step and own(config).get(BYPASS) and not value_of(config, key):
+    if reads and one_step and read_rollout_correction(config).get(BYPASS) and not get_value(config, key):
         yield Problem(
             _BYPASS,
             True,
             "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost.",
             f"Set +{key}=true, or correction=bypass without {VERL}.",
             "INERT",
-            (part(BYPASS),),
+            (name_part(BYPASS),),
             (set_to(key, True, add=True),),
         )

@@ -1,4 +1,4 @@
-"""verl's own correction without bypass mode: whether its keys are said so that they act, and get mu."""
+"""Checks of verl's own correction without bypass mode: its keys need one another, and mu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .keys import BYPASS, DEFAULTS, ROLLOUT, VERL, active, changes, part, value_of
+from .keys import BYPASS, DEFAULTS, ROLLOUT, VERL, find_changed_keys, get_value, list_active, name_part
 
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
@@ -21,9 +21,9 @@ UNREAD = {
 """Keys of verl's correction -> the key without which nothing reads them, and why."""
 
 
-def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
-    """Keys that nothing reads without another, and the log-probs that everything reads."""
-    given = changes(config)
+def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
+    """Check that no key lacks another without which nothing reads it, and that mu is computed."""
+    given = find_changed_keys(config)
     own = {key: value for key, value in given.items() if value is not None}  # null asks for nothing
     if not spec.is_none or not own:
         return
@@ -35,10 +35,10 @@ def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath)
                 because,
                 f"Set {VERL}.{needed}, or leave this out.",
                 "INERT",
-                (part(key),),
+                (name_part(key),),
                 (set_to(f"{VERL}.{key}", DEFAULTS[key]),),
             )
-    weight = (part("rollout_is"),)
+    weight = (name_part("rollout_is"),)
     if "rollout_is" in own and given.get("rollout_is_threshold", 2.0) is None:
         key = f"{VERL}.rollout_is_threshold"
         reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
@@ -56,13 +56,13 @@ def correction_of_verl(config: DictConfig, spec: CorrectionSpec, path: LivePath)
             (set_to(key, DEFAULTS["rollout_is_threshold"]),),
         )
     key = f"{ROLLOUT}.calculate_log_probs"
-    if not value_of(config, key):
+    if not get_value(config, key):
         yield Problem(
             key,
-            value_of(config, key),
-            f"without the engine's log-probs verl skips its correction, {', '.join(own)}, without a word.",
+            get_value(config, key),
+            f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}.",
             "Set it to true.",
             "INERT",
-            tuple(part(asked) for asked in active(config) or own),
+            tuple(name_part(asked) for asked in list_active(config) or own),
             (set_to(key, True),),
         )

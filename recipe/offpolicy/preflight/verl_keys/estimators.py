@@ -1,4 +1,4 @@
-"""verl's advantage estimators by what they read. One that is not named here may read anything."""
+"""verl's advantage estimators by what they read; one that is not listed may read anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that verl reads no more, or reads nowhere on this path."""
+"""Check for key names that verl no longer reads, or not on this path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, remove, set_to
-from .keys import ACTOR, DEFAULTS, VERL, own, part, value_of
+from .keys import ACTOR, DEFAULTS, VERL, get_value, name_part, read_rollout_correction
 
 _TRAINER_MODE = "trainer.v1.trainer_mode"
 
@@ -20,7 +20,7 @@ OBSOLETE = {
     "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
     "use_policy_gradient": "loss_type=reinforce",
 }
-"""Names of verl 0.6 and 0.7.0 -> what says the same."""
+"""Names of verl 0.6 and 0.7.0 -> their equivalents."""
 
 FORMER = {
     "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
@@ -31,11 +31,12 @@ FORMER = {
     "algorithm.rollout_is_veto_threshold": "algorithm.rollout_correction.rollout_rs",
     f"{ACTOR}.tis_imp_ratio_cap": "algorithm.rollout_correction.rollout_is_threshold",
 }
-"""Keys of verl before 0.6 -> where they have gone."""
+"""Keys of verl before 0.6 -> their successors."""
 
 
-def trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
-    mode = value_of(config, _TRAINER_MODE)
+def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    """Check that ``trainer_mode`` meets the V1 trainer, which alone reads it."""
+    mode = get_value(config, _TRAINER_MODE)
     if path.trainer == "v0" and mode not in (None, "sync"):
         yield Problem(
             _TRAINER_MODE,
@@ -48,22 +49,24 @@ def trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         )
 
 
-def former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Each is reported as a correction of its own: what it asks for is nowhere else."""
-    reason = "verl reads no key of this name any more."
-    for key, value in own(config).items() if spec.is_none else ():
+def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find former key names; each is reported as a correction of its own, as no other key asks for it."""
+    reason = "verl no longer reads a key of this name."
+    for key, value in read_rollout_correction(config).items() if spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
             instead = OBSOLETE.get(key)
             fix = f"In its place: {instead}." if instead else f"verl reads {', '.join(DEFAULTS)}."
-            yield Problem(f"{VERL}.{key}", value, reason, fix, "INERT", (part(key),), remove(f"{VERL}.{key}", value))
+            yield Problem(
+                f"{VERL}.{key}", value, reason, fix, "INERT", (name_part(key),), remove(f"{VERL}.{key}", value)
+            )
     for key, instead in FORMER.items():
-        if (value := value_of(config, key)) is not None:
-            overrides = _moved(key, value, instead)
+        if (value := get_value(config, key)) is not None:
+            overrides = _build_move(key, value, instead)
             yield Problem(key, value, reason, f"In its place: {instead}.", "INERT", (key,), overrides)
 
 
-def _moved(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """The key taken away and, where one key says the same by the same value, put in its place."""
+def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
+    """Build overrides that remove a key and, where one key takes the same value, set that one."""
     same = instead if key.rpartition(".")[2] == instead.rpartition(".")[2] else None
     level = instead if key.endswith("rollout_is_level") else None
     target = same or level

@@ -1,4 +1,4 @@
-"""What the configuration says under verl's own keys, and their names."""
+"""Names and readers of verl's own correction keys."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 BYPASS = "bypass_mode"
 
 
-def own(config: DictConfig) -> dict[str, Any]:
-    """``algorithm.rollout_correction``; empty where it is null."""
-    return plain(OmegaConf.select(config, VERL))
+def read_rollout_correction(config: DictConfig) -> dict[str, Any]:
+    """Read ``algorithm.rollout_correction`` as plain values; empty if it is null."""
+    return to_plain(OmegaConf.select(config, VERL))
 
 
-def changes(config: DictConfig) -> dict[str, Any]:
-    """Keys of verl's own ``algorithm.rollout_correction`` that differ from what verl ships."""
-    return {k: v for k, v in own(config).items() if k != "_target_" and (k not in DEFAULTS or v != DEFAULTS[k])}
+def find_changed_keys(config: DictConfig) -> dict[str, Any]:
+    """Find keys of ``algorithm.rollout_correction`` that differ from verl's defaults."""
+    return {
+        k: v
+        for k, v in read_rollout_correction(config).items()
+        if k != "_target_" and (k not in DEFAULTS or v != DEFAULTS[k])
+    }
 
 
-def active(config: DictConfig) -> tuple[str, ...]:
-    """What verl's own correction is asked for: of rollout_is, rollout_rs and bypass_mode."""
-    asked = own(config)
+def list_active(config: DictConfig) -> tuple[str, ...]:
+    """List which of rollout_is, rollout_rs and bypass_mode are switched on."""
+    asked = read_rollout_correction(config)
     return tuple(key for key in ("rollout_is", "rollout_rs", BYPASS) if asked.get(key) not in (None, False))
 
 
-def part(key: str) -> str:
-    """The name under which a part of verl's own correction is reported."""
+def name_part(key: str) -> str:
+    """Return the name under which a part of verl's own correction is reported."""
     return f"rollout_correction.{key}"
 
 
-def workers_own(config: DictConfig) -> dict[str, Any]:
-    """What the loss of bypass mode reads: where the key is left out, verl's dataclass, which differs from its YAML."""
+def read_workers_copy(config: DictConfig) -> dict[str, Any]:
+    """Read what the bypass-mode loss reads: the given keys over verl's dataclass defaults, unlike its YAML's."""
     node = OmegaConf.select(config, WORKERS)
     typed = {"rollout_is": "sequence"} if node is None or "_target_" in node else {}
-    return {**DEFAULTS, **typed, **plain(node)}
+    return {**DEFAULTS, **typed, **to_plain(node)}
 
 
-def plain(node: Any) -> dict[str, Any]:
+def to_plain(node: Any) -> dict[str, Any]:
+    """Convert a node to a dict of plain values; empty if it is none."""
     values = OmegaConf.to_container(node, resolve=True) if node is not None else {}
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
-def value_of(config: DictConfig, key: str) -> Any:
-    """The value at a dotted key, None where it is null or is not there."""
+def get_value(config: DictConfig, key: str) -> Any:
+    """Return the value at a dotted key; None if it is null or missing."""
     return OmegaConf.select(config, key, default=None)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_in, temperature
-from recipe.offpolicy.analysis.attribution.causes.sampled import sampled_of
+from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_causes_in_rows, temperature
+from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows, concatenated
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
@@ -62,7 +62,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
 )
 def test_a_temperature_is_mended_without_another_sampling(sampled_at: object, fix: str) -> None:
     """The run's own temperature is what both sides are to have."""
-    causes = find_in(simulated(at_temperature(0.7)), {"sampling": {"temperature": sampled_at}})
+    causes = find_causes_in_rows(simulated(at_temperature(0.7)), {"sampling": {"temperature": sampled_at}})
     assert fix in of(causes, "temperature").fix
     assert of(causes, "temperature").fix.endswith("logprobs_mode=processed_logprobs")
 
@@ -106,11 +106,11 @@ def test_where_rows_cannot_tell_the_card_does() -> None:
     """Sixteen tokens of 48: no group of 8 rows samples them all."""
     rows = simulated(top_k(16))
     assert present(find_causes(rows)) == {"extra vocabulary"}
-    causes = find_in(rows, {"sampling": {"top_k": 16, "top_p": 1.0}})
+    causes = find_causes_in_rows(rows, {"sampling": {"top_k": 16, "top_p": 1.0}})
     assert present(causes) == {"truncated sampling"}
     assert "top_k=16" in of(causes, "truncated sampling").sentence
     # A card alone is no evidence.
-    assert present(find_in(simulated(), {"sampling": {"top_k": 16}})) == set()
+    assert present(find_causes_in_rows(simulated(), {"sampling": {"top_k": 16}})) == set()
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -129,7 +129,7 @@ def test_log_probs_of_other_rows_are_misalignment() -> None:
     assert present(causes) == {"misalignment"}
     misaligned = of(causes, "misalignment")
     assert abs(misaligned.evidence["correlation_0"]) < 0.1
-    assert "nothing to do with" in misaligned.sentence
+    assert "unrelated to log pi_old" in misaligned.sentence
     assert {cause.verdict for cause in causes if cause.name != "misalignment"} == {"not testable"}
 
 
@@ -163,7 +163,7 @@ def test_a_temperature_has_a_tight_slope_above_zero() -> None:
     """A slope of -1 / 0.7, and one of 0.25 amid noise of 3 nats: both explain most of the gap by a straight line."""
     warm = simulated(at_temperature(0.7))
     for rows in (replace(warm, rollout_log_prob=-warm.rollout_log_prob), simulated(noisy(3.0))):
-        found = temperature.find(sampled_of(rows), {})
+        found = temperature.find(collect_tokens(rows), {})
         assert found.verdict == "absent"
         assert found.evidence["slope_high"] < 0.97
         assert found.evidence["explained_low"] > 0.5

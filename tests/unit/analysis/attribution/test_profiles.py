@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.profiles import profiles, tokens_of
-from recipe.offpolicy.analysis.attribution.text import Reader, escaped, reader_of
-from recipe.offpolicy.analysis.attribution.worst import worst_rows, worst_tokens
+from recipe.offpolicy.analysis.attribution.profiles import compute_profiles, select_valid_tokens
+from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
+from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 
@@ -49,7 +49,7 @@ class Letters:
 def test_profiles_worked_by_hand() -> None:
     """The tool's token, with a gap of 5, is in none of them."""
     rows = two_rows()
-    found = profiles(rows, tokens_of(rows))
+    found = compute_profiles(rows, select_valid_tokens(rows))
     whole = 3 * k3(0.1) + k3(-1.0)
     turns = {bucket.name: bucket for bucket in found["turn"]}
     assert set(turns) == {"0", "1"}
@@ -70,17 +70,17 @@ def test_log_probs_that_are_not_finite_are_left_out() -> None:
     rows = two_rows()
     log_prob = rows.log_prob.copy()
     log_prob[0] = np.nan
-    assert tokens_of(two_rows(log_prob=log_prob)).index.tolist() == [1, 2, 4]
+    assert select_valid_tokens(two_rows(log_prob=log_prob)).index.tolist() == [1, 2, 4]
 
 
 def test_worst_token_and_its_context() -> None:
     rows = two_rows()
-    (worst, *_) = worst_tokens(rows, tokens_of(rows), Reader(Letters()), 2)
+    (worst, *_) = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 2)
     assert (worst.row, worst.position, worst.turn) == (1, 2, 1)
     # Prompt 3, 4 and the response 12, 13 before it; nothing after it.
     assert (worst.before, worst.token, worst.after) == ("demn", "o", "")
     assert worst.share == pytest.approx(k3(-1.0) / (3 * k3(0.1) + k3(-1.0)), rel=1e-5)
-    first = worst_tokens(rows, tokens_of(rows), Reader(Letters()), 4)[1:]
+    first = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 4)[1:]
     assert {token.before for token in first} == {"bc", "bck", "de"}
 
 
@@ -102,7 +102,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
         prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
         prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
     )
-    first, second = worst_tokens(rows, tokens_of(rows), Reader(), 3)
+    first, second = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(), 3)
     assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
     assert first.old == pytest.approx(-0.5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -112,7 +112,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
 
 def test_worst_row() -> None:
     rows = two_rows()
-    listed = worst_rows(rows, tokens_of(rows), Reader(Letters()), 5)
+    listed = find_worst_rows(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 5)
     assert [row.row for row in listed] == [1, 0]
     assert listed[0].k3 == pytest.approx((k3(0.1) + k3(-1.0)) / 2, rel=1e-5)
     assert listed[0].log_ratio == pytest.approx(-0.9, rel=1e-5)
@@ -132,7 +132,7 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
         prompt_offsets=np.arange(5),
         prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
     )
-    first, second = worst_rows(rows, tokens_of(rows), Reader(), 3)
+    first, second = find_worst_rows(rows, select_valid_tokens(rows), TokenDecoder(), 3)
     assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
     assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -142,8 +142,8 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
 def test_equal_log_probs_have_no_worst() -> None:
     rows = two_rows()
     equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)
-    assert worst_tokens(equal, tokens_of(equal), Reader(), 3) == []
-    assert worst_rows(equal, tokens_of(equal), Reader(), 3) == []
+    assert find_worst_tokens(equal, select_valid_tokens(equal), TokenDecoder(), 3) == []
+    assert find_worst_rows(equal, select_valid_tokens(equal), TokenDecoder(), 3) == []
 
 
 @pytest.mark.parametrize(
@@ -158,18 +158,18 @@ def test_equal_log_probs_have_no_worst() -> None:
     ],
 )
 def test_what_would_act_on_a_terminal_is_escaped(text: str, shown: str) -> None:
-    assert escaped(text) == shown
+    assert escape(text) == shown
 
 
 def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
-    assert Reader().text([3, 1]) == "3 1"
+    assert TokenDecoder().decode([3, 1]) == "3 1"
     for card, why in (
         ({}, "does not name its model"),
         ({"model": 7}, "does not name its model"),
         ({"model": f"{tmp_path}/gone\x1b"}, "gone\\x1b"),
         ({"model": str(tmp_path)}, "no readable tokenizer"),
     ):
-        reader, reason = reader_of(card)
+        reader, reason = load_decoder(card)
         assert not reader.decodes
         assert why in reason
 
@@ -185,9 +185,9 @@ def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
     tokenizer.save_pretrained(tmp_path)
-    reader, why = reader_of({"model": str(tmp_path)})
+    reader, why = load_decoder({"model": str(tmp_path)})
     assert (reader.decodes, why) == (True, "")
-    assert reader.text(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
-    assert reader.text([]) == ""
+    assert reader.decode(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
+    assert reader.decode([]) == ""
     # Of another model, or made up.
-    assert reader.text([-1]) == "-1"
+    assert reader.decode([-1]) == "-1"

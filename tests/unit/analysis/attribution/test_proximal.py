@@ -11,7 +11,7 @@ import pytest
 from recipe.offpolicy import attribute as command
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.attribution.causes import find_causes
-from recipe.offpolicy.analysis.attribution.tables import shares_table, steps_table, verdict
+from recipe.offpolicy.analysis.attribution.tables import build_shares_table, build_steps_table, format_verdict
 from recipe.offpolicy.recording import Rows, concatenated
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Size, at_temperature, simulated
@@ -63,12 +63,12 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
     assert found.whole.kl.backend == alone.whole.kl.backend
     assert found.causes == alone.causes
     assert all(np.isnan(bucket.drift_std) for buckets in found.profiles.values() for bucket in buckets)
-    table = shares_table(found.whole)
+    table = build_shares_table(found.whole)
     assert table.title == "log pi_old/mu, split"
     assert list(table.rows[2])[2:] == ["not identified", "", "not identified", ""]
-    assert list(steps_table(dict(found.by_step)).rows[0])[5] is None
-    assert "64 rows of later gradient steps are left out" in verdict(found)
-    assert "correction.proximal=recompute" in verdict(found)
+    assert list(build_steps_table(dict(found.by_step)).rows[0])[5] is None
+    assert "64 rows of later gradient steps are left out" in format_verdict(found)
+    assert "correction.proximal=recompute" in format_verdict(found)
 
 
 def test_later_gradient_steps_of_a_known_pi_old_are_attributed(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_later_gradient_steps_of_a_known_pi_old_are_attributed(tmp_path: Path) -
     assert (found.rows, found.left_out) == (128, 0)
     assert found.whole.kl.drift is not None
     assert found.whole.kl.drift > 0.5
-    assert "left out" not in verdict(found)
+    assert "left out" not in format_verdict(found)
 
 
 @pytest.mark.parametrize("proximal", MADE_OF_MU)

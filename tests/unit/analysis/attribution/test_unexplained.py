@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution import explain
-from recipe.offpolicy.analysis.attribution.causes import normaliser
-from recipe.offpolicy.analysis.attribution.causes.sampled import sampled_of
-from recipe.offpolicy.analysis.attribution.tables import verdict
-from recipe.offpolicy.analysis.attribution.unexplained import is_healthy, kl_of, unexplained
+from recipe.offpolicy.analysis.attribution.attribution import attribute_rows
+from recipe.offpolicy.analysis.attribution.causes import truncation
+from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
+from recipe.offpolicy.analysis.attribution.tables import format_verdict
+from recipe.offpolicy.analysis.attribution.unexplained import compute_kl, describe_unexplained, is_healthy
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 
@@ -24,63 +24,63 @@ def constant(apart: float) -> Rows:
 
 def test_a_small_mismatch_is_healthy() -> None:
     """Noise of 0.01 nats: k3 is about 0.01^2 / 2 = 0.00005."""
-    found = explain(drawn_rows(LENGTHS, backend=0.01), {})
-    assert kl_of(found) == pytest.approx(5e-5, rel=0.1)
+    found = attribute_rows(drawn_rows(LENGTHS, backend=0.01), {})
+    assert compute_kl(found) == pytest.approx(5e-5, rel=0.1)
     assert is_healthy(found)
-    assert verdict(found) == unexplained(found)
-    assert verdict(found).startswith("No cause stands out")
+    assert format_verdict(found) == describe_unexplained(found)
+    assert format_verdict(found).startswith("No cause stands out")
 
 
 def test_kl_is_that_of_all_tokens() -> None:
     """Rows of 1 and of 3 tokens, of two ages: log pi_old/mu is 1 in one token and 0 in three, k3(1) = e - 2."""
     mu = np.full(4, -2.0, dtype=np.float32)
     old = mu + np.array([1, 0, 0, 0], dtype=np.float32)
-    found = explain(
+    found = attribute_rows(
         drawn_rows([1, 3], rollout_log_prob=mu, old_log_prob=old, log_prob=old, oldest_version=np.array([0, -1])), {}
     )
-    assert kl_of(found) == pytest.approx((np.e - 2) / 4)
+    assert compute_kl(found) == pytest.approx((np.e - 2) / 4)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [3]])
 def test_a_large_mismatch_without_a_cause_is_said_to_be_large(lengths: list[int]) -> None:
     """Noise of 0.3 nats, the same at every probability: no cause that is looked for makes it, or can be looked for."""
-    found = explain(drawn_rows(lengths, backend=0.3), {})
+    found = attribute_rows(drawn_rows(lengths, backend=0.3), {})
     assert "present" not in {cause.verdict for cause in found.causes}
     assert not is_healthy(found)
-    assert verdict(found).startswith("A large mismatch of unknown cause: KL(mu, pi_old) 0.0")
-    assert "steps old" not in verdict(found)
+    assert format_verdict(found).startswith("A large mismatch of unknown cause: KL(mu, pi_old) 0.0")
+    assert "steps old" not in format_verdict(found)
 
 
 def test_where_no_row_is_fresh_age_may_be_why() -> None:
     old = np.full(64, 1)
-    assert "Weights up to 3 steps old" in verdict(
-        explain(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
+    assert "Weights up to 3 steps old" in format_verdict(
+        attribute_rows(drawn_rows(LENGTHS, backend=0.3, step=5, oldest_version=old), {})
     )
-    assert "steps old" not in verdict(explain(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
+    assert "steps old" not in format_verdict(attribute_rows(drawn_rows(LENGTHS, step=5, oldest_version=old), {}))
 
 
 def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     rows = drawn_rows(LENGTHS)
-    copied = explain(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}), {})
-    assert "mu is pi_old to the bit: one was copied from the other?" in verdict(copied)
-    assert "5 tokens are recorded" in verdict(explain(drawn_rows([5]), {}))
+    copied = attribute_rows(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}), {})
+    assert "mu is pi_old to the bit: one was copied from the other?" in format_verdict(copied)
+    assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
 
 
 def test_log_probs_that_are_too_alike() -> None:
     """k3(0.01) is 0.00005 and the correlation 0: neither healthy nor a fault."""
-    said = verdict(explain(constant(0.0), {}))
+    said = format_verdict(attribute_rows(constant(0.0), {}))
     assert "too alike to tell" in said
     # An offset of 0.5 is large, and tells no token from another.
-    assert verdict(explain(constant(0.5), {})).startswith("A large mismatch of unknown cause")
+    assert format_verdict(attribute_rows(constant(0.5), {})).startswith("A large mismatch of unknown cause")
 
 
 def test_a_missing_mass_is_a_mass() -> None:
     """Noise of 3 nats: pi_old/mu averages e^4.5 = 90 or so, and 1 - 90 is no probability."""
-    for cause in normaliser.find(sampled_of(drawn_rows(LENGTHS, backend=3.0)), {}):
+    for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=3.0)), {}):
         assert cause.verdict == "absent"
         assert "averages" in cause.sentence
         assert "missing" not in cause.evidence
         assert cause.evidence["mean_ratio"] > 2
-    for cause in normaliser.find(sampled_of(drawn_rows(LENGTHS, backend=0.1)), {}):
+    for cause in truncation.find(collect_tokens(drawn_rows(LENGTHS, backend=0.1)), {}):
         assert "cut off" in cause.sentence
         assert abs(cause.evidence["missing"]) < 0.05

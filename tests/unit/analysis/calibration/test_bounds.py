@@ -12,13 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.calibration.curves import kept_curve, places
-from recipe.offpolicy.analysis.calibration.joint import joint
-from recipe.offpolicy.analysis.calibration.parts import Part, parts_of, placeholders, with_values
-from recipe.offpolicy.analysis.calibration.propose import Request, calibrated
-from recipe.offpolicy.analysis.calibration.scores import Scores, scores_of
-from recipe.offpolicy.analysis.calibration.tables import remarks
-from recipe.offpolicy.analysis.calibration.thresholds import for_kept_share, kept_share, needed
+from recipe.offpolicy.analysis.calibration.curves import choose_radii, compute_kept_curve
+from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.kept_bounds import (
+    compute_kept_share,
+    compute_needed_radii,
+    find_bound_for_kept_share,
+)
+from recipe.offpolicy.analysis.calibration.parts import BoundedPart, fill_placeholders, list_parts, set_values
+from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
+from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
+from recipe.offpolicy.analysis.calibration.tables import format_remarks
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step
@@ -99,9 +103,9 @@ def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
     return kept / total
 
 
-def part_and_scores(spec: CorrectionSpec, steps: list[Step], of: str | None = None) -> tuple[Part, Scores]:
-    (part,) = parts_of(spec, of=of)
-    scores, _ = scores_of(steps, spec, [part])
+def part_and_scores(spec: CorrectionSpec, steps: list[Step], of: str | None = None) -> tuple[BoundedPart, Scores]:
+    (part,) = list_parts(spec, of=of)
+    scores, _ = compute_scores(steps, spec, [part])
     return part, scores[part.key]
 
 
@@ -116,7 +120,7 @@ def test_present_bounds_keep_what_training_keeps(name: str) -> None:
     part, scores = part_and_scores(spec, steps)
     share = replayed_share(spec, steps)
     assert 0 < share < 1, "the case has to reject some and keep some"
-    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(share, abs=1e-12)
+    assert of_all(scores, compute_kept_share(part, scores, part.limits)) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize("target", [0.9, 0.98])
@@ -128,8 +132,8 @@ def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float)
     """
     spec, steps = spec_of(MASKS[name]), steps_of(drawn(3), drawn(4, step=2))
     part, scores = part_and_scores(spec, steps)
-    found = for_kept_share(part, scores, target, 0.95)
-    share = replayed_share(with_values(spec, "masks.it", found.values), steps)
+    found = find_bound_for_kept_share(part, scores, target, 0.95)
+    share = replayed_share(set_values(spec, "masks.it", found.values), steps)
     looked = int(scores.looked.sum())
     least = len(scores) - looked + math.ceil(target * looked - 1e-9)
     slack = 36 if name == "by token's sign" else 0
@@ -141,9 +145,9 @@ def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float)
 def test_one_side_moves_and_the_other_stays(side: str) -> None:
     spec, steps = spec_of(BAND | {"lower": 0.985, "upper": 1.02}), steps_of(drawn(5))
     part, scores = part_and_scores(spec, steps, of=f"masks.it.{side}")
-    found = for_kept_share(part, scores, 0.7, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.7, 0.95)
     assert set(found.values) == {side}
-    after = with_values(spec, "masks.it", found.values)
+    after = set_values(spec, "masks.it", found.values)
     other = "upper" if side == "lower" else "lower"
     assert getattr(after.masks[0][1], other) == getattr(spec.masks[0][1], other)
     assert replayed_share(after, steps) == pytest.approx(0.7)
@@ -153,9 +157,9 @@ def test_rejecting_weight() -> None:
     weight = {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}
     spec, steps = spec_of(weight=weight), steps_of(drawn(6))
     part, scores = part_and_scores(spec, steps)
-    found = for_kept_share(part, scores, 0.9, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.9, 0.95)
     assert part.share_of == "rows"
-    assert replayed_share(with_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
+    assert replayed_share(set_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
 
 
 @settings(max_examples=at_most(60))
@@ -175,7 +179,7 @@ def test_any_mask_is_read_as_training_reads_it(
     spec = spec_of({"ratio": ratio, "level": level, "aggregate": aggregate, "when": when, **bounds})
     steps = steps_of(drawn(seed, count=12))
     part, scores = part_and_scores(spec, steps)
-    assert of_all(scores, kept_share(part, scores, part.limits)) == pytest.approx(
+    assert of_all(scores, compute_kept_share(part, scores, part.limits)) == pytest.approx(
         replayed_share(spec, steps), abs=1e-12
     )
 
@@ -189,7 +193,7 @@ def test_symmetric_in_log_space_and_rounded_outward() -> None:
     old = np.array([-1.03, -1.01, -0.98, -0.95], dtype=np.float32)
     rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old)
     part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    found = for_kept_share(part, scores, 0.75, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.75, 0.95)
     assert found.radius == pytest.approx(0.03, abs=1e-6)
     assert found.values == {"lower": 0.97, "upper": 1.031}
     assert found.reached == 0.75
@@ -200,14 +204,14 @@ def test_ties_are_kept_together() -> None:
     old = np.array([-1.02, -1.02, -1.02, -1.02, -0.5], dtype=np.float32)
     rows = drawn_rows([1] * 5, rollout_log_prob=np.full(5, -1.0, np.float32), old_log_prob=old)
     part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    assert for_kept_share(part, scores, 0.6, 0.95).reached == 0.8
+    assert find_bound_for_kept_share(part, scores, 0.6, 0.95).reached == 0.8
 
 
 def test_equal_policies_identify_no_bound() -> None:
     rows = drawn(7)
     rows = replace(rows, old_log_prob=rows.rollout_log_prob)
     part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    found = for_kept_share(part, scores, 0.98, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.98, 0.95)
     assert not found.values
     assert "no mismatch at all" in found.note
 
@@ -215,7 +219,7 @@ def test_equal_policies_identify_no_bound() -> None:
 def test_unreachable_beside_the_other_bound() -> None:
     """The lower bound alone rejects about half: no upper bound keeps 0.9."""
     part, scores = part_and_scores(spec_of(BAND | {"lower": 1.0}), steps_of(drawn(8)), of="masks.it.upper")
-    found = for_kept_share(part, scores, 0.9, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.9, 0.95)
     assert not found.values
     assert "not reachable: the other bound alone keeps 0." in found.note
 
@@ -227,14 +231,14 @@ def test_the_target_is_of_what_the_mask_looks_at() -> None:
     rows = replace(rows, advantages=np.repeat(sign, np.diff(rows.offsets)).astype(np.float32))
     spec = spec_of(OPSM)
     part, scores = part_and_scores(spec, steps_of(rows))
-    found = for_kept_share(part, scores, 0.8, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.8, 0.95)
     assert (found.reached, found.count) == (0.8, 10)
-    assert replayed_share(with_values(spec, part.key, found.values), steps_of(rows)) == 0.98
+    assert replayed_share(set_values(spec, part.key, found.values), steps_of(rows)) == 0.98
     none = replace(rows, advantages=np.ones_like(rows.advantages))
     part, scores = part_and_scores(spec, steps_of(none))
-    found = for_kept_share(part, scores, 0.8, 0.95)
+    found = find_bound_for_kept_share(part, scores, 0.8, 0.95)
     assert not found.values
-    assert "not identified: it looks at none of the rows" in found.note
+    assert "not identified: it applies to none of the rows" in found.note
 
 
 def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:
@@ -254,25 +258,25 @@ def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> No
         _, scores = part_and_scores(spec_of(mask), steps_of(rows))
         assert sorted(scores.length.tolist()) == sorted(lengths)
         assert np.isfinite(scores.low).all()
-    _, state = scores_of(steps_of(rows), spec_of(BAND), parts_of(spec_of(BAND)))
+    _, state = compute_scores(steps_of(rows), spec_of(BAND), list_parts(spec_of(BAND)))
     assert state.nonfinite.tolist() == [1, 1, 0]
     # A token without pi_old is not lost for its pi.
-    _, state = scores_of(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), parts_of(spec_of(BAND)))
+    _, state = compute_scores(steps_of(replace(rows, old_log_prob=old)), spec_of(BAND), list_parts(spec_of(BAND)))
     assert state.nonfinite.tolist() == [1, 0, 0]
     many = drawn(3)
     many.log_prob[::7] = np.inf
-    result = calibrated(steps_of(many), spec_of(OPSM), Request(target_kept=0.9, floor_quantile=0.5))
+    result = propose_bounds(steps_of(many), spec_of(OPSM), Request(target_kept=0.9, floor_quantile=0.5))
     lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
-    assert remarks(result, 0.95)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
-    result = calibrated(steps_of(many), spec_of(BAND), Request(target_kept=0.9))
-    assert "not finite" not in " ".join(remarks(result, 0.95))
+    assert format_remarks(result, 0.95)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
+    result = propose_bounds(steps_of(many), spec_of(BAND), Request(target_kept=0.9))
+    assert "not finite" not in " ".join(format_remarks(result, 0.95))
 
 
 @pytest.mark.filterwarnings("error")
 def test_no_finite_pi_at_all() -> None:
     rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
     with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
-        calibrated(steps_of(rows), spec_of(OPSM), Request(target_kept=0.9))
+        propose_bounds(steps_of(rows), spec_of(OPSM), Request(target_kept=0.9))
 
 
 def test_rows_of_one_prompt_share_a_group_over_steps() -> None:
@@ -297,7 +301,7 @@ def test_rows_of_one_prompt_share_a_group_over_steps() -> None:
 )
 def test_what_cannot_be_calibrated(spec: CorrectionSpec, of: str | None, message: str) -> None:
     with pytest.raises(SpecError, match=message.replace("[", r"\[")):
-        parts_of(spec, of=of)
+        list_parts(spec, of=of)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +315,13 @@ def test_what_cannot_be_calibrated(spec: CorrectionSpec, of: str | None, message
 )
 def test_targets_that_cannot_be_meant(request_: Request, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        calibrated(steps_of(drawn()), spec_of(BAND), request_)
+        propose_bounds(steps_of(drawn()), spec_of(BAND), request_)
 
 
 def test_open_deltas_are_filled_in_and_named() -> None:
-    plain, unset = placeholders({"masks": {"opsm": OPSM | {"delta": "???"}, "gsm": BAND}})
+    plain, unset = fill_placeholders({"masks": {"opsm": OPSM | {"delta": "???"}, "gsm": BAND}})
     assert unset == {"masks.opsm.delta"}
-    by_key = {part.key: part for part in parts_of(CorrectionSpec.from_mapping(plain), unset)}
+    by_key = {part.key: part for part in list_parts(CorrectionSpec.from_mapping(plain), unset)}
     assert by_key["masks.opsm"].now == {"delta": None}
     assert by_key["masks.gsm"].now == {"lower": 0.99, "upper": 1.01}
 
@@ -327,7 +331,7 @@ def test_curve_by_hand() -> None:
     old = np.array([-1.01, -0.98, -1.03, -0.96], dtype=np.float32)
     rows = drawn_rows([1] * 4, rollout_log_prob=np.full(4, -1.0, np.float32), old_log_prob=old, group=1)
     part, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    curve = kept_curve(part, scores, np.array([0.005, 0.0205, 0.05]), 0.95)
+    curve = compute_kept_curve(part, scores, np.array([0.005, 0.0205, 0.05]), 0.95)
     assert curve.share.tolist() == [0.0, 0.5, 1.0]
     assert (curve.low <= curve.share).all()
     assert (curve.high >= curve.share).all()
@@ -336,10 +340,10 @@ def test_curve_by_hand() -> None:
 
 def test_places_of_a_curve_reach_from_the_body_to_the_last_unit() -> None:
     part, scores = part_and_scores(spec_of(BAND), steps_of(drawn(11)))
-    radius = places(part, scores)
+    radius = choose_radii(part, scores)
     assert (np.diff(radius) > 0).all()
-    assert radius[-1] == needed(part, scores).max()
-    assert not len(places(part, scores.chosen(np.zeros(len(scores), dtype=bool))))
+    assert radius[-1] == compute_needed_radii(part, scores).max()
+    assert not len(choose_radii(part, scores.select(np.zeros(len(scores), dtype=bool))))
 
 
 def test_whole_corrections_are_replayed_by_the_stages() -> None:
@@ -354,7 +358,7 @@ def test_whole_corrections_are_replayed_by_the_stages() -> None:
         after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
         logged.append(on_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
     merged = merge_all(logged)
-    whole = joint(steps, spec)
+    whole = compute_joint_shares(steps, spec)
     assert 0 < whole.rows < 1
     assert whole.tokens == pytest.approx(merged["token"].value())
     assert whole.rows == pytest.approx(merged["sequence"].value())
@@ -362,6 +366,6 @@ def test_whole_corrections_are_replayed_by_the_stages() -> None:
 
 
 def test_nothing_recorded_has_no_share() -> None:
-    whole = joint([], spec_of(BAND))
+    whole = compute_joint_shares([], spec_of(BAND))
     assert math.isnan(whole.tokens)
     assert math.isnan(whole.ess)

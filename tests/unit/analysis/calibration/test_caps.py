@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.caps import ess_curve, ess_within, for_ess
-from recipe.offpolicy.analysis.calibration.parts import Part, parts_of, with_values
-from recipe.offpolicy.analysis.calibration.scores import Scores, scores_of
+from recipe.offpolicy.analysis.calibration.caps import compute_ess, compute_ess_curve, find_cap_for_ess
+from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
+from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Rows, Step
@@ -20,9 +20,9 @@ from tests.support.recordings import NONE, drawn_rows
 TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
 
-def part_of(weight: dict[str, Any]) -> tuple[CorrectionSpec, Part]:
+def part_of(weight: dict[str, Any]) -> tuple[CorrectionSpec, BoundedPart]:
     spec = CorrectionSpec.from_mapping({"weight": weight})
-    return spec, parts_of(spec)[0]
+    return spec, list_parts(spec)[0]
 
 
 def units(log_weight: Any, *, group: Any = None, tokens: Any = None) -> Scores:
@@ -58,8 +58,8 @@ def test_two_weights_by_hand() -> None:
     """
     _, part = part_of(TIS)
     scores = units([0.0, math.log(4)])
-    assert ess_within(part, scores, part.limits) == pytest.approx(0.9)
-    found = for_ess(part, scores, 0.9, 0.95)
+    assert compute_ess(part, scores, part.limits) == pytest.approx(0.9)
+    found = find_cap_for_ess(part, scores, 0.9, 0.95)
     assert math.exp(found.radius) == pytest.approx(2.0)
     assert found.values == {"upper": 2.0}
 
@@ -67,16 +67,16 @@ def test_two_weights_by_hand() -> None:
 def test_a_row_counts_by_its_tokens() -> None:
     """Weights 1 (3 tokens) and 2 (1 token): (3 + 2)^2 / (4 (3 + 4)) = 25/28."""
     _, part = part_of(TIS | {"level": "sequence", "upper": 5.0})
-    assert ess_within(part, units([0.0, math.log(2)], tokens=[3, 1]), part.limits) == pytest.approx(25 / 28)
+    assert compute_ess(part, units([0.0, math.log(2)], tokens=[3, 1]), part.limits) == pytest.approx(25 / 28)
 
 
 def test_not_needed_and_not_reachable() -> None:
     _, part = part_of(TIS)
-    easy = for_ess(part, units([0.0, 0.01]), 0.9, 0.95)
+    easy = find_cap_for_ess(part, units([0.0, 0.01]), 0.9, 0.95)
     assert not easy.values
     assert easy.note.startswith("not needed: without a cap the ESS is 0.99997")
     # Weights 1, 1 and 0.01: a cap at 1 leaves (2.01)^2 / (3 * 2.0001) = 0.673.
-    hard = for_ess(part, units([0.0, 0.0, math.log(0.01), math.log(3)]), 0.99, 0.95)
+    hard = find_cap_for_ess(part, units([0.0, 0.0, math.log(0.01), math.log(3)]), 0.99, 0.95)
     assert not hard.values
     assert "not reachable" in hard.note
 
@@ -98,11 +98,11 @@ def test_replaying_the_cap_gives_the_target(name: str) -> None:
     spec, part = part_of(WEIGHTS[name])
     rng = np.random.default_rng(3)
     steps = [drawn_rows(rng.integers(2, 30, 80), seed=seed, step=seed, backend=0.4) for seed in (1, 2)]
-    scores, _ = scores_of([Step(rows, NONE, ()) for rows in steps], spec, [part])
-    uncapped = ess_within(part, scores["weight"], part.limits_at(math.inf))
+    scores, _ = compute_scores([Step(rows, NONE, ()) for rows in steps], spec, [part])
+    uncapped = compute_ess(part, scores["weight"], part.compute_limits_at(math.inf))
     target = uncapped + (0.002 if name == "reject" else 0.3 * (1 - uncapped))
-    found = for_ess(part, scores["weight"], target, 0.95)
-    ess = logged_ess(with_values(spec, "weight", found.values), *steps)
+    found = find_cap_for_ess(part, scores["weight"], target, 0.95)
+    ess = logged_ess(set_values(spec, "weight", found.values), *steps)
     assert found.reached == pytest.approx(ess, rel=1e-6)
     assert target - 1e-6 <= ess <= target + 0.02 * (1 - target) + (0.002 if name == "reject" else 0)
 
@@ -113,15 +113,15 @@ def test_curve_agrees_with_the_weights_themselves(name: str) -> None:
     _, part = part_of(WEIGHTS[name])
     rng = np.random.default_rng(5)
     scores = units(0.5 * rng.standard_normal(300), group=rng.integers(0, 20, 300), tokens=rng.integers(1, 9, 300))
-    curve = ess_curve(part, scores, draws=10)
-    direct = [ess_within(part, scores, part.limits_at(radius)) for radius in curve.radius]
+    curve = compute_ess_curve(part, scores, draws=10)
+    direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in curve.radius]
     assert curve.ess == pytest.approx(direct, rel=1e-9)
     assert curve.resampled.shape == (10, len(curve.radius))
 
 
 def test_no_band_from_one_prompt() -> None:
     _, part = part_of(TIS)
-    found = for_ess(part, units([0.0, 0.1, math.log(4)], group=[0, 0, 0]), 0.9, 0.95)
+    found = find_cap_for_ess(part, units([0.0, 0.1, math.log(4)], group=[0, 0, 0]), 0.9, 0.95)
     assert found.values
     assert math.isnan(found.interval[0])
     assert "one prompt" in found.note
@@ -136,11 +136,13 @@ def test_coverage_of_a_cap() -> None:
     """
     _, part = part_of(TIS)
     rng = np.random.default_rng(11)
-    truth = for_ess(part, units(0.8 * rng.standard_normal(1_000_000), group=np.zeros(1_000_000, int)), 0.8, 0.95).radius
+    truth = find_cap_for_ess(
+        part, units(0.8 * rng.standard_normal(1_000_000), group=np.zeros(1_000_000, int)), 0.8, 0.95
+    ).radius
     held = 0
     for draw in range(300):
         shared = rng.standard_normal(80).repeat(6)
         value = 0.8 * (math.sqrt(0.5) * shared + math.sqrt(0.5) * rng.standard_normal(480))
-        low, high = for_ess(part, units(value, group=np.arange(80).repeat(6)), 0.8, 0.95, seed=draw).interval
+        low, high = find_cap_for_ess(part, units(value, group=np.arange(80).repeat(6)), 0.8, 0.95, seed=draw).interval
         held += low <= truth <= high
     assert 0.89 <= held / 300 <= 0.985

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.lengths import bucket_of, length_dependence
-from recipe.offpolicy.analysis.calibration.parts import parts_of
-from recipe.offpolicy.analysis.calibration.propose import Proposal, Request, calibrated
+from recipe.offpolicy.analysis.calibration.lengths import find_length_bucket, measure_length_dependence
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.propose import Proposal, Request, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.catalogue import BUCKETS
@@ -36,7 +36,7 @@ def noisy(count: int = 60, seed: int = 0, noise: float = 0.03, drift: float = 0.
 def proposed(mask: dict[str, Any], *rows: Rows, **request: Any) -> Proposal:
     spec = CorrectionSpec.from_mapping({"masks": {"it": mask}})
     steps = [Step(each, NONE, ()) for each in rows]
-    return calibrated(steps, spec, Request(**({"target_kept": 0.9} | request))).proposals[0]
+    return propose_bounds(steps, spec, Request(**({"target_kept": 0.9} | request))).proposals[0]
 
 
 def units(value: np.ndarray, length: np.ndarray) -> Scores:
@@ -47,7 +47,7 @@ def units(value: np.ndarray, length: np.ndarray) -> Scores:
 
 def test_buckets_are_those_of_the_metrics() -> None:
     """T = 16 is the last of le16; 4097 the first of gt4096."""
-    names = [list(BUCKETS)[index] for index in bucket_of(np.array([1, 16, 17, 64, 65, 1024, 4096, 4097]))]
+    names = [list(BUCKETS)[index] for index in find_length_bucket(np.array([1, 16, 17, 64, 65, 1024, 4096, 4097]))]
     assert names == ["le16", "le16", "le64", "le64", "le256", "le1024", "le4096", "gt4096"]
 
 
@@ -79,7 +79,7 @@ def test_an_offset_hides_no_spread() -> None:
     """A constant offset of 1 with noise that shrinks: the size hardly varies, the spread about the median does."""
     rng = np.random.default_rng(1)
     length = np.repeat(LENGTHS, 60)
-    test = length_dependence(units(1 + 0.03 * rng.standard_normal(240) / np.sqrt(length), length), 0.95)
+    test = measure_length_dependence(units(1 + 0.03 * rng.standard_normal(240) / np.sqrt(length), length), 0.95)
     assert test.depends
     assert test.measure == "spread"
 
@@ -88,7 +88,7 @@ def test_a_drift_in_a_product_is_a_matter_of_size() -> None:
     """A constant drift of 0.01 a token grows with T; the noise about it does not, and each bucket has one T."""
     rng = np.random.default_rng(1)
     length = np.repeat(LENGTHS, 60)
-    test = length_dependence(units(0.01 * length + 0.03 * rng.standard_normal(240), length), 0.95)
+    test = measure_length_dependence(units(0.01 * length + 0.03 * rng.standard_normal(240), length), 0.95)
     assert test.depends
     assert test.measure == "size"
 
@@ -98,7 +98,7 @@ def test_false_alarms_are_as_rare_as_asked() -> None:
     rng = np.random.default_rng(5)
     length = np.repeat(LENGTHS, 40)
     alarms = sum(
-        length_dependence(
+        measure_length_dependence(
             units(rng.standard_normal(40)[np.arange(160) // 4] * rng.uniform(0.5, 1, 160), length), 0.95
         ).depends
         for _ in range(300)
@@ -199,7 +199,7 @@ def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows(proximal: dict[str, Any]
     ]
     spec = CorrectionSpec.from_mapping({"masks": {"it": OPSM}} | proximal)
     request = Request(target_kept=0.9, floor_quantile=0.95)
-    floor = calibrated(steps, spec, request).proposals[0].floor
+    floor = propose_bounds(steps, spec, request).proposals[0].floor
     known = opsm(*engines).floor
     assert floor is not None
     assert floor.rows == 480
@@ -234,4 +234,4 @@ def test_rounding_is_a_matter_of_what_is_asked() -> None:
 
 def test_other_bounds_have_no_floor() -> None:
     assert proposed(BAND | {"upper": None}, noisy()).floor is None
-    assert parts_of(CorrectionSpec.from_mapping({"masks": {"it": OPSM}}))[0].side == "lower"
+    assert list_parts(CorrectionSpec.from_mapping({"masks": {"it": OPSM}}))[0].side == "lower"

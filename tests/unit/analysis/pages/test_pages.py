@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipe.offpolicy.analysis import pages
-from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, figures
-from recipe.offpolicy.analysis.pages.table import shown
+from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, plotting
+from recipe.offpolicy.analysis.pages.table import format_cell
 from recipe.offpolicy.analysis.pages.template import STYLE
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
@@ -45,12 +45,12 @@ HOSTILE = "<script>alert('x')</script>&\"[bold]"
     ],
 )
 def test_cells(value: object, digits: int, text: str) -> None:
-    assert shown(value, digits) == text
+    assert format_cell(value, digits) == text
 
 
 def test_numbers_stand_right_and_text_left() -> None:
     table = Table([Column("name"), Column("kept"), Column("forced", align="left")], [["a", 0.5, 1], ["b", None, 2]])
-    assert [table.aligned(column) for column in range(3)] == ["left", "right", "left"]
+    assert [table.get_alignment(column) for column in range(3)] == ["left", "right", "left"]
 
 
 def test_a_row_of_another_width_is_refused() -> None:
@@ -72,14 +72,14 @@ def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
     text = "words " * 10
     columns = [Column("#"), Column("text"), Column("small part"), Column("projection")]
     table = Table(columns, [["#1", text, 0.5, 1234567], ["#222", "", 1.25, 2]], "T")
-    assert [[column.header.plain for column in part.columns] for part in pages.fitted(table, 55)] == [
+    assert [[column.header.plain for column in part.columns] for part in pages.fit_to_width(table, 55)] == [
         ["#", "text", "small part"], ["#", "projection"],
     ]  # fmt: skip
-    (whole,) = pages.fitted(table, 56)
+    (whole,) = pages.fit_to_width(table, 56)
     assert [column.width for column in whole.columns] == [4, 24, 5, 10]
     for width in (40, 55, 56, 200):
         console = Console(width=width, record=True, file=io.StringIO())
-        console.print(*pages.fitted(table, width), sep="\n")
+        console.print(*pages.fit_to_width(table, width), sep="\n")
         shown_text = console.export_text()
         assert max(map(len, shown_text.splitlines())) <= width
         for word in ("#222", "0.500", "1.250", "1,234,567", "projection", "small"):
@@ -109,8 +109,8 @@ class Reader(HTMLParser):
 
 
 def drawn() -> Figure:
-    with figures.style():
-        figure, (left, right) = figures.panels(1, 2)
+    with plotting.apply_style():
+        figure, (left, right) = plotting.create_axes(1, 2)
         left.plot([0, 1], [0, 1], label=HOSTILE)
         right.plot([0, 1], [1, 0])
     return figure
@@ -119,9 +119,11 @@ def drawn() -> Figure:
 def a_page() -> Page:
     page = Page(HOSTILE, "sub")
     table = Table([Column(HOSTILE)], [[HOSTILE]], title=HOSTILE)
-    page.section(HOSTILE, pages.paragraph(HOSTILE), pages.code(HOSTILE), pages.table(table))
-    page.section("more", pages.keys({HOSTILE: HOSTILE}), pages.details(HOSTILE, pages.paragraph(HOSTILE)))
-    page.section("picture", pages.figure(drawn(), alt=HOSTILE))
+    page.add_section(HOSTILE, pages.render_paragraph(HOSTILE), pages.render_code(HOSTILE), pages.render_table(table))
+    page.add_section(
+        "more", pages.render_keys({HOSTILE: HOSTILE}), pages.render_details(HOSTILE, pages.render_paragraph(HOSTILE))
+    )
+    page.add_section("picture", pages.render_figure(drawn(), alt=HOSTILE))
     return page
 
 
@@ -135,7 +137,7 @@ def test_recorded_text_is_never_markup(tmp_path: Path) -> None:
 
 
 def test_nothing_comes_from_the_network() -> None:
-    html = a_page().html()
+    html = a_page().render()
     reader = Reader()
     reader.feed(html)
     assert reader.sources
@@ -147,38 +149,38 @@ def test_nothing_comes_from_the_network() -> None:
 
 
 def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
-    found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.figure(drawn(), alt="two lines")))
+    found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.render_figure(drawn(), alt="two lines")))
     assert found is not None
     assert found[1] == "image/svg+xml"  # two lines are few paths
     assert b"<svg" in base64.b64decode(found[2])
-    with figures.style():
-        crowded, (axes,) = figures.panels()
+    with plotting.apply_style():
+        crowded, (axes,) = plotting.create_axes()
         rng = np.random.default_rng(0)
         axes.plot(rng.random(20000), rng.random(20000), "o")
-    assert figures.image(crowded)[0] == "image/png"  # a path a dot
+    assert plotting.render_image(crowded)[0] == "image/png"  # a path a dot
 
 
 def test_panels_are_pictures_of_their_own() -> None:
     """They stack where a screen is narrow; in a file they stand in rows."""
     drawn_at: list[str] = []
     panels = [
-        figures.Panel(lambda axes, name=name: drawn_at.append(name), f"what {name} shows", height)
+        plotting.FigurePanel(lambda axes, name=name: drawn_at.append(name), f"what {name} shows", height)
         for name, height in (("a", 2.0), ("b", 3.0), ("c", 4.0))
     ]
-    block = str(pages.panels(panels))
+    block = str(pages.render_panels(panels))
     assert re.findall(r'alt="([^"]*)"', block) == ["what a shows", "what b shows", "what c shows"]
     assert drawn_at == ["a", "b", "c"]
-    whole = figures.picture(panels, columns=2, title="t")
-    assert tuple(whole.get_size_inches()) == (2 * figures.PANEL_WIDTH, 3.0 + 4.0)
+    whole = plotting.draw_panels(panels, columns=2, title="t")
+    assert tuple(whole.get_size_inches()) == (2 * plotting.PANEL_WIDTH, 3.0 + 4.0)
     assert [axes.axison for axes in whole.axes] == [True, True, True, False]
 
 
 def test_a_legend_lies_below_its_panel() -> None:
-    with figures.style():
-        figure, (axes,) = figures.panels()
+    with plotting.apply_style():
+        figure, (axes,) = plotting.create_axes()
         axes.plot([0, 1], [0, 1], label="what is drawn " * 12)
         axes.set_xlabel("x")
-        figures.legend(axes)
+        plotting.add_legend(axes)
         figure.canvas.draw()
         assert axes.get_window_extent().width > 0.7 * figure.bbox.width
         top = axes.get_legend().get_window_extent().y1
@@ -189,7 +191,7 @@ def test_a_legend_lies_below_its_panel() -> None:
 def test_series_that_are_equal_are_one_line() -> None:
     nan = float("nan")
     series = {"tokens": [1.0, 0.5, nan], "rows": [1.0, 0.6, nan], "ESS": [1.0, 0.5, nan], "left": [1.0, 0.5, 0.1]}
-    assert list(figures.distinct(series)) == ["tokens, ESS", "rows", "left"]
+    assert list(plotting.merge_equal_series(series)) == ["tokens, ESS", "rows", "left"]
 
 
 def test_print_opens_what_is_folded_and_cuts_nothing() -> None:
@@ -214,15 +216,15 @@ def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
 
 
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is no kind of picture"):
-        figures.save(drawn(), tmp_path / "a.nonsense")
+    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is not a picture format"):
+        plotting.save(drawn(), tmp_path / "a.nonsense")
 
 
 def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.png", "a.svg"):
-        figures.save(drawn(), tmp_path / name)
+        plotting.save(drawn(), tmp_path / name)
         first = (tmp_path / name).read_bytes()
-        figures.save(drawn(), tmp_path / name)
+        plotting.save(drawn(), tmp_path / name)
         assert (tmp_path / name).read_bytes() == first
 
 
@@ -230,14 +232,14 @@ def test_the_style_stays_inside() -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    figures.image(drawn())
+    plotting.render_image(drawn())
     assert dict(matplotlib.rcParams) == before
-    assert len({tuple(sorted(figures.look(index).items())) for index in range(28)}) == 28
+    assert len({tuple(sorted(plotting.get_line_style(index).items())) for index in range(28)}) == 28
 
 
 def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     page = Page("large")
-    page.section("text", pages.code("x" * 5_000_001))
+    page.add_section("text", pages.render_code("x" * 5_000_001))
     with pytest.raises(PageError, match="more than 5,000,000"):
         page.write(tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
@@ -246,14 +248,14 @@ def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) 
 def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
     """Half of a surrogate pair, as a tokenizer can leave it."""
     page = Page("surrogate")
-    page.section("text", pages.code("a\ud800b"))
+    page.add_section("text", pages.render_code("a\ud800b"))
     page.write(tmp_path / "page.html")
     assert "a?b" in (tmp_path / "page.html").read_text()
 
 
 def test_a_bare_string_is_no_block() -> None:
     with pytest.raises(TypeError, match="no block of a page"):
-        Page("p").section("s", "<b>text</b>")  # type: ignore[arg-type]
+        Page("p").add_section("s", "<b>text</b>")  # type: ignore[arg-type]
 
 
 def test_importing_it_imports_nothing_heavy() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.report.sample import sample_of
-from recipe.offpolicy.analysis.report.studies import studies_of
-from recipe.offpolicy.analysis.report.timeline import timeline_of
-from recipe.offpolicy.analysis.report.verdict import Answer, answers
+from recipe.offpolicy.analysis.report.step_sample import sample_steps
+from recipe.offpolicy.analysis.report.studies import run_studies
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.analysis.report.verdict import Answer, build_answers
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows, concatenated
 from recipe.offpolicy.report import main
@@ -31,7 +31,7 @@ def later() -> Rows:
 def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
     """On whether the engines agree, and on where the mismatch comes from."""
     spec = CorrectionSpec.from_mapping(EVERY[proximal])
-    found = answers(timeline_of(recording), spec, {}, studies_of(recording, sample_of(recording), spec))
+    found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, sample_steps(recording), spec))
     by_question = {answer.question: answer for answer in found}
     return by_question["Do the engines agree?"], by_question["Where does the mismatch come from?"]
 
@@ -68,7 +68,7 @@ def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_
 def test_a_page_without_a_drift(tmp_path: Path) -> None:
     rows = concatenated([drawn_rows(LENGTHS, backend=0.1), later()])
     recording = recorded_under("bypass", tmp_path / "run", rows)
-    (step,) = timeline_of(recording).steps
+    (step,) = build_timeline(recording).steps
     assert (step.unscored, step.compared) == (64, 1280)
     assert math.isnan(step.drift)
     assert main([str(recording.directory), "--out", str(tmp_path / "a.html")]) == 0
@@ -76,7 +76,7 @@ def test_a_page_without_a_drift(tmp_path: Path) -> None:
 
 
 def test_drift_is_recorded_beside_a_known_pi_old(tmp_path: Path) -> None:
-    (step,) = timeline_of(recorded_under("recompute", tmp_path / "run", later())).steps
+    (step,) = build_timeline(recorded_under("recompute", tmp_path / "run", later())).steps
     # The mean of |x| of a normal x is sqrt(2 / pi) of its deviation.
     assert step.drift == pytest.approx(0.5 * math.sqrt(2 / math.pi), rel=0.1)
     assert step.unscored == 0

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
-from recipe.offpolicy.analysis.attribution.text import Reader
-from recipe.offpolicy.analysis.calibration.propose import Calibrated
-from recipe.offpolicy.analysis.pages.figures import picture
+from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
+from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
+from recipe.offpolicy.analysis.pages import plotting
 from recipe.offpolicy.analysis.pages.page import LARGEST
-from recipe.offpolicy.analysis.report import drawings
-from recipe.offpolicy.analysis.report.sample import sample_of, spread
-from recipe.offpolicy.analysis.report.studies import Studies, studies_of
-from recipe.offpolicy.analysis.report.timeline import timeline_of
-from recipe.offpolicy.analysis.report.verdict import COPIED, answers, live, trend
+from recipe.offpolicy.analysis.pages.plotting import draw_panels
+from recipe.offpolicy.analysis.report import figures
+from recipe.offpolicy.analysis.report.step_sample import sample_steps, spread_evenly
+from recipe.offpolicy.analysis.report.studies import Studies, run_studies
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.analysis.report.verdict import COPIED, answer_liveness, build_answers, describe_trend
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
@@ -110,15 +111,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
     """A report with all that can be recorded, all of it hostile."""
     tmp_path = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attribution, "reader_of", lambda card: (Reader(Tokenizer()), ""))
+        patch.setattr(attribution, "load_decoder", lambda card: (TokenDecoder(Tokenizer()), ""))
         return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
+    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
 
 
 def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
     _, page = whole
     for heading in (
         "Verdict",
-        "Run and proof of life",
+        "Run and liveness proof",
         "Reward and mismatch over time",
         "Kept share by length",
         "Where the mismatch comes from",
@@ -158,6 +165,7 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "\u202e" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     """run.json may have been written by whoever, and the page is made to be sent."""
     config = {"trainer": {"wandb_token": "hunter22", "max_tokens": 77}, "headers": ["Bearer sk-live-hunter22"]}
@@ -168,6 +176,7 @@ def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     assert "&#34;max_tokens&#34;: 77" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
     """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
     rows = drawn_rows([4] * 8, backend=0.2)
@@ -202,26 +211,26 @@ def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
 
 def test_what_was_sampled_is_said(tmp_path: Path) -> None:
     recording = Recording(made(tmp_path, steps=7))
-    assert sample_of(recording, timeline=5, studied=3).sentence == (
+    assert sample_steps(recording, timeline=5, studied=3).sentence == (
         "7 steps are recorded (1 to 7). What is drawn over time reads 5 of them, evenly spread; attribution, "
         "calibration and what-if read 3 steps, evenly spread: 1, 4, 7."
     )
 
 
 def test_spread_keeps_both_ends() -> None:
-    assert spread(range(1, 11), 4) == (1, 4, 7, 10)
-    assert spread(range(1, 11), 1) == (10,)
-    assert spread([3, 5], 4) == (3, 5)
+    assert spread_evenly(range(1, 11), 4) == (1, 4, 7, 10)
+    assert spread_evenly(range(1, 11), 1) == (10,)
+    assert spread_evenly([3, 5], 4) == (3, 5)
 
 
 def test_large_steps_are_studied_in_part(tmp_path: Path) -> None:
     """Files of a known size against a budget of half of them."""
     recording = Recording(made(tmp_path, steps=8))
     size = sum(path.stat().st_size for files in recording.files.values() for path in files) // 8
-    sample = sample_of(recording, tokens=4 * size // 12)
+    sample = sample_steps(recording, tokens=4 * size // 12)
     assert len(sample.timeline) == 8
     assert len(sample.studied) in (3, 4)
-    assert sample_of(recording, tokens=1).studied == (8,)
+    assert sample_steps(recording, tokens=1).studied == (8,)
 
 
 def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -241,7 +250,7 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
         reward=np.array([1.0, 0.0, np.nan], np.float32),
     )
     recording = Recording(record(tmp_path / "run", rows, spec=SPEC.to_mapping(), reasons=["masks.gsm"]))
-    timeline = timeline_of(recording)
+    timeline = build_timeline(recording)
     (step,) = timeline.steps
     assert step.kl == pytest.approx((1 - np.log(2)) / 3, abs=1e-6)
     assert step.drift == pytest.approx(0.1, abs=1e-6)
@@ -274,7 +283,7 @@ def test_engines_are_judged_by_fresh_rows(tmp_path: Path, ages: list[int], answe
         newest_version=version,
     )  # fmt: skip
     recording = Recording(record(tmp_path / "run", rows))
-    found = answers(timeline_of(recording), CorrectionSpec(), {}, Studies(frozenset(), "", "", ""))
+    found = build_answers(build_timeline(recording), CorrectionSpec(), {}, Studies(frozenset(), "", "", ""))
     (line,) = (one for one in found if one.question == "Do the engines agree?")
     assert line.answer == answer
     assert because in line.because
@@ -290,10 +299,11 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     old = mu if proximal == "bypass" else pi
     rows = drawn_rows([5] * 8, rollout_log_prob=mu, old_log_prob=old, log_prob=pi)
     recording = Recording(record(tmp_path / "run", rows, spec=spec.to_mapping()))
-    found = answers(timeline_of(recording), spec, {}, Studies(frozenset(), "", "", ""))
+    found = build_answers(build_timeline(recording), spec, {}, Studies(frozenset(), "", "", ""))
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -> None:
     """Rows of one length are a table of one line, and no picture."""
     record(tmp_path / "run", drawn_rows([9] * 24))
@@ -306,12 +316,12 @@ def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -
 
 def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
     """Uncorrected, everything is kept: three shares of 1."""
-    timeline = timeline_of(Recording(made(tmp_path)))
-    figure = picture(drawings.over_time(timeline), columns=2)
+    timeline = build_timeline(Recording(made(tmp_path)))
+    figure = draw_panels(figures.build_step_panels(timeline), columns=2)
     reward, _, kept, _ = figure.axes
     assert reward.get_ylabel() == "mean reward of a response"
     assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
-    shares, _ = picture(drawings.by_length(timeline), columns=2).axes
+    shares, _ = draw_panels(figures.build_length_panels(timeline), columns=2).axes
     assert [(line.get_label(), line.get_linestyle()) for line in shares.get_lines()] == [
         ("rows kept, tokens kept, had a product mask [0.5, 2] been on: rows kept", "-"),
         ("had a geometric mask [0.99, 1.01] been on: rows kept", "--"),
@@ -327,6 +337,7 @@ def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no file can be written below" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_whole_numbers_of_the_proof_are_whole(tmp_path: Path) -> None:
     numbers = {"fingerprint": 1464144645.0, "gradient_error": 9.5e-08}
     proof = {"sentence": "LIVE", "step": 1, "live": numbers}
@@ -341,17 +352,17 @@ def test_what_acted_may_change(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     for step, spec in enumerate((SPEC, SPEC, moved, moved), start=1):
         record(directory, drawn_rows([9], step=step), spec=spec.to_mapping(), reasons=["masks.gsm"])
-    timeline = timeline_of(Recording(directory))
+    timeline = build_timeline(Recording(directory))
     assert timeline.changed == (3,)
     assert timeline.correction == moved.to_mapping()
 
 
 def test_answers_about_life() -> None:
     proved = {"sentence": "masks.gsm LIVE", "step": 1, "live": {"proved": 1.0}}
-    assert live(SPEC, proved).answer == "yes"
-    assert live(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
-    assert live(SPEC, {}).answer == "not shown"
-    assert live(CorrectionSpec(), {}).answer == "none is on"
+    assert answer_liveness(SPEC, proved).answer == "yes"
+    assert answer_liveness(SPEC, proved | {"live": {"proved": 0.0}}).answer == "not proved"
+    assert answer_liveness(SPEC, {}).answer == "not shown"
+    assert answer_liveness(CorrectionSpec(), {}).answer == "none is on"
 
 
 @pytest.mark.parametrize(
@@ -391,8 +402,8 @@ def test_what_was_not_on_is_calibrated_by_default(
     tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]
 ) -> None:
     recording = Recording(made(tmp_path, steps=1))
-    found = studies_of(recording, sample_of(recording), CorrectionSpec.from_mapping(recorded))
-    assert isinstance(found.calibrated, Calibrated)
+    found = run_studies(recording, sample_steps(recording), CorrectionSpec.from_mapping(recorded))
+    assert isinstance(found.calibrated, CalibrationResult)
     assert {proposal.part.key for proposal in found.calibrated.proposals} == calibrated
     assert found.new == new
 
@@ -401,7 +412,7 @@ def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
     """With pi_old := mu a weight on pi_old / mu is 1: the reason stands in place of the curves."""
     bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
     recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
-    found = studies_of(recording, sample_of(recording), bypass)
+    found = run_studies(recording, sample_steps(recording), bypass)
     assert isinstance(found.calibrated, str)
     assert "bypass" in found.calibrated
     assert not isinstance(found.study, str)
@@ -419,7 +430,7 @@ def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
     ],
 )
 def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
-    assert said in trend(np.array(values), "nats")
+    assert said in describe_trend(np.array(values), "nats")
 
 
 @pytest.mark.parametrize(

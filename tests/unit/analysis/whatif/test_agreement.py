@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.agreement import Tally
+from recipe.offpolicy.analysis.whatif.agreement import AgreementCounter
 
 YES, NO = True, False
 # Two rows of four tokens; the last token of row 1 is not compared.
@@ -18,15 +18,15 @@ OTHER = torch.tensor([[NO, YES, YES, NO], [NO, NO, NO, YES]])  # rejects 2 + 3, 
 ALL = torch.ones(2, 4, dtype=torch.bool)
 
 
-def tally(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None) -> Tally:
-    result = Tally(len(keep))
+def tally(*keep: torch.Tensor, weighed: list[torch.Tensor] | None = None) -> AgreementCounter:
+    result = AgreementCounter(len(keep))
     gradient = weighed or [one.double() for one in keep]
     result.add(list(range(len(keep))), list(keep), gradient, COUNTED)
     return result
 
 
 def test_jaccard_and_kappa() -> None:
-    agreement = tally(ONE, OTHER, ALL).agreement([0, 1, 2])
+    agreement = tally(ONE, OTHER, ALL).compute_agreement([0, 1, 2])
     # Both reject tokens 0 of row 0 and 0 to 2 of row 1: 4; either: tokens 0, 1, 3 of row 0 and those: 6.
     assert agreement.jaccard_tokens[0, 1] == pytest.approx(4 / 6)
     assert agreement.jaccard_rows[0, 1] == 1.0
@@ -47,7 +47,7 @@ def test_cosine() -> None:
     """(1, 1) against (1, 0): 1 / sqrt 2; and what has no gradient has no direction."""
     one = torch.tensor([[1.0, 1.0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     other = torch.tensor([[3.0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
-    agreement = tally(ALL, ALL, ALL, weighed=[one, other, one * 0]).agreement([0, 1, 2])
+    agreement = tally(ALL, ALL, ALL, weighed=[one, other, one * 0]).compute_agreement([0, 1, 2])
     assert agreement.cosine[0, 1] == pytest.approx(math.sqrt(0.5))
     assert agreement.cosine[0, 0] == pytest.approx(1.0)
     assert math.isnan(agreement.cosine[0, 2])
@@ -55,14 +55,16 @@ def test_cosine() -> None:
 
 def test_blocks_add_up_and_what_dropped_out_is_left_out() -> None:
     whole = tally(ONE, OTHER)
-    parts = Tally(3)
+    parts = AgreementCounter(3)
     for row in range(2):
         parts.add([0, 2], [ONE[[row]], OTHER[[row]]], [ONE[[row]].double(), OTHER[[row]].double()], COUNTED[[row]])
-    for one, other in zip(vars(whole.agreement([0, 1])).values(), vars(parts.agreement([0, 2])).values(), strict=True):
+    for one, other in zip(
+        vars(whole.compute_agreement([0, 1])).values(), vars(parts.compute_agreement([0, 2])).values(), strict=True
+    ):
         np.testing.assert_allclose(one, other)
 
 
 def test_nothing_compared() -> None:
-    empty = Tally(2).agreement([0, 1])
+    empty = AgreementCounter(2).compute_agreement([0, 1])
     assert all(np.isnan(matrix).all() for matrix in vars(empty).values())
-    assert Tally(0).agreement([]).cosine.shape == (0, 0)
+    assert AgreementCounter(0).compute_agreement([]).cosine.shape == (0, 0)

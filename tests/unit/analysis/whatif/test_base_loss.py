@@ -33,7 +33,7 @@ VANILLA = {"loss_mode": "vanilla"}
     ],
 )
 def test_what_a_card_says(given: dict[str, Any], expected: BaseLoss) -> None:
-    assert BaseLoss.of_card(given) == expected
+    assert BaseLoss.from_card(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_what_a_card_says(given: dict[str, Any], expected: BaseLoss) -> None:
 )
 def test_clips(ratio: float, advantage: float, expected: float) -> None:
     log_ratio, advantages = (torch.tensor([[value]], dtype=torch.float64) for value in (math.log(ratio), advantage))
-    assert float(BaseLoss("vanilla", 0.2, 0.28, 3.0).factor(log_ratio, advantages)) == pytest.approx(expected)
-    assert float(BaseLoss("gspo").factor(log_ratio, advantages)) == pytest.approx(ratio)
-    assert float(BaseLoss("gpg").factor(log_ratio, advantages)) == 1.0
+    assert float(BaseLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio, advantages)) == pytest.approx(expected)
+    assert float(BaseLoss("gspo").compute_factor(log_ratio, advantages)) == pytest.approx(ratio)
+    assert float(BaseLoss("gpg").compute_factor(log_ratio, advantages)) == 1.0
 
 
 def test_the_clip_is_that_of_ppo() -> None:
@@ -68,7 +68,7 @@ def test_the_clip_is_that_of_ppo() -> None:
         loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * 3.0), loss)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf)
-        factor = BaseLoss("vanilla", 0.2, 0.28, 3.0).factor(log_ratio[None], advantages[None])[0]
+        factor = BaseLoss("vanilla", 0.2, 0.28, 3.0).compute_factor(log_ratio[None], advantages[None])[0]
         torch.testing.assert_close(factor * -advantages, gradient)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from recipe.offpolicy.analysis.whatif.candidates import MOST, candidates
+from recipe.offpolicy.analysis.whatif.candidates import MOST, build_candidates
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import GSM, TIS, opsm, spec
@@ -18,12 +18,12 @@ UPPER = "correction.masks.gsm.upper"
 
 
 def labels(*specs: list[str], grid: tuple[str, ...] = (), recorded: Any = RECORDED) -> list[str]:
-    return [candidate.label for candidate in candidates(specs, grid, recorded)]
+    return [candidate.label for candidate in build_candidates(specs, grid, recorded)]
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "auto"])
 def test_every_option_is_what_its_file_says(option: str) -> None:
-    (candidate,) = candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
+    (candidate,) = build_candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
         plain: Any = compose(f"correction/{option}").correction
@@ -31,7 +31,7 @@ def test_every_option_is_what_its_file_says(option: str) -> None:
     for override in DELTAS.get(option, []):
         _, _, name, leaf = override.split("=")[0].split(".")
         expected["masks"][name][leaf] = 0.1
-    assert candidate.of_step(RECORDED) == CorrectionSpec.from_mapping({k: _plain(v) for k, v in expected.items()})
+    assert candidate.resolve_spec(RECORDED) == CorrectionSpec.from_mapping({k: _plain(v) for k, v in expected.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -39,13 +39,13 @@ def _plain(value: Any) -> Any:
 
 
 def test_overrides_and_stacks() -> None:
-    (candidate,) = candidates([["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.2"]], [], RECORDED)
+    (candidate,) = build_candidates([["correction=[tis_token,opsm]", "correction.masks.opsm.delta=0.2"]], [], RECORDED)
     assert candidate.spec == spec(TIS, opsm=opsm(0.2))
     assert candidate.point == {}
 
 
 def test_a_grid_is_crossed_and_each_point_is_labelled() -> None:
-    found = candidates(
+    found = build_candidates(
         [["correction=[tis_token,gsm]"]], [f"{UPPER}=1.02,1.05", "correction.weight.upper=2,3"], RECORDED
     )
     assert [dict(candidate.point) for candidate in found] == [
@@ -59,7 +59,7 @@ def test_a_grid_is_crossed_and_each_point_is_labelled() -> None:
 def test_sweeps_of_hydra_and_single_values() -> None:
     assert labels(["correction=gsm"], grid=(f"{UPPER}=1.5",)) == [f"correction=gsm {UPPER}=1.5"]
     assert labels(["correction=gsm"], grid=(f"{UPPER}=range(2,4)",)) == [f"correction=gsm {UPPER}={n}" for n in (2, 3)]
-    (open_side,) = candidates([["correction=gsm"]], [f"{UPPER}=null"], RECORDED)
+    (open_side,) = build_candidates([["correction=gsm"]], [f"{UPPER}=null"], RECORDED)
     assert open_side.spec == spec(None, gsm=GSM | {"upper": None})
 
 
@@ -71,27 +71,27 @@ def test_a_grid_acts_on_the_specs_that_have_its_key_and_leaves_what_was_recorded
 
 
 def test_what_was_recorded_changed_at_one_key() -> None:
-    _, wide = candidates([["recorded"]], [f"{UPPER}=1.01,1.5"], RECORDED)
-    assert wide.of_step(RECORDED) == spec(TIS, gsm=GSM | {"upper": 1.5})
+    _, wide = build_candidates([["recorded"]], [f"{UPPER}=1.01,1.5"], RECORDED)
+    assert wide.resolve_spec(RECORDED) == spec(TIS, gsm=GSM | {"upper": 1.5})
     # Another step may have had another cap, which stays.
     other = spec(TIS | {"upper": 7.0}, gsm=GSM).to_mapping()
-    assert wide.of_step(other) == spec(TIS | {"upper": 7.0}, gsm=GSM | {"upper": 1.5})
+    assert wide.resolve_spec(other) == spec(TIS | {"upper": 7.0}, gsm=GSM | {"upper": 1.5})
     assert RECORDED["masks"]["gsm"]["upper"] == 1.01
 
 
 def test_a_grid_over_options() -> None:
-    found = candidates([["correction=tis_token"]], ["correction=gsm,icepop"], RECORDED)
+    found = build_candidates([["correction=tis_token"]], ["correction=gsm,icepop"], RECORDED)
     assert [candidate.label for candidate in found] == ["correction=gsm", "correction=icepop"]
     assert found[0].spec == spec(None, gsm=GSM)
 
 
 def test_a_mandatory_value_can_come_from_the_grid() -> None:
-    (candidate,) = candidates([["correction=opsm"]], ["correction.masks.opsm.delta=0.3"], RECORDED)
+    (candidate,) = build_candidates([["correction=opsm"]], ["correction.masks.opsm.delta=0.3"], RECORDED)
     assert candidate.spec == spec(None, opsm=opsm(0.3))
 
 
 def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
-    bad, good = candidates([["correction=gsm"]], [f"{UPPER}=0.5,1.5"], RECORDED)
+    bad, good = build_candidates([["correction=gsm"]], [f"{UPPER}=0.5,1.5"], RECORDED)
     assert bad.spec is None
     assert bad.error is not None
     assert "correction.masks.gsm.lower=0.99 with correction.masks.gsm.upper=0.5: nothing lies between" in bad.error
@@ -108,27 +108,27 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["recorded"]], ["correction=gsm,icepop"], "no options to exchange"),
         ([["recorded"], ["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key"),
         ([["correction=gsm"]], [f"{UPPER}=1.1", f"{UPPER}=1.2"], "given twice"),
-        ([["correction=gsm"]], [UPPER], "no Hydra override"),
+        ([["correction=gsm"]], [UPPER], "not a Hydra override"),
         ([["correction=gsm"]], [f"~{UPPER}"], "deletes a key"),
         ([["correction=gsm"]], [f"{UPPER}=range(2,{MOST + 3})"], f"more than {MOST} corrections"),
         ([["correction=gsmm"]], [], "correction=gsmm: no such option. Nearest: 'gsm'."),
         # The option none is no likely meaning: all are named.
         ([["correction=nonsense"]], [], "correction=nonsense: no such option. There are: 'auto', '"),
         ([["correction=none"]], ["correction.foo=1"], "no --spec has this key. There are: 'correction.a"),
-        ([["correction=[gsm,icepop"]], [], "no Hydra override"),
+        ([["correction=[gsm,icepop"]], [], "not a Hydra override"),
         ([["correction=[tis_token,tis_sequence]"]], [], "both set correction.weight"),
         ([["correction=auto"]], [], "chooses by the configuration of a run"),
         ([["correction=null"]], [], "Set correction=none"),
         ([["correction=gsm", "correction=icepop"]], [], "given 2 times"),
         ([["correction=gsm", "correction.masks.gsm.uper=2"]], [], "correction.masks.gsm.uper=2: unknown key"),
-        ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: no part of a correction"),
+        ([["correction=gsm", "trainer.nnodes=2"]], [], "trainer.nnodes=2: not an override of the correction"),
         ([["recorded", f"{UPPER}=2"]], [], "recorded stands alone"),
         ([["correction=gsm", f"{UPPER}=${{nothing}}"]], [], "nothing"),
     ],
 )
 def test_what_cannot_be_meant(specs: list[list[str]], grid: list[str], words: str) -> None:
     with pytest.raises(SpecError) as caught:
-        candidates(specs, grid, RECORDED)
+        build_candidates(specs, grid, RECORDED)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -137,8 +137,8 @@ def test_hydra_is_left_as_it_was() -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS), version_base=None):
         before = GlobalHydra.instance().hydra
-        candidates([["correction=gsm"]], [], RECORDED)
+        build_candidates([["correction=gsm"]], [], RECORDED)
         assert GlobalHydra.instance().hydra is before
         with pytest.raises(SpecError):
-            candidates([["correction=gsmm"]], [], RECORDED)
+            build_candidates([["correction=gsmm"]], [], RECORDED)
         assert GlobalHydra.instance().hydra is before

@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.kept_scale import Counts
-from recipe.offpolicy.analysis.whatif.replay import kept_tokens
-from recipe.offpolicy.analysis.whatif.results import Study
-from recipe.offpolicy.analysis.whatif.study import study
+from recipe.offpolicy.analysis.whatif.kept_scale import DenominatorCounts
+from recipe.offpolicy.analysis.whatif.outcomes import Study
+from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens
+from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.batch.plan import SCALE, Dealing, row_columns
 from recipe.offpolicy.correction import BatchConstants
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches
@@ -47,7 +47,7 @@ def replayed(path: Path, of: dict[str, Any], rows: Rows = ROWS) -> Study:
     (path / "run.json").write_text(json.dumps(of))
     recording = Recording(path)
     named = [Candidate(name, name, {}, one) for name, one in (("original", ORIGINAL), ("kept", KEPT))]
-    return study(recording, recording.steps, named)
+    return run_study(recording, recording.steps, named)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
         done, reasons = acted(share, chosen)
         record(tmp_path, done, spec=chosen.to_mapping(), reasons=reasons)
     recorded = Recording(tmp_path).step(5).rows
-    counts = Counts.of_card(card(mode, rows=8), sampled=False)
-    assert counts.unknown(recorded) == ""
-    scale = counts.scale(recorded, kept_tokens(chosen, chosen, recorded, BatchConstants(), size=200))
+    counts = DenominatorCounts.from_card(card(mode, rows=8), sampled=False)
+    assert counts.explain_unknown(recorded) == ""
+    scale = counts.compute_scale(recorded, count_kept_tokens(chosen, chosen, recorded, BatchConstants(), size=200))
     assert torch.from_numpy(scale).tolist() == pytest.approx(trained.tolist(), rel=1e-12)
     assert len(set(scale.tolist())) > 2
 
@@ -140,7 +140,7 @@ def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
     def noted(folder: str, acting: Any) -> list[str]:
         done, reasons = acted(ROWS, acting)
         recording = Recording(record(tmp_path / folder, done, spec=acting.to_mapping(), reasons=reasons))
-        return [note for note in study(recording, recording.steps, candidates).notes if "baseline=exclude" in note]
+        return [note for note in run_study(recording, recording.steps, candidates).notes if "baseline=exclude" in note]
 
     (note,) = noted("include", ORIGINAL)
     assert "with excluding, wider training would have had others" in note
@@ -148,5 +148,5 @@ def test_advantages_of_another_baseline_are_noted(tmp_path: Path) -> None:
     (note,) = noted("exclude", excluding)
     assert "with including, uncorrected, wider training" in note
     recording = Recording(tmp_path / "include")
-    alone = study(recording, recording.steps, [candidates[0], candidates[-1]])
+    alone = run_study(recording, recording.steps, [candidates[0], candidates[-1]])
     assert not any("baseline" in note for note in alone.notes)

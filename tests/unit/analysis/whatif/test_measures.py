@@ -13,9 +13,9 @@ import pytest
 
 from recipe.offpolicy.analysis.whatif import measures as module
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.measures import Measures
-from recipe.offpolicy.analysis.whatif.results import Outcome, Study
-from recipe.offpolicy.analysis.whatif.study import study
+from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.outcomes import CorrectionOutcome, Study
+from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Rows
 from tests.support.acted import by_hand, recorded
@@ -33,7 +33,7 @@ BAND = spec(None, band=band(0.5, 1.7))  # geometric means: row 0 (4 * 1 * 1/2)^(
 def replayed(path: Path, rows: Rows, *specs: CorrectionSpec, acting: CorrectionSpec | None = None) -> Study:
     recording = Recording(recorded(path, acting or spec(), rows))
     named = [Candidate(f"#{place}", f"#{place}", {}, one) for place, one in enumerate(specs)]
-    return study(recording, recording.steps, [Candidate(UNCORRECTED, UNCORRECTED), *named])
+    return run_study(recording, recording.steps, [Candidate(UNCORRECTED, UNCORRECTED), *named])
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def trust_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FEW", 1.0)
 
 
-def close(measured: Measures, **expected: Any) -> None:
+def close(measured: CorrectionMeasures, **expected: Any) -> None:
     for name, value in expected.items():
         assert getattr(measured, name) == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
@@ -225,7 +225,7 @@ def test_turns_and_staleness(tmp_path: Path) -> None:
     versions = np.array([0, -1])
     rows = by_hand(OLD, MU, advantages=A, turn=turns, oldest_version=versions, newest_version=versions)
     by_turn = spec(None, turn=band(0.5, 1.7, level="turn"))
-    outcome: Outcome = replayed(tmp_path, rows, by_turn).outcomes[1]
+    outcome: CorrectionOutcome = replayed(tmp_path, rows, by_turn).outcomes[1]
     kept = {name: (share.tokens, share.kept_tokens) for name, share in outcome.turns.items()}
     assert kept == {"turn/is0": (1, 0.0), "turn/is1": (2, 1.0), "turn/is2": (1, 0.0), "turn/ge3": (1, 0.0)}
     # Step 1 begins with version 0: row 0 is of staleness 0, that of row 1 is not known.

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.whatif import blocks as module
-from recipe.offpolicy.analysis.whatif.blocks import block, blocks
+from recipe.offpolicy.analysis.whatif.blocks import iterate_blocks, pad_rows
 from recipe.offpolicy.analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.results import Study
-from recipe.offpolicy.analysis.whatif.study import share_of, study
+from recipe.offpolicy.analysis.whatif.outcomes import Study
+from recipe.offpolicy.analysis.whatif.study import read_recorded_share, run_study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.catalogue import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
@@ -44,7 +44,7 @@ SPECS = {
 def run(recording: Path, specs: Mapping[str, CorrectionSpec] = SPECS, **options: Any) -> Study:
     read = Recording(recording)
     named = [Candidate(name, name, {}, one) for name, one in specs.items()]
-    return study(read, read.steps, named, **options)
+    return run_study(read, read.steps, named, **options)
 
 
 def numbers(result: Study) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     cut = run(directory, size=500)
     monkeypatch.setattr(module, "_SHORTEST", 0.0)
     whole = run(directory, size=10**9)
-    assert len(list(blocks(Recording(directory).step(5).rows, 10**9))) == 1
+    assert len(list(iterate_blocks(Recording(directory).step(5).rows, 10**9))) == 1
     assert numbers(whole).keys() == numbers(cut).keys()
     for name, value in numbers(whole).items():
         if value is None:
@@ -103,7 +103,7 @@ def test_shares_are_those_of_the_log(directory: Path) -> None:
         logged = {name: statistic.value() for name, statistic in step.statistics.items()}
         # By step the study has the whole alone; a study of that step has the groups.
         read = Recording(directory)
-        (alone,) = study(read, [5], [outcome.candidate]).outcomes
+        (alone,) = run_study(read, [5], [outcome.candidate]).outcomes
         assert outcome.steps[5] == alone.overall
         expected = {"": ("keep/token_share", "keep/sequence_share")}
         expected |= {
@@ -129,7 +129,7 @@ def test_shares_are_those_of_the_log(directory: Path) -> None:
 def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
     rows = drawn_rows(lengths)
     seen = []
-    for one in blocks(rows, size):
+    for one in iterate_blocks(rows, size):
         seen += one.rows.tolist()
         height, width = one.place.shape
         assert height * width <= max(size, width)
@@ -146,9 +146,9 @@ def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
 def test_padding_is_little() -> None:
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 1000)), 1, 8192).astype(int)
     rows = drawn_rows(lengths.tolist())
-    places = sum(one.place.numel() for one in blocks(rows))
+    places = sum(one.place.numel() for one in iterate_blocks(rows))
     assert places < 1.25 * rows.tokens
-    assert block(rows, np.arange(1000)).place.numel() > 4 * rows.tokens
+    assert pad_rows(rows, np.arange(1000)).place.numel() > 4 * rows.tokens
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
@@ -192,7 +192,7 @@ def test_recorded_may_change_from_step_to_step(tmp_path: Path) -> None:
     read = Recording(tmp_path)
     acting = Candidate(RECORDED, RECORDED)
     uncorrected = Candidate(UNCORRECTED, UNCORRECTED)
-    both, bare = study(read, read.steps, [acting, uncorrected]).outcomes
+    both, bare = run_study(read, read.steps, [acting, uncorrected]).outcomes
     alone = run(tmp_path, {name: SPECS[name] for name in ("tis", "sequence")}).outcomes
     assert both.steps[5] == alone[0].steps[5]
     assert both.steps[6] == alone[1].steps[6]
@@ -218,7 +218,7 @@ def test_a_sample_has_no_constants_of_the_batch(share: float | None, told: bool,
         card = {"config": {"offpolicy": {"record": {"share": share}}}}
         (path / "run.json").write_text(json.dumps(card))
     result = run(path, {"tis": SPECS["tis"]})
-    assert share_of(Recording(path).card) == (share or 1.0)
+    assert read_recorded_share(Recording(path).card) == (share or 1.0)
     assert any("Only a sample of the rows" in note for note in result.notes) == told
     assert any("not compared with its replay" in note for note in result.notes) == told
     assert (result.fidelity.tokens == 0) == told
@@ -264,4 +264,4 @@ def test_a_recorded_correction_that_is_none(mapping: dict[str, Any], tmp_path: P
 
 def test_no_step(directory: Path) -> None:
     with pytest.raises(RecordingError, match="no step to replay"):
-        study(Recording(directory), [], [])
+        run_study(Recording(directory), [], [])

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.monitor.alarms.alarm import Band, Rule, State
-from recipe.offpolicy.monitor.alarms.watched import growth
+from recipe.offpolicy.monitor.alarms.alarm import AlarmRule, AlarmState, Band
+from recipe.offpolicy.monitor.alarms.alarm_statistics import compute_growth
 from tests.support.drawn import examples
 
-ESS = Rule(Band(0.3, None), Band(0.4, None), patience=2, recovery_patience=2)
+ESS = AlarmRule(Band(0.3, None), Band(0.4, None), patience=2, recovery_patience=2)
 
 
-def course(rule: Rule, *values: float) -> list[str]:
+def course(rule: AlarmRule, *values: float) -> list[str]:
     """What happened at each value, a letter each: f fired, r recovered, - nothing."""
-    state, seen = State(), []
+    state, seen = AlarmState(), []
     for value in values:
-        state, event = state.after(rule, value)
+        state, event = state.advance(rule, value)
         seen.append({"none": "-", "fired": "f", "recovered": "r"}[event])
     return ["".join(seen), "firing" if state.firing else "armed"]
 
@@ -46,34 +46,34 @@ def test_it_says_so_once_and_can_fire_again() -> None:
 def test_nan_is_beyond_every_bound() -> None:
     assert course(ESS, math.nan, math.nan) == ["-f", "firing"]
     assert course(ESS, 0.2, 0.2, math.nan, 0.5, 0.5) == ["-f--r", "armed"]
-    open_band = Rule(Band(None, None), Band(None, None), 1, 1)
+    open_band = AlarmRule(Band(None, None), Band(None, None), 1, 1)
     assert course(open_band, math.nan) == ["f", "firing"]
 
 
 def test_two_sides() -> None:
-    both = Rule(Band(0.5, 2.0), Band(0.6, 1.7), patience=1, recovery_patience=1)
+    both = AlarmRule(Band(0.5, 2.0), Band(0.6, 1.7), patience=1, recovery_patience=1)
     assert course(both, 1.0, 2.5, 1.9, 1.5, 0.4, 0.55, 0.6) == ["-f-rf-r", "armed"]
     assert str(both.band) == ">= 0.5 and <= 2"
     assert str(Band(None, 0.0)) == "<= 0"
 
 
 def test_the_values_that_it_counted_are_remembered() -> None:
-    state = State()
+    state = AlarmState()
     for value in (0.9, 0.2, 0.1):
-        state, _ = state.after(ESS, value)
+        state, _ = state.advance(ESS, value)
     assert state.values == (0.2, 0.1)
     for value in range(10):
-        state, _ = state.after(ESS, -float(value))
+        state, _ = state.advance(ESS, -float(value))
     assert (state.beyond, state.values) == (12, (-5.0, -6.0, -7.0, -8.0, -9.0))
 
 
 @examples
 @given(draw.lists(draw.sampled_from([0.1, 0.35, 0.5, math.nan]), max_size=40), draw.integers(1, 4), draw.integers(1, 4))
 def test_firing_and_re_arming_take_turns_and_their_time(values: list[float], patience: int, recovery: int) -> None:
-    rule = Rule(Band(0.3, None), Band(0.4, None), patience, recovery)
-    state, events = State(), []
+    rule = AlarmRule(Band(0.3, None), Band(0.4, None), patience, recovery)
+    state, events = AlarmState(), []
     for place, value in enumerate(values):
-        state, event = state.after(rule, value)
+        state, event = state.advance(rule, value)
         if event != "none":
             events.append(event)
         if event == "fired":
@@ -98,10 +98,10 @@ def test_firing_and_re_arming_take_turns_and_their_time(values: list[float], pat
     ],
 )
 def test_growth(past: list[float], value: float, expected: float | None) -> None:
-    assert growth(past, value, history=3, least=0.001) == pytest.approx(expected)
+    assert compute_growth(past, value, history=3, least=0.001) == pytest.approx(expected)
 
 
 def test_growth_of_nothing_known_is_not_known() -> None:
-    grown = growth([1.0, 1.0, 1.0], math.nan, history=3, least=0.001)
+    grown = compute_growth([1.0, 1.0, 1.0], math.nan, history=3, least=0.001)
     assert grown is not None
     assert math.isnan(grown)

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.monitor.alarms.panel import CONFIGURED, AlarmError, Panel
+from recipe.offpolicy.monitor.alarms.alarms import CONFIGURED, AlarmError, Alarms
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
 from tests.support.corrections import GSM, TIS
 
@@ -29,13 +29,13 @@ HEALTHY = {
 }
 
 
-def panel(**alarms: dict[str, Any]) -> Panel:
+def panel(**alarms: dict[str, Any]) -> Alarms:
     """All alarms off but those given, with their keys."""
     values = {name: {"action": "off"} for name in DEFAULTS} | alarms
-    return Panel.of(OmegaConf.create({"offpolicy": {"alarms": values}}))
+    return Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": values}}))
 
 
-def judged(made: Panel, *ess: float, **others: float) -> list[bool]:
+def judged(made: Alarms, *ess: float, **others: float) -> list[bool]:
     """Whether each update changed what is in force; ESS is the same by weight and by ratio."""
     seen = []
     for value in ess:
@@ -45,7 +45,7 @@ def judged(made: Panel, *ess: float, **others: float) -> list[bool]:
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
+    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": {name: {} for name in DEFAULTS}}}))
     with caplog.at_level(logging.INFO):
         for _ in range(40):
             assert not made.judge(SPEC, HEALTHY)
@@ -73,7 +73,7 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_by_default_each_warns(name: str, beyond: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
-    made = Panel.of(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
+    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": {alarm: {} for alarm in DEFAULTS}}}))
     for _ in range(16):  # what growth is seen against
         made.judge(SPEC, HEALTHY)
     with caplog.at_level(logging.WARNING):

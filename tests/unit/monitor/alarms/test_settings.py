@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.monitor.alarms.alarm import Band
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, problems, settings_of
-from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, find_problems, read_settings
+from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS
 
@@ -29,7 +29,7 @@ def config(changes: dict[str, Any] | None = None, correction: dict[str, Any] | N
 
 def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> list[str]:
     made = config(changes, correction)
-    return [str(problem) for problem in problems(made, spec_of(made))]
+    return [str(problem) for problem in find_problems(made, read_spec(made))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -40,7 +40,7 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
 
 
 def test_defaults_are_those_of_practice() -> None:
-    alarms = settings_of(config())
+    alarms = read_settings(config())
     assert {name: alarm.action for name, alarm in alarms.items()} == dict.fromkeys(DEFAULTS, "warn")
     assert alarms["ess"].rule.band == Band(0.3, None)
     assert alarms["mean_weight"].rule.band == Band(0.5, 2.0)
@@ -49,7 +49,7 @@ def test_defaults_are_those_of_practice() -> None:
 
 @pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
 def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
-    assert list(settings_of(config({f"{KEY}.ess.action": off}))) == [name for name in DEFAULTS if name != "ess"]
+    assert list(read_settings(config({f"{KEY}.ess.action": off}))) == [name for name in DEFAULTS if name != "ess"]
     assert found({f"{KEY}.ess.action": off}) == []
 
 
@@ -111,7 +111,7 @@ def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value:
     only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
     changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
     made = config(changes)
-    (problem,) = problems(made, spec_of(made))
+    (problem,) = find_problems(made, read_spec(made))
     assert problem.key == f"{KEY}.{name}.{bound}"
     assert said in problem.reason
     mended = dict(override.split("=") for override in problem.overrides)
@@ -142,4 +142,4 @@ def test_without_rollout_log_probs_nothing_can_stop_the_run() -> None:
 
 def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:
     with pytest.raises(SpecError, match="main_offpolicy has not replaced"):
-        settings_of(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))
+        read_settings(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.monitor.alarms.watched import NAMES, never_moves, statistic_of, value_of
+from recipe.offpolicy.monitor.alarms.alarm_statistics import NAMES, explain_constant, find_statistic, read_value
 from tests.support.corrections import GSM, TIS, opsm, run, values
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -33,13 +33,13 @@ LOOKS_AT = {
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_stages_give_what_alarms_look_at(name: str) -> None:
     spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
-    looked = tuple(statistic_of(alarm, spec) for alarm in ("ess", "mean_weight", "mismatch_growth"))
+    looked = tuple(find_statistic(alarm, spec) for alarm in ("ess", "mean_weight", "mismatch_growth"))
     assert looked == LOOKS_AT[name]
     # pi / mu is e^0.3 on one token of two; under bypass pi_old is mu.
     mu = [[-1.0, -1.0]]
     old = mu if name == "bypass" else [[-0.7, -1.0]]
     shown = values(run(spec, mu=mu, old=old, pi=[[-0.7, -1.0]], advantages=-1.0))
-    found = {alarm: value_of(alarm, spec, shown) for alarm in NAMES if alarm != "kept_share"}
+    found = {alarm: read_value(alarm, spec, shown) for alarm in NAMES if alarm != "kept_share"}
     assert all(math.isfinite(value) for value in found.values())
     # Two weights 1 and e^0.3 = 1.34986: mean 1.17493, ess (2.34986)^2 / (2 x 2.82212) = 0.97831; normalised the
     # same ess. k3 = (1.34986 - 1 - 0.3) / 2 = 0.02493; chi2 = (2.82212) / 2 - 1 = 0.41106.
@@ -52,9 +52,9 @@ def test_the_stages_give_what_alarms_look_at(name: str) -> None:
 def test_all_that_is_not_finite_is_counted_together() -> None:
     spec = CorrectionSpec.from_mapping({"weight": TIS})
     counted = {"nonfinite/rollout_log_prob": 2.0, "nonfinite/old_log_prob": 1.0, "nonfinite/log_prob": 0.0}
-    assert value_of("nonfinite", spec, counted) == 3.0
-    assert math.isnan(value_of("nonfinite", spec, {}))
-    assert math.isnan(value_of("ess", spec, {}))
+    assert read_value("nonfinite", spec, counted) == 3.0
+    assert math.isnan(read_value("nonfinite", spec, {}))
+    assert math.isnan(read_value("ess", spec, {}))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_all_that_is_not_finite_is_counted_together() -> None:
 )
 def test_without_anything_that_rejects_the_kept_share_stays(mapping: dict[str, Any], moves: bool) -> None:
     spec = CorrectionSpec.from_mapping(mapping)
-    assert (never_moves("kept_share", spec) == "") is moves
-    assert never_moves("ess", spec) == ""
+    assert (explain_constant("kept_share", spec) == "") is moves
+    assert explain_constant("ess", spec) == ""
 
 
 def test_an_unknown_alarm_is_an_error() -> None:
     with pytest.raises(ValueError, match="no alarm 'entropy'"):
-        statistic_of("entropy", CorrectionSpec())
+        find_statistic("entropy", CorrectionSpec())

@@ -19,7 +19,7 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, We
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, before_loading, saving
+from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.cap_histogram import CAPS, CapSums, widest_cap
@@ -27,7 +27,7 @@ from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule, cap_obstac
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import measured
 from recipe.offpolicy.monitor.bounds.settings import plain, problems
-from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS, band, spec
 from tests.support.drawn import examples
@@ -298,13 +298,13 @@ def run_config(folder: Path, **calibrate: Any) -> DictConfig:
 
 
 def saved(folder: Path, made: DictConfig, steering: Steering) -> None:
-    with saving(made, 4, CAPPED, steering.state()):
+    with guard_save(made, 4, CAPPED, steering.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
 
 def resumed(made: DictConfig) -> Steering:
-    state = before_loading(made, CAPPED, partial(differences, made))
+    state = check_before_loading(made, CAPPED, partial(differences, made))
     assert state is not None
     steering = Steering(CAPPED, made)
     steering.restore(state)
@@ -358,7 +358,7 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
     made = config(correction, **values)
-    return [(problem.key, str(problem)) for problem in problems(made, spec_of(made))]
+    return [(problem.key, str(problem)) for problem in problems(made, read_spec(made))]
 
 
 @pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])

@@ -16,7 +16,7 @@ from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
 from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
-from recipe.offpolicy.preflight.checks import spec_of
+from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 
@@ -240,7 +240,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
-    return [str(problem) for problem in problems(made, spec_of(made))]
+    return [str(problem) for problem in problems(made, read_spec(made))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -333,7 +333,7 @@ def test_keys_that_nothing_reads_without_a_target(values: dict[str, Any], needed
 def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
-    (problem,) = problems(made, spec_of(made))
+    (problem,) = problems(made, read_spec(made))
     assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
 
 

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.analysis.calibration.parts import parts_of
-from recipe.offpolicy.analysis.calibration.scores import scores_of
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.aggregates import extremes
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.correction.masks import outside
+from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
@@ -94,11 +93,11 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
         for aggregate, lower, upper in AGGREGATES:
             mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
             units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
-            values = extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
+            values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)
             least, greatest = mask.limits
             beyond = units.spread((below < least) | (above > greatest))
-            expected = outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
+            expected = find_outside(mask, log_rho, units, numerator=batch.old, denominator=batch.mu)
             assert torch.equal(beyond & valid, expected & valid), (aggregate, level)
 
 
@@ -163,11 +162,11 @@ def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
     rows = varied_rows(30, seed=1)
     rows = replace(rows, advantages=np.random.default_rng(2).standard_normal(rows.tokens).astype(np.float32))
     correction = spec(opsm=opsm(0.01, level=level, sign=sign))
-    (part,) = parts_of(correction)
-    offline = scores_of([Step(rows, NONE, ())], correction, [part])[0][part.key]
+    (part,) = list_parts(correction)
+    offline = compute_scores([Step(rows, NONE, ())], correction, [part])[0][part.key]
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
     (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
-    kept = offline.looked & ~offline.outside(correction.masks[0][1].limits)
+    kept = offline.looked & ~offline.find_outside(correction.masks[0][1].limits)
     assert online["opsm/kept"].parts == (float(kept.sum()), float(offline.looked.sum()))
     assert 0 < kept.sum() < offline.looked.sum() < len(offline)
 

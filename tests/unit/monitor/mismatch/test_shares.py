@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.attribution.decomposition import decompose
-from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
-from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics
+from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics, defer_share_statistics
 from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, compute_shares, estimate_floor
 from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, compute_sums_by_row
 
@@ -235,3 +236,21 @@ def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
     assert math.isnan(floor.compute_shares(stale)["attribution/variance_share/backend"])
     assert floor.compute_shares(fresh) == pytest.approx({name: one.value() for name, one in fresh.items()})
     assert floor.compute_shares({}) == {}
+
+
+def test_rows_of_two_ranks_share_as_rows_of_one() -> None:
+    """The parts are sums: statistics of both halves, merged, are those of the whole."""
+    torch.manual_seed(0)
+    mu, gap, drift = (0.1 * torch.randn(4, 6, dtype=torch.float64) for _ in range(3))
+    columns = dict(rollout_log_prob=mu - 1, old_log_prob=mu - 1 + gap, log_prob=mu - 1 + gap + drift)
+
+    def statistics(rows: slice) -> dict[str, Statistic]:
+        part = {name: column[rows] for name, column in columns.items()}
+        age = torch.tensor([0, 0, 1, 1])[rows]
+        (found,) = fetch([defer_share_statistics(**part, response_mask=torch.ones(4, 6)[rows], staleness=age)])
+        return dict(found)
+
+    whole, halves = statistics(slice(0, 4)), merge_all([statistics(slice(0, 2)), statistics(slice(2, 4))])
+    assert len(whole) == 8
+    for name, statistic in whole.items():
+        assert halves[name].value() == pytest.approx(statistic.value(), nan_ok=True), name

@@ -24,7 +24,7 @@ from injected_faults import make  # noqa: E402
 from injected_faults.cases import CASES, Case  # noqa: E402
 from injected_faults.evaluate import DATA  # noqa: E402
 
-from recipe.offpolicy.analysis.attribution.profiles import k3  # noqa: E402
+from recipe.offpolicy.analysis.attribution.profiles import compute_k3  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
 
 
@@ -144,7 +144,7 @@ def test_what_the_cache_gave_in_the_recorded_runs_was_as_old_as_injected(case: C
     # Step 1 comes after the first synchronisation, which clears the cache, and so do steps a period later.
     assert [max(age) for age in ages] == [(step - 1) % period for step in range(1, case.steps + 1)]
     rows = Recording(folder).rows()
-    loss = k3((rows.old_log_prob - rows.rollout_log_prob).astype(np.float64))
+    loss = compute_k3((rows.old_log_prob - rows.rollout_log_prob).astype(np.float64))
     kl = [float(loss[(rows.step == step)[rows.row_of_token]].mean()) for step in range(1, case.steps + 1)]
     stale = [max(age) > 0 for age in ages]
     assert any(stale) == bool(case.causes)

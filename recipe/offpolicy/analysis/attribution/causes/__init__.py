@@ -1,6 +1,6 @@
-"""Why mu and pi_old differ: tests over recordings, one cause a module, that tell the usual causes apart."""
+"""Causes of a mismatch between mu and pi_old: one statistical test a module, over recorded tokens."""
 
 from .cause import NAMES, Cause
-from .find import find_causes, find_in
+from .find import find_causes, find_causes_in_rows
 
-__all__ = ["NAMES", "Cause", "find_causes", "find_in"]
+__all__ = ["NAMES", "Cause", "find_causes", "find_causes_in_rows"]

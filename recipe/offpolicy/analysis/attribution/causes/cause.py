@@ -1,4 +1,4 @@
-"""What the cause finder says of each cause."""
+"""Verdict on one possible cause of a mismatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES: Final = (
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause and the verdict on it.
+    """One possible cause and the verdict on it.
 
     Attributes:
         name: one of ``NAMES``.
@@ -39,9 +39,11 @@ class Cause:
     fix: str = ""
 
 
-def absent(name: str, sentence: str, **evidence: float) -> Cause:
+def report_absent(name: str, sentence: str, **evidence: float) -> Cause:
+    """Build the verdict "absent"."""
     return Cause(name, "absent", evidence, sentence)
 
 
-def untestable(name: str, sentence: str, **evidence: float) -> Cause:
+def report_untestable(name: str, sentence: str, **evidence: float) -> Cause:
+    """Build the verdict "not testable"; ``sentence`` says what is lacking."""
     return Cause(name, "not testable", evidence, sentence)

@@ -1,4 +1,4 @@
-"""Misalignment: mu belongs to the token before or after, or to other rows altogether."""
+"""Misalignment test: mu belongs to the token before or after, or to other rows altogether."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..profiles import k3
-from .cause import Cause, absent, untestable
-from .sampled import Array, Integers, Sampled, estimate
+from ..profiles import compute_k3
+from .cause import Cause, report_absent, report_untestable
+from .sampled_tokens import Array, Integers, SampledTokens, estimate
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "misalignment"
@@ -16,32 +16,33 @@ LOWEST = -15.0
 """Log-probs are cut off there, so that no single token decides."""
 
 
-def find(sampled: Sampled) -> Cause:
-    """Correlation of log pi_old with log mu of the same token, and of the tokens beside, over tokens of one row."""
+def find(sampled: SampledTokens) -> Cause:
+    """Test the correlation of log pi_old with log mu of the same token, and of the tokens beside it in the row."""
     beside = _beside(sampled)
     if beside.verdict == "present":
         return beside
     return _unrelated(sampled, beside.evidence) or beside
 
 
-def _beside(sampled: Sampled) -> Cause:
-    """Whether it correlates better beside than at the same token."""
+def _beside(sampled: SampledTokens) -> Cause:
+    """Test whether the correlation is higher at a shift of one token than without."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
-        return untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
+        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
     values = {lag: _correlation(_columns(sampled, *pair).sum(0)) for lag, pair in pairs.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
     here, beside = _columns(sampled, *pairs[0]), _columns(sampled, *pairs[best])
+    # One table for both correlations, so that each bootstrap draw resamples them together.
     columns = np.concatenate([np.pad(here, ((0, 0), (0, 6))), np.pad(beside, ((0, 0), (6, 0)))])
     cluster = np.concatenate([sampled.cluster[pairs[0][0]], sampled.cluster[pairs[best][0]]])
     better = estimate(columns, cluster, lambda sums: _correlation(sums[6:]) - _correlation(sums[:6]))
     evidence = {f"correlation_{lag}": value for lag, value in values.items()}
     if better is None:
-        return untestable(NAME, "all log-probs are alike", **evidence)
+        return report_untestable(NAME, "all log-probs are alike", **evidence)
     evidence |= {"better_beside": better.value, "better_low": better.low, "better_high": better.high}
     sides = {-1: "before", 1: "after"}
     if better.low <= THRESHOLDS.shift:
-        return absent(
+        return report_absent(
             NAME,
             f"log pi_old correlates with log mu of the same token at {values[0]:.2f}, and beside at most at "
             f"{values[best]:.2f}",
@@ -57,18 +58,18 @@ def _beside(sampled: Sampled) -> Cause:
     )
 
 
-def _unrelated(sampled: Sampled, evidence: Mapping[str, float]) -> Cause | None:
-    """Whether the two correlate nowhere; None where they do, or are so near that it means nothing.
+def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause | None:
+    """Test whether the two correlate nowhere; None where they do, or are too near each other to tell.
 
-    A step or a turn that correlates by itself says that the others went wrong: that is staleness, or re-tokenisation.
+    A single step or turn that correlates points to staleness, or re-tokenisation, of the others.
     """
     count = len(sampled)
     if count < LEAST_TOKENS:
         return None
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
-    # An offset common to all tokens says nothing of which token is whose.
-    loss = np.stack([np.ones(count), k3(gap - gap.mean())], axis=-1)
+    # An offset common to all tokens does not show which token a log-prob belongs to.
+    loss = np.stack([np.ones(count), compute_k3(gap - gap.mean())], axis=-1)
     here = estimate(columns, sampled.cluster, _correlation)
     mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
     if here is None or here.high >= THRESHOLDS.related or mismatch is None or mismatch.low <= THRESHOLDS.healthy:
@@ -82,18 +83,19 @@ def _unrelated(sampled: Sampled, evidence: Mapping[str, float]) -> Cause | None:
         NAME,
         "present",
         {**evidence, "correlation_0": here.value, "correlation_0_low": here.low, "correlation_0_high": here.high},
-        f"log mu has nothing to do with log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
-        f"{here.high:.2f}] with {k3(gap).mean():.2g} nats a token of KL",
+        f"log mu is unrelated to log pi_old: they correlate at {here.value:.2f} [{here.low:.2f}, "
+        f"{here.high:.2f}] with {compute_k3(gap).mean():.2g} nats a token of KL",
         "find where mu and its rows part: they are joined in another order, or mu is of other weights altogether",
     )
 
 
-def _pairs(sampled: Sampled, lag: int) -> tuple[Integers, Integers]:
-    """Indices of tokens, and of those ``lag`` places further in the same row."""
+def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
+    """Return indices of tokens, and of those ``lag`` positions further in the same row."""
     row, place = sampled.tokens.row, sampled.tokens.place
     first = np.arange(len(row))
     if lag == 0:
         return first, first
+    # The margin of 3 keeps neighbours before the first and after the last position apart from other rows.
     key = row * (place.max(initial=0) + 3) + place
     there = np.searchsorted(key, key + lag)
     there = np.minimum(there, len(key) - 1)
@@ -101,13 +103,15 @@ def _pairs(sampled: Sampled, lag: int) -> tuple[Integers, Integers]:
     return first[found], there[found]
 
 
-def _columns(sampled: Sampled, first: Integers, second: Integers) -> Array:
+def _columns(sampled: SampledTokens, first: Integers, second: Integers) -> Array:
+    """Stack the terms of a correlation, (n, 6): 1, x, y, x^2, y^2, x y."""
     x = np.maximum(sampled.tokens.old[first], LOWEST)
     y = np.maximum(sampled.tokens.mu[second], LOWEST)
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
 
 
 def _correlation(sums: Array) -> float:
+    """Compute Pearson's correlation from sums of ``_columns``; NaN for a constant."""
     _, x, y, xx, yy, xy = sums / max(sums[0], 1.0)
     spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
     return float((xy - x * y) / np.sqrt(spread)) if spread > 0 else float("nan")

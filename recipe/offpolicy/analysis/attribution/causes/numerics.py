@@ -1,35 +1,39 @@
-"""Numerics: two engines round differently. The gap has no sign, is the same at every step, and has a heavy tail at low
-probability, where an error of the logits is not damped by the normaliser."""
+"""Numerics test: two engines round differently.
+
+The gap has no sign, is the same at every step, and has a heavy tail at low probability, where an error of the logits
+is not damped by the normaliser.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .cause import Cause, absent, untestable
-from .sampled import Array, Sampled, estimate
+from .cause import Cause, report_absent, report_untestable
+from .contexts import center_within_contexts
+from .sampled_tokens import Array, SampledTokens, estimate
 from .thresholds import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS
-from .within import contexts_of
 
 NAME = "numerics"
 LOW, MIDDLE, HIGH = np.log(0.1), np.log(0.5), np.log(0.9)
 
 
-def find(sampled: Sampled, *, offset: bool) -> Cause:
-    """Deviation of the gap where tokens are neither rare nor certain, and its growth towards low probability.
+def find(sampled: SampledTokens, *, offset: bool) -> Cause:
+    """Test the deviation of the gap at mid probabilities, and its growth towards low probability.
 
     Args:
         offset: mu lies above pi_old by a constant in each context: only what is left within contexts is judged.
     """
     mu, gap, cluster = sampled.tokens.mu, sampled.tokens.gap, sampled.cluster
     if offset:
-        contexts = contexts_of(sampled)
+        contexts = center_within_contexts(sampled)
         if contexts.count < LEAST_CONTEXTS:
-            return untestable(
+            return report_untestable(
                 NAME, f"{contexts.count} contexts have two different sampled tokens", contexts=contexts.count
             )
+        # Centring removes the offset of each context.
         mu, gap, cluster = mu[contexts.index], contexts.old - contexts.mu, cluster[contexts.index]
     if len(gap) < LEAST_TOKENS:
-        return untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")
+        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")
     low, middle, high = mu < LOW, (mu >= LOW) & (mu < HIGH), mu >= MIDDLE
     columns = np.stack(
         [column for chosen in (low, middle, high) for column in (chosen, chosen * gap, chosen * gap * gap)], axis=-1
@@ -38,19 +42,21 @@ def find(sampled: Sampled, *, offset: bool) -> Cause:
     tail = estimate(columns, cluster, lambda sums: _deviation(sums[:3]) / _deviation(sums[6:]))
     evidence: dict[str, float] = {"tokens_low": float(low.sum())}
     if noise is None:
-        return untestable(NAME, "no token has a probability of 0.1 to 0.9", **evidence)
+        return report_untestable(NAME, "no token has a probability of 0.1 to 0.9", **evidence)
     evidence |= {"noise": noise.value, "noise_low": noise.low, "noise_high": noise.high}
     if tail is not None:
         evidence |= {"tail": tail.value, "tail_low": tail.low}
     if noise.low <= THRESHOLDS.noise:
-        return absent(
+        return report_absent(
             NAME,
             f"the gap of tokens with a probability of 0.1 to 0.9 has a deviation of {noise.value:.2g} nats, as two "
             f"engines in bfloat16 have",
             **evidence,
         )
     if tail is None or tail.low <= THRESHOLDS.tail:
-        return absent(NAME, f"the gap of {noise.value:.2g} nats does not grow towards low probability", **evidence)
+        return report_absent(
+            NAME, f"the gap of {noise.value:.2g} nats does not grow towards low probability", **evidence
+        )
     return Cause(
         NAME,
         "present",
@@ -63,5 +69,6 @@ def find(sampled: Sampled, *, offset: bool) -> Cause:
 
 
 def _deviation(sums: Array) -> float:
+    """Compute the standard deviation from sums of 1, x and x^2; NaN for fewer than two."""
     count, first, second = sums
     return float(np.sqrt(max(second / count - (first / count) ** 2, 0.0))) if count >= 2 else float("nan")

@@ -1,4 +1,4 @@
-"""Temperature: within a context log mu is log pi_old times a factor, plus a constant.
+"""Temperature test: within a context log mu is log pi_old times a factor, plus a constant.
 
 With logits z, log mu = z / T_mu - log Z_mu and log pi_old = z / T_pi - log Z_pi: over the tokens of one context the
 slope of log mu on log pi_old is T_pi / T_mu, whatever the distribution, and above 0.
@@ -12,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from .cause import Cause, absent, untestable
-from .sampled import Array, Sampled, estimate
+from .cause import Cause, report_absent, report_untestable
+from .contexts import center_within_contexts
+from .sampled_tokens import Array, SampledTokens, estimate
 from .thresholds import LEAST_CONTEXTS, THRESHOLDS
-from .within import contexts_of
 
 NAME = "temperature"
 
 
-def find(sampled: Sampled, sampling: Mapping[str, Any]) -> Cause:
-    """Slope within contexts, and how much of the gap it explains.
+def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
+    """Test the slope within contexts, and the share of the gap that it explains.
 
     Args:
-        sampling: what the card says of how was sampled, ``temperature`` and the like; empty where there is none.
+        sampling: sampling settings of the card, ``temperature`` and the like; empty where there is none.
     """
-    contexts = contexts_of(sampled)
+    contexts = center_within_contexts(sampled)
     evidence: dict[str, float] = {"contexts": contexts.count}
     if contexts.count < LEAST_CONTEXTS:
-        return untestable(
+        return report_untestable(
             NAME,
             f"{contexts.count} contexts have two different sampled tokens, {LEAST_CONTEXTS} are needed: record whole "
             f"groups with rollout.n of 2 or more",
@@ -42,7 +42,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> Cause:
     explained = estimate(columns, cluster, _explained)
     fit = estimate(columns, cluster, _fit)
     if slope is None or explained is None or fit is None:
-        return untestable(NAME, "both policies agree to the bit", **evidence)
+        return report_untestable(NAME, "both policies agree to the bit", **evidence)
     evidence |= {
         "slope": slope.value,
         "slope_low": slope.low,
@@ -52,16 +52,17 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> Cause:
         "fit": fit.value,
         "fit_low": fit.low,
     }
+    # Distance of the interval from 1; negative if it contains 1.
     distance = max(slope.low - 1.0, 1.0 - slope.high)
     if distance <= THRESHOLDS.slope or explained.low <= THRESHOLDS.slope_explains:
-        return absent(
+        return report_absent(
             NAME,
             f"within a context log mu is {slope.value:.3f} times log pi_old, which explains {explained.value:.0%} of "
             f"the gap",
             **evidence,
         )
     if slope.low <= 0.0 or fit.low <= THRESHOLDS.slope_fits:
-        return absent(
+        return report_absent(
             NAME,
             f"within a context log mu is {slope.value:.3f} [{slope.low:.3f}, {slope.high:.3f}] times log pi_old with "
             f"an R^2 of {fit.value:.2f}: no temperature does that",
@@ -79,7 +80,7 @@ def find(sampled: Sampled, sampling: Mapping[str, Any]) -> Cause:
 
 
 def _same_temperature(sampled_at: Any) -> str:
-    """What makes the trainer score at the temperature that is sampled at; that one is the run's own choice."""
+    """Format the override that makes the trainer score at the sampling temperature of the run."""
     known = isinstance(sampled_at, int | float) and not isinstance(sampled_at, bool)
     if known and math.isfinite(sampled_at) and sampled_at > 0:
         return f"actor_rollout_ref.rollout.temperature={float(sampled_at)!r}"
@@ -87,14 +88,15 @@ def _same_temperature(sampled_at: Any) -> str:
 
 
 def _slope(sums: Array) -> float:
+    """Compute the slope of log mu on log pi_old within contexts."""
     return float(sums[1] / sums[0])
 
 
 def _fit(sums: Array) -> float:
-    """R^2 of log mu on log pi_old within contexts."""
+    """Compute R^2 of log mu on log pi_old within contexts."""
     return float(sums[1] ** 2 / (sums[0] * sums[4]))
 
 
 def _explained(sums: Array) -> float:
-    """Share of the squared gap within contexts that is linear in log pi_old."""
+    """Compute the share of the squared gap within contexts that is linear in log pi_old."""
     return float(sums[3] ** 2 / (sums[0] * sums[2]))

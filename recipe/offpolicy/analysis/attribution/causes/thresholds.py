@@ -1,5 +1,8 @@
-"""Where each test draws its line. Chosen on the recordings in tests/data/faults/tuning, and on nothing else, but for
-``above``, which was set on simulated noise: in those recordings what is cut off lies far from it."""
+"""Decision thresholds of the cause tests.
+
+Chosen on the recordings in tests/data/faults/tuning alone, except ``above``, which was set on simulated noise: in
+those recordings the mass cut off lies far from it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Least effects; the interval of an effect has to lie beyond its threshold.
+    """Smallest effects that count; the interval of an effect has to lie beyond its threshold.
 
     Attributes:
         shift: by how much log mu has to correlate better with the log pi_old of the token beside.
-        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they have nothing to
-            do with each other; and that of one step or turn which contradicts it.
+        related, part_related: correlation of log mu with log pi_old below which, over all tokens, they are
+            unrelated; and that of one step or turn which contradicts it.
         healthy: KL(mu, pi_old), nats a token, up to which a mismatch without a cause needs none.
         turn_factor: KL of one turn over that of the cleanest one, at equal probability.
         growth: KL of a step over that of the freshest steps.
@@ -47,7 +50,7 @@ class Thresholds:
 
 
 LEAST_TOKENS = 200
-"""Tokens below which no test is made."""
+"""Tokens that a test needs."""
 LEAST_CONTEXTS = 20
-"""Contexts with two different sampled tokens below which nothing is said about slopes."""
+"""Contexts with two different sampled tokens that a slope test needs."""
 THRESHOLDS = Thresholds()

@@ -1,0 +1,84 @@
+"""Re-tokenisation test: the gap sits in some turns of a conversation, where the trainer sees other tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....monitor.mismatch.sums import EDGES
+from ..profiles import compute_k3
+from .cause import Cause, report_absent, report_untestable
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate
+from .thresholds import LEAST_TOKENS, THRESHOLDS
+
+NAME = "re-tokenisation"
+
+
+def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
+    """Test the KL of each turn against the cleanest one, at equal probability under mu.
+
+    Returns:
+        The verdict, and which tokens are in clean turns: all of them unless it is present.
+    """
+    everything = np.ones(len(sampled), dtype=bool)
+    if sampled.turns < 2:
+        return report_untestable(NAME, "rows have one turn"), everything
+    turn = sampled.tokens.turn
+    numbers = [int(number) for number in np.unique(turn) if (turn == number).sum() >= LEAST_TOKENS]
+    if len(numbers) < 2:
+        return report_untestable(NAME, f"fewer than two turns have {LEAST_TOKENS} tokens"), everything
+    means = {number: float(compute_k3(sampled.tokens.gap[turn == number]).mean()) for number in numbers}
+    # The cleanest turn stands for what the backend alone does.
+    cleanest = min(means, key=lambda number: means[number])
+    evidence: dict[str, float] = {f"kl_turn_{number}": value for number, value in means.items()}
+    evidence["cleanest"] = cleanest
+    worse, clean = {}, turn == cleanest
+    for number in numbers:
+        if number == cleanest:
+            continue
+        factor = _factor(sampled, number, cleanest)
+        if factor is None:
+            continue
+        evidence |= {f"factor_turn_{number}": factor.value, f"factor_turn_{number}_low": factor.low}
+        if factor.low > THRESHOLDS.turn_factor:
+            worse[number] = factor
+        else:
+            clean |= turn == number
+    if not worse:
+        return report_absent(NAME, "all turns have about the same gap at equal probability", **evidence), everything
+    worst = max(worse, key=lambda number: worse[number].value)
+    return (
+        Cause(
+            NAME,
+            "present",
+            evidence,
+            f"in turn {' and '.join(str(number + 1) for number in sorted(worse))} the KL a token is up to "
+            f"{worse[worst].value:,.0f} times that of turn {cleanest + 1} at equal probability "
+            f"({means[worst]:.2g} against {means[cleanest]:.2g} nats)",
+            "train on the token ids that the engine returned and saw: an agent loop has to keep them, and never "
+            "encode a conversation's text again",
+        ),
+        clean,
+    )
+
+
+def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | None:
+    """Estimate KL of a turn over that of the cleanest turn at the same probabilities."""
+    loss = compute_k3(sampled.tokens.gap)
+    bins = np.digitize(sampled.tokens.mu, EDGES)
+    width = len(EDGES) + 1
+    here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest
+    columns = np.zeros((len(sampled), 4 * width))
+    index = np.arange(len(sampled))
+    for offset, chosen in ((0, here), (2, there)):
+        columns[index[chosen], offset * width + bins[chosen]] = 1.0
+        columns[index[chosen], (offset + 1) * width + bins[chosen]] = loss[chosen]
+
+    def ratio(sums: Array) -> float:
+        count, total, clean_count, clean_total = sums.reshape(4, width)
+        known = clean_count > 0
+        # KL of the clean turn, reweighted to this turn's probabilities.
+        expected = (count[known] * clean_total[known] / clean_count[known]).sum()
+        return float(total[known].sum() / expected) if expected > 0 else float("nan")
+
+    chosen = here | there
+    return estimate(columns[chosen], sampled.cluster[chosen], ratio)

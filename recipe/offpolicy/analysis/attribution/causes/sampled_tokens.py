@@ -1,0 +1,177 @@
+"""Recorded tokens grouped for tests: by prompt, and by the context that they were sampled in.
+
+Rows of one prompt share their first tokens. Where two rows have sampled from one and the same context, the two
+policies' distributions there are seen at several points, and what differs by a constant is told from what does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....recording import Rows
+from ..profiles import ValidTokens, select_valid_tokens
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+REPLICATES = 400
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Valid tokens of a recording, with their prompt, context and age.
+
+    Attributes:
+        tokens: log-probs and places, (n,) each.
+        step: (n,) of each token.
+        staleness: (n,) of each token's row, -1 where not known.
+        cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
+        context: (n,) number of the context: prompt, step, versions and all tokens before, hence one distribution.
+        token_id: (n,).
+        again: (n,) steps since the prompt of each token's row first came; 0 where it is new, -1 where not recorded.
+        turns: number of turns that any row has.
+    """
+
+    tokens: ValidTokens
+    step: Integers
+    staleness: Integers
+    cluster: Integers
+    context: Integers
+    token_id: Integers
+    again: Integers
+    turns: int
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def take(self, chosen: NDArray[np.bool_]) -> SampledTokens:
+        """Return these tokens alone."""
+        t = self.tokens
+        return SampledTokens(
+            tokens=ValidTokens(
+                row=t.row[chosen],
+                place=t.place[chosen],
+                mu=t.mu[chosen],
+                old=t.old[chosen],
+                pi=t.pi[chosen],
+                turn=t.turn[chosen],
+                index=t.index[chosen],
+            ),
+            step=self.step[chosen],
+            staleness=self.staleness[chosen],
+            cluster=self.cluster[chosen],
+            context=self.context[chosen],
+            token_id=self.token_id[chosen],
+            again=self.again[chosen],
+            turns=self.turns,
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate with its 98 % interval, by resampling prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+def collect_tokens(rows: Rows) -> SampledTokens:
+    """Collect the valid tokens of ``rows`` and number their prompts and contexts."""
+    tokens = select_valid_tokens(rows)
+    group = _groups(rows)
+    return SampledTokens(
+        tokens=tokens,
+        step=rows.step[tokens.row],
+        staleness=rows.staleness[tokens.row],
+        cluster=group[tokens.row],
+        context=_numbered(_mixed(group.astype(np.uint64)[tokens.row]) + _prefixes(rows)[tokens.index]),
+        token_id=rows.response_ids[tokens.index].astype(np.int64),
+        again=_again(rows)[tokens.row],
+        turns=int(tokens.turn.max(initial=-1)) + 1,
+    )
+
+
+def estimate(
+    columns: Array, cluster: Integers, statistic: Callable[[Array], float], *, seed: int = 0
+) -> Estimate | None:
+    """Estimate a statistic of sums over tokens, with a cluster-bootstrap interval; None where it is not finite.
+
+    Args:
+        columns: (n, k), summed over tokens.
+        cluster: (n,).
+        statistic: of the k sums.
+    """
+    _, place = np.unique(cluster, return_inverse=True)
+    count = int(place.max(initial=-1)) + 1
+    sums = np.zeros((count, columns.shape[-1]))
+    np.add.at(sums, place, columns)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = statistic(sums.sum(0)) if count else np.nan
+        if not np.isfinite(value):
+            return None
+        rng = np.random.default_rng(seed)
+        # Multinomial counts of the clusters are draws with replacement; sums of columns need nothing else.
+        weights = rng.multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
+        drawn = np.array([statistic(row) for row in weights @ sums])
+    drawn = drawn[np.isfinite(drawn)]
+    # An interval of the finite draws alone would be of a selection.
+    if len(drawn) < REPLICATES / 2:
+        return None
+    return Estimate(float(value), float(np.percentile(drawn, 1)), float(np.percentile(drawn, 99)))
+
+
+def _groups(rows: Rows) -> Integers:
+    """Number the prompts, (N,): by uid, else by the prompt's tokens, else each row by itself."""
+    prompts = [
+        str(uid) or (rows.prompt_ids[start:end].tobytes().hex() or f"row {index}")
+        for index, (uid, start, end) in enumerate(
+            zip(rows.uid, rows.prompt_offsets[:-1], rows.prompt_offsets[1:], strict=True)
+        )
+    ]
+    keys = np.array(
+        [
+            f"{step}/{old}/{new}/{prompt}"
+            for step, old, new, prompt in zip(rows.step, rows.oldest_version, rows.newest_version, prompts, strict=True)
+        ]
+    )
+    return _numbered(keys)
+
+
+def _again(rows: Rows) -> Integers:
+    """Compute (N,) steps since a prompt of the same tokens first came; -1 where a row has no prompt."""
+    first: dict[bytes, int] = {}
+    ages = np.full(len(rows), -1, dtype=np.int64)
+    for index in np.argsort(rows.step, kind="stable"):
+        prompt = rows.prompt_ids[rows.prompt_offsets[index] : rows.prompt_offsets[index + 1]].tobytes()
+        if prompt:
+            step = int(rows.step[index])
+            ages[index] = step - first.setdefault(prompt, step)
+    return ages
+
+
+def _prefixes(rows: Rows) -> NDArray[np.uint64]:
+    """Hash all response tokens before each one in its row, (M,)."""
+    # The position is hashed too, so that order counts; a running sum then gives every prefix in one pass.
+    words = _mixed(rows.response_ids.astype(np.uint64) * np.uint64(1 << 32) + rows.position.astype(np.uint64))
+    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
+    starts = ends[rows.offsets[:-1]]
+    return ends[:-1] - np.repeat(starts, np.diff(rows.offsets))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014), elementwise, modulo 2^64."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _numbered(keys: NDArray[np.generic]) -> Integers:
+    """Replace keys by consecutive integers."""
+    _, numbers = np.unique(keys, return_inverse=True)
+    return numbers.astype(np.int64)

@@ -1,0 +1,224 @@
+"""Stale-weights test: the gap grows from step to step and falls back at a synchronisation.
+
+Keys and values of older weights stay in an engine's prefix cache where it is not cleared when new weights arrive. They
+are taken for prompts that come again and not for new ones. That alone does not tell them from older weights: an update
+moves most what it was trained on, and prompts that come again were. But older weights act on new prompts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....monitor.mismatch.sums import EDGES
+from ..profiles import compute_k3
+from .cause import Cause, report_absent, report_untestable
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate
+from .thresholds import LEAST_TOKENS, THRESHOLDS
+
+NAME = "stale weights"
+_FIX = (
+    "synchronise at every step and clear the engine's cache; where staleness is meant, bound it with "
+    "trainer.v1.sampler.max_off_policy_threshold and correct for it: 'correction=[tis_token,opsm]' "
+    "correction.masks.opsm.delta=0.1"
+)
+_FIX_CACHE = (
+    "clear the engine's prefix cache when new weights arrive, as verl does, or have none: "
+    "actor_rollout_ref.rollout.enable_prefix_caching=False"
+)
+
+Mask = NDArray[np.bool_]
+
+
+def find(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Compare KL of each step, or staleness, with the freshest, and of repeated prompts with new ones.
+
+    Returns:
+        The verdict, and which tokens are fresh: all of them unless it is present.
+    """
+    again = sampled.again > 0
+    kept, of_prompts = _kept(sampled, again)
+    cause, fresh = _of_weights(sampled)
+    evidence = {**cause.evidence, **of_prompts}
+    told_apart = _without_comparison(sampled, again)
+    if kept is not None:
+        of_new, fresh_new = _of_weights(sampled.take(~again))
+        if kept.low > THRESHOLDS.growth and of_new.verdict != "present":
+            fresh = ~again
+            fresh[fresh] = fresh_new
+            return _of_cache(kept, evidence, alone=of_new.verdict == "absent"), fresh
+        told_apart = _of_both(kept, new_are_stale=of_new.verdict == "present")
+    if cause.verdict == "present":
+        return replace(cause, evidence=evidence, sentence=f"{cause.sentence}{told_apart}"), fresh
+    return replace(cause, evidence=evidence), fresh
+
+
+def _of_cache(kept: Estimate, evidence: Mapping[str, float], *, alone: bool) -> Cause:
+    """Build the verdict on repeated prompts; ``alone``: new ones are as fresh as the freshest step."""
+    which = (
+        "and new ones are fresh: the engine's prefix cache holds keys and values of older weights"
+        if alone
+        else "and new ones are too few to tell whether the engine has older weights or keys and values of them"
+    )
+    return Cause(
+        NAME,
+        "present",
+        evidence,
+        f"rows whose prompt came before have {kept.value:,.0f} times the KL that rows with a new one have in the same "
+        f"steps at equal probability, {evidence['kl_again']:.2g} against {evidence['kl_new']:.2g} nats a token, "
+        f"{which}",
+        _FIX_CACHE if alone else _FIX,
+    )
+
+
+def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping[str, float]]:
+    """Estimate KL of rows with a repeated prompt over that of rows with a new one, with the evidence.
+
+    Compared in the same step, at the same staleness and at the same probability under mu, so that the age of a
+    step and certainty are not in it. A prompt that came before and was not recorded counts as new, which
+    makes the factor smaller. None where ``LEAST_TOKENS`` of either are not there to compare.
+    """
+    new = sampled.again == 0
+    loss = compute_k3(sampled.tokens.gap)
+    keys = np.stack([sampled.step, sampled.staleness, np.digitize(sampled.tokens.mu, EDGES)], axis=-1)
+    # Strata that only one kind of row has offer no comparison.
+    _, stratum = np.unique(keys, axis=0, return_inverse=True)
+    stratum = stratum.reshape(-1)
+    counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
+    shared = ((counts[0] > 0) & (counts[1] > 0))[stratum]
+    again, new = again & shared, new & shared
+    if min(again.sum(), new.sum()) < LEAST_TOKENS:
+        return None, {}
+    # New rows count as if they were spread over steps and probabilities as the others are.
+    scale = (counts[0] / np.maximum(counts[1], 1))[stratum]
+    columns = np.stack([again * loss, new * scale * loss], axis=-1)
+    factor = estimate(columns[again | new], sampled.cluster[again | new], lambda sums: float(sums[0] / sums[1]))
+    if factor is None:
+        return None, {}
+    evidence = {
+        "kl_again": float(loss[again].mean()),
+        "kl_new": float((scale * loss)[new].sum() / again.sum()),
+        "again": factor.value,
+        "again_low": factor.low,
+        "again_high": factor.high,
+    }
+    return factor, evidence
+
+
+def _of_both(kept: Estimate, *, new_are_stale: bool) -> str:
+    """Describe whether weights or cache are stale, where prompts of both kinds were compared."""
+    ratio = f"; prompts that come again have {kept.value:.1f} times the KL of new ones"
+    if kept.high < THRESHOLDS.growth:
+        return f"{ratio}, so it is the weights"
+    if new_are_stale:
+        return f"{ratio}: weights, as new ones are stale too and training moves a prompt most, or also a kept cache"
+    return f"{ratio}, which does not tell weights from cache"
+
+
+def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
+    """Describe whether weights or cache are stale, where prompts could not be compared."""
+    if (sampled.staleness > 0).any():
+        return ""  # recorded versions identify the weights
+    if (sampled.again < 0).any():
+        return "; weights or cache, which recorded prompts would tell apart"
+    if again.sum() < LEAST_TOKENS:
+        return "; prompts are new at each step, so it is the weights, or the cache of a text that prompts share"
+    return "; weights or cache, which new prompts beside those that come again would tell apart"
+
+
+def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Test KL of each step, or of each staleness where it is known, against the freshest."""
+    everything = np.ones(len(sampled), dtype=bool)
+    if (sampled.staleness > 0).any() and (sampled.staleness == 0).sum() >= LEAST_TOKENS:
+        return _by_version(sampled)
+    loss = compute_k3(sampled.tokens.gap)
+    steps = [int(step) for step in np.unique(sampled.step) if (sampled.step == step).sum() >= LEAST_TOKENS]
+    if len(steps) < 2:
+        return report_untestable(NAME, f"fewer than two steps have {LEAST_TOKENS} tokens"), everything
+    series = {step: float(loss[sampled.step == step].mean()) for step in steps}
+    freshest = min(steps, key=lambda step: series[step])
+    worst = max(steps, key=lambda step: series[step])
+    factor = _factor(sampled, sampled.step == worst, sampled.step == freshest)
+    grows, falls = _shape([series[step] for step in steps])
+    evidence = {f"kl_step_{step}": value for step, value in series.items()}
+    evidence |= {"rises": float(grows), "resets": float(falls)}
+    if factor is None:
+        return report_untestable(NAME, "both policies agree to the bit at some step", **evidence), everything
+    evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
+    if factor.low <= THRESHOLDS.growth or (worst < freshest and not falls):
+        return (
+            report_absent(
+                NAME, f"the KL of steps differs by a factor of {factor.value:.1f} at most, without resets", **evidence
+            ),
+            everything,
+        )
+    # Steps within twice the least KL pass for fresh in the tests that follow.
+    fresh = np.isin(sampled.step, [step for step in steps if series[step] < 2 * series[freshest]])
+    return (
+        Cause(
+            NAME,
+            "present",
+            evidence,
+            f"the KL a token grows from {series[freshest]:.2g} nats at step {freshest} to {series[worst]:.2g} at step "
+            f"{worst}, {factor.value:.0f} times, and falls back {falls} times: what the engine samples with is not "
+            f"what the trainer has",
+            _FIX,
+        ),
+        fresh,
+    )
+
+
+def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
+    """Test KL of stale rows against fresh ones."""
+    fresh = sampled.staleness == 0
+    stale = sampled.staleness > 0
+    everything = np.ones(len(sampled), dtype=bool)
+    factor = _factor(sampled, stale, fresh)
+    loss = compute_k3(sampled.tokens.gap)
+    oldest = int(sampled.staleness.max())
+    evidence = {
+        f"kl_staleness_{age}": float(loss[sampled.staleness == age].mean())
+        for age in range(oldest + 1)
+        if (sampled.staleness == age).any()
+    }
+    if factor is None:
+        return report_untestable(NAME, "both policies agree to the bit on fresh rows", **evidence), everything
+    evidence |= {"growth": factor.value, "growth_low": factor.low, "growth_high": factor.high}
+    if factor.low <= THRESHOLDS.growth:
+        return (
+            report_absent(NAME, f"stale rows have {factor.value:.1f} times the KL of fresh ones", **evidence),
+            everything,
+        )
+    return (
+        Cause(
+            NAME,
+            "present",
+            evidence,
+            f"rows that older weights sampled, by up to {oldest} step{'s' * (oldest > 1)}, have {factor.value:.0f} "
+            f"times the KL of fresh ones: {loss[stale].mean():.2g} against {loss[fresh].mean():.2g} nats a token",
+            _FIX,
+        ),
+        fresh,
+    )
+
+
+def _factor(sampled: SampledTokens, here: Mask, there: Mask) -> Estimate | None:
+    """Estimate the ratio of the mean KL of two sets of tokens."""
+    loss = compute_k3(sampled.tokens.gap)
+    columns = np.stack([here, here * loss, there, there * loss], axis=-1).astype(np.float64)
+    chosen = here | there
+
+    def ratio(sums: Array) -> float:
+        return float((sums[1] / sums[0]) / (sums[3] / sums[2]))
+
+    return estimate(columns[chosen], sampled.cluster[chosen], ratio)
+
+
+def _shape(series: list[float]) -> tuple[int, int]:
+    """Count how often the series rises by half or more, and how often it falls to less than half."""
+    pairs = list(pairwise(series))
+    return sum(b > 1.5 * a for a, b in pairs), sum(b < 0.5 * a for a, b in pairs)

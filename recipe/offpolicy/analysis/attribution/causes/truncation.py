@@ -1,0 +1,159 @@
+"""Truncation test: sampling from a subset of tokens, or from a larger vocabulary, offsets log mu by a constant.
+
+Where mu keeps a set K of the tokens, mu = pi_old / pi_old(K) on it. So log mu - log pi_old = -log pi_old(K) >= 0 for
+all tokens of a context alike, and E_mu[pi_old / mu] = pi_old(K): one less its mean is the mass cut off. That mean is 1
+for any other cause that leaves every token possible, where so many tokens are drawn that it is near its mean: noise of
+more than a nat gives the ratio a tail that few samples hold, and their mean comes out below 1. Such noise also puts
+pi_old above mu by about as much, where it does; what is cut off does not.
+
+The two are told apart by what was cut. Top-p, top-k and min-p leave few tokens: now and then a group's rows have
+sampled every one of them, and then their mu sum to 1 while their pi_old do not, which nothing else does. A padded
+vocabulary leaves all real tokens. A top-k beyond the rows of a group is not seen that way: then the run's card decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .cause import Cause, report_absent, report_untestable
+from .contexts import sum_probabilities
+from .sampled_tokens import Estimate, SampledTokens, estimate
+from .thresholds import LEAST_TOKENS, THRESHOLDS
+
+TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
+WHOLE = 1e-4
+"""Distance from 1 at which probabilities have summed to it."""
+SHORT = 1e-2
+"""Mass that pi_old has to miss for a context to count."""
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Estimates of the constant by which log mu lies above log pi_old.
+
+    Attributes:
+        missing: mass under pi_old that mu has not kept.
+        one_sided: share of the squared gap where mu is the larger.
+        above: root of the mean squared gap, in nats, of the tokens where pi_old is the larger; None where it never is.
+        exhausted: share of contexts in which pi_old misses ``SHORT`` or more whose sampled tokens are all of mu.
+        contexts: how many those are.
+    """
+
+    missing: Estimate
+    one_sided: Estimate
+    above: Estimate | None
+    exhausted: Estimate
+    contexts: int
+
+
+def measure_offset(sampled: SampledTokens) -> Offset | None:
+    """Estimate the offset; None where both policies agree to the bit."""
+    gap = sampled.tokens.gap
+    larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
+    columns = np.stack(
+        [np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old], axis=-1
+    )
+    missing = estimate(columns, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
+    one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
+    above = estimate(columns, sampled.cluster, lambda sums: float(np.sqrt(sums[5] / sums[4])))
+    support = sum_probabilities(sampled)
+    # Only contexts whose sampled tokens are all of mu, yet not all of pi_old, show truncation.
+    short = support.old < 1.0 - SHORT
+    whole = short & (support.mu > 1.0 - WHOLE)
+    counted = np.stack([short, whole], axis=-1).astype(np.float64)
+    exhausted = estimate(counted, support.cluster, lambda sums: float(sums[1] / sums[0]))
+    if missing is None or one_sided is None or exhausted is None:
+        return None
+    return Offset(missing, one_sided, above, exhausted, int(whole.sum()))
+
+
+def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Cause]:
+    """Judge truncated sampling and extra vocabulary.
+
+    Args:
+        sampling: sampling settings of the card, ``top_p`` and the like; empty where there is none.
+    """
+    if len(sampled) < LEAST_TOKENS:
+        why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
+        return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)
+    offset = measure_offset(sampled)
+    if offset is None:
+        why = "both policies agree to the bit"
+        return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
+    missing, one_sided, exhausted = offset.missing, offset.one_sided, offset.exhausted
+    if missing.value < -1.0:
+        # One less a mean ratio above 2 is no mass.
+        ratio = {"mean_ratio": 1.0 - missing.value, "one_sided": one_sided.value}
+        why = f"pi_old/mu averages {1.0 - missing.value:.2g} over mu's samples: with mass cut off it is below 1"
+        return report_absent(TRUNCATED, why, **ratio), report_absent(EXTRA, why, **ratio)
+    evidence = {
+        "missing": missing.value,
+        "missing_low": max(missing.low, -1.0),
+        "missing_high": missing.high,
+        "one_sided": one_sided.value,
+        "one_sided_low": one_sided.low,
+        "exhausted": exhausted.value,
+        "exhausted_low": exhausted.low,
+        "exhausted_contexts": offset.contexts,
+    }
+    if missing.low <= THRESHOLDS.missing or one_sided.low <= THRESHOLDS.one_sided:
+        why = (
+            f"mu has cut off {missing.value:.2%} of pi_old's mass, and lies above it in {one_sided.value:.0%} of the "
+            f"squared gap"
+        )
+        return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
+    above = offset.above
+    if above is not None:
+        evidence |= {"above": above.value, "above_high": above.high}
+    if above is not None and above.high > THRESHOLDS.above:
+        why = (
+            f"where pi_old lies above mu it does by {above.value:.2g} nats, which cutting off mass cannot do; with "
+            f"such scatter the mean of pi_old / mu over these tokens says nothing of mass"
+        )
+        return report_absent(TRUNCATED, why, **evidence), report_absent(EXTRA, why, **evidence)
+    constant = (
+        f"mu lies above pi_old, in {one_sided.value:.0%} of the squared gap, as if {missing.value:.2%} "
+        f"[{missing.low:.2%}, {missing.high:.2%}] of the mass were cut off"
+    )
+    exhausts = offset.contexts >= THRESHOLDS.exhausted
+    if exhausts or _restricted(sampling):
+        by_what = (
+            f"in {offset.contexts} contexts the sampled tokens are all that mu allows, and not all that pi_old does"
+            if exhausts
+            else f"the run's card says {_restricted(sampling)}"
+        )
+        return (
+            Cause(
+                TRUNCATED,
+                "present",
+                evidence,
+                f"{constant}; {by_what}",
+                "actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1, and no min_p",
+            ),
+            report_absent(EXTRA, "what is cut off are tokens that the trainer finds possible", **evidence),
+        )
+    return (
+        report_absent(TRUNCATED, f"in {offset.contexts} contexts only are the sampled tokens all of mu", **evidence),
+        Cause(
+            EXTRA,
+            "present",
+            evidence,
+            f"{constant}, and no token that could be sampled is missing: the engine masks ids that the trainer counts",
+            "cut the output layer to the tokenizer's size, or mask the same ids in the trainer: config.vocab_size has "
+            "to be len(tokenizer)",
+        ),
+    )
+
+
+def _restricted(sampling: Mapping[str, Any]) -> str:
+    """Format the sampling settings that leave tokens out; empty for none."""
+    found = []
+    for key, whole in (("top_p", lambda v: v >= 1), ("top_k", lambda v: v <= 0), ("min_p", lambda v: v <= 0)):
+        value = sampling.get(key)
+        if isinstance(value, (int, float)) and not whole(value):
+            found.append(f"{key}={value:g}")
+    return ", ".join(found)

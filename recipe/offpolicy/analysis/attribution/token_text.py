@@ -1,0 +1,78 @@
+"""Safe text of recorded tokens: by the model's own tokenizer where it is installed, else ids."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...recording.redaction import redacted_text
+
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
+
+
+class Tokenizer(Protocol):
+    """The method of a transformers tokenizer that is used."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
+
+
+def escape(text: str) -> str:
+    """Escape control, format and unassigned characters: a line feed becomes \\n."""
+    return "".join(
+        character.encode("unicode_escape").decode() if unicodedata.category(character) in _HIDDEN else character
+        for character in text
+    )
+
+
+class TokenDecoder:
+    """Decoder of recorded token ids to escaped text.
+
+    Args:
+        tokenizer: None shows ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def decodes(self) -> bool:
+        """True if it shows text, not ids."""
+        return self._tokenizer is not None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode to one line; ids where the tokenizer does not know them."""
+        ids = [int(token) for token in ids]
+        if self._tokenizer is not None and ids:
+            try:
+                return escape(self._tokenizer.decode(ids, skip_special_tokens=False))
+            # Tokenizers raise any of these for ids beyond their vocabulary.
+            except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+                pass
+        return " ".join(map(str, ids))
+
+
+def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
+    """Load the decoder for the model that is named on a recording's card.
+
+    Returns:
+        The reader, and why it shows ids; empty where it shows text. Nothing is fetched from a network.
+    """
+    model = card.get("model")
+    if not isinstance(model, str) or not model:
+        return TokenDecoder(), "the recording does not name its model"
+    shown = escape(redacted_text(model))
+    if not Path(model).is_dir():
+        return TokenDecoder(), f"the model is not at {shown}"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return TokenDecoder(), "transformers is not installed"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    # A model folder may hold anything, and text is not worth failing the analysis for.
+    except Exception as error:
+        return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__})"
+    return TokenDecoder(tokenizer), ""

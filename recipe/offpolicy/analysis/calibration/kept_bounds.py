@@ -1,0 +1,167 @@
+"""Bounds that keep a target share, by order statistics of a part's units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .intervals import Interval, compute_quantile_interval, estimate_share
+from .largest_bounds import check_radius
+from .parts import BoundedPart
+from .scores import Scores
+
+_COARSE = 0.02
+"""A bound may be rounded outward by this share of itself, where no unit lies in between."""
+_SLACK = 1e-4
+"""Share of the units that may be kept beyond the target for fewer digits: none of fewer than 10,000."""
+_DIGITS = 17  # of a float64
+
+
+Outcome = Literal["found", "not needed", "not reachable", "not identified"]
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A proposed position of a moving bound.
+
+    Attributes:
+        values: the configuration's values, e.g. ``{"lower": 0.98, "upper": 1.02}``; empty where none was found.
+        radius: where that is, in what the part compares: nats for ratios; NaN where none was found.
+        interval: of the radius, at the confidence asked for; infinite or NaN where the recording does not bound it.
+        reached: what the values reach on the recording, in the target's own measure.
+        count, groups: units and prompt groups that it rests on; of a kept share those that the part applies to.
+        note: limitation of the bound, or the reason why there is none; empty for none.
+        outcome: found, or why there are no values.
+    """
+
+    values: dict[str, float]
+    radius: float
+    interval: Interval
+    reached: float
+    count: int
+    groups: int
+    note: str = ""
+    outcome: Outcome = "found"
+
+
+def build_not_found(
+    scores: Scores, note: str, reached: float = math.nan, outcome: Outcome = "not identified"
+) -> Threshold:
+    """Build a threshold without a bound, with the reason."""
+    return Threshold({}, math.nan, (math.nan, math.nan), reached, len(scores), _groups(scores), note, outcome)
+
+
+def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, float]) -> float:
+    """Compute the share kept of the units that the part applies to; NaN where it applies to none."""
+    if not scores.looked.any():
+        return math.nan
+    return float(1 - scores.find_outside(limits, exact=part.by_batch).sum() / scores.looked.sum())
+
+
+def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
+    """Compute the radius that keeps each unit that the part applies to, (L,); inf where the other bound rejects it."""
+    return part.compute_radius(scores.low, scores.high)[scores.looked]
+
+
+def find_bound_for_kept_share(
+    part: BoundedPart, scores: Scores, target: float, confidence: float, *, floor: float = -math.inf
+) -> Threshold:
+    """Find the narrowest bound that keeps at least ``target`` of the units that the part applies to.
+
+    Args:
+        floor: nats below which the radius must not fall, such as what backend noise alone reaches.
+
+    Returns:
+        The bound in as few digits as the recording can tell apart.
+    """
+    if not len(scores):
+        return build_not_found(scores, "no unit: no token has a finite mu and pi_old")
+    scores = scores.select(scores.looked)
+    if not len(scores):
+        return build_not_found(scores, f"not identified: it applies to none of the {part.share_of}")
+    radii = compute_needed_radii(part, scores)
+    ordered = np.sort(radii)
+    # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
+    place = max(math.ceil(target * len(ordered) - 1e-9), 1)
+    radius = float(ordered[place - 1])
+    if radius == math.inf:
+        other = float(np.isfinite(radii).mean())
+        return build_not_found(
+            scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable"
+        )
+    # A bound of 0 would reject every unit that differs at all.
+    if radius == 0 and floor <= 0:
+        return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
+    note = ""
+    least = max(_least(part), floor)
+    if radius < least:
+        kept_at_least = float((radii <= least).mean())
+        at = "the backend-noise floor" if least == floor > 0 else "the narrowest bound that it takes"
+        note = f"{at} keeps {kept_at_least:.4f}, more than asked for"
+        radius = least
+    if reason := check_radius(part, radius):
+        return build_not_found(scores, reason)
+    kept = radii <= radius
+    # The first unit that rounding must not keep; of very many, a few may slip in for fewer digits.
+    slack = int(_SLACK * len(ordered))
+    further = ordered[min(int(np.searchsorted(ordered, radius, side="right")) + slack, len(ordered) - 1)]
+    following = float(further) if further > radius else math.inf
+    values = _rounded(part, radius, following)
+    found = estimate_share(kept, scores.group)
+    interval = compute_quantile_interval(ordered, target, found.effective, confidence)
+    if math.isinf(interval[1]):
+        note = "; ".join(filter(None, (note, "too few units to bound it from above")))
+    elif math.isnan(interval[1]):
+        note = "; ".join(filter(None, (note, "no interval: all units are of one prompt")))
+    return Threshold(
+        values,
+        radius,
+        (max(interval[0], least), max(interval[1], least)) if not math.isnan(interval[0]) else interval,
+        compute_kept_share(part, scores, part.compute_limits_with(values)),
+        found.count,
+        found.groups,
+        note,
+    )
+
+
+def _least(part: BoundedPart) -> float:
+    """Return the least radius that the configuration takes; -inf for one side of a ratio, which may lie beyond 1."""
+    one_ratio = part.side != "both" and part.on_ratio and "delta" not in part.now
+    return -math.inf if one_ratio else 0.0
+
+
+def _rounded(part: BoundedPart, radius: float, following: float) -> dict[str, float]:
+    """Round the values at ``radius`` outward, before ``following``, to the fewest digits."""
+    # Outward is the safe side: a wider bound keeps the target.
+    furthest = min(following, radius + _COARSE * abs(radius))
+    for digits in range(1, _DIGITS):
+        values = {name: _outward(name, value, digits) for name, value in part.compute_values_at(radius).items()}
+        if all(radius <= reach < furthest for reach in _reaches(part, values)):
+            return values
+    return part.compute_values_at(radius)
+
+
+def _outward(name: str, value: float, digits: int) -> float:
+    scale = 10.0**digits
+    scaled = math.floor(value * scale) if name == "lower" else math.ceil(value * scale)
+    return float(f"{scaled / scale:.{digits}f}")
+
+
+def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
+    """Compute the radius of each value, in the precision in which masks compare; -inf where it has none."""
+    reaches = []
+    for name, value in values.items():
+        reach = value
+        if name in ("lower", "upper") and part.on_ratio:
+            reach = math.log(value) if value > 0 else -math.inf if name == "upper" else math.inf
+        reach = -reach if name == "lower" else reach
+        reaches.append(reach if part.by_batch else float(np.float32(reach)))
+    return reaches
+
+
+def _groups(scores: Scores) -> int:
+    return len(np.unique(scores.group))

@@ -1,0 +1,172 @@
+"""Shared matplotlib style and helpers, without pyplot's global state or open figures."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .output_file import PageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Series = Sequence[float] | NDArray[np.float64]
+"""Values along the horizontal axis."""
+
+INK: Final = "#1f2933"
+MUTED: Final = "#7b8794"
+GRID: Final = "#e4e7eb"
+PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+"""Safe for the colour-blind: Okabe and Ito 2008, Color Universal Design, less yellow, with grey for black."""
+MARKERS: Final = "osD^vPX"
+DASHES: Final = ("-", "--", "-.", ":")
+PANEL_WIDTH: Final = 5.2
+"""Inches: the type is that of the text around it where a page shows two panels beside one another."""
+
+_LEGEND = 60
+"""Characters of a legend's text that a panel is wide."""
+
+_STYLE: Any = {
+    "font.size": 10, "text.color": INK, "figure.facecolor": "white", "savefig.facecolor": "white",
+    "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "axes.titlesize": 11,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 9, "lines.linewidth": 1.8,
+    "lines.markersize": 5, "svg.hashsalt": "offpolicy",
+}  # fmt: skip
+
+
+@contextmanager
+def apply_style() -> Iterator[None]:
+    """Apply the style of this package to what is drawn and saved within the context."""
+    from cycler import cycler
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE | {"axes.prop_cycle": cycler(color=PALETTE)}):
+        yield
+
+
+def create_axes(
+    rows: int = 1, columns: int = 1, *, width: float | None = None, height: float | None = None, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Create an empty figure and its axes, row by row; call it within ``apply_style``.
+
+    Args:
+        width, height: in inches; None: 4.4 a column and 3.8 a row.
+        options: of ``Figure.subplots``, such as ``sharex``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width or 4.4 * columns, height or 3.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)  # the canvas that pyplot would attach, without which nothing can be saved
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(axes.flat)
+
+
+@dataclass(frozen=True)
+class FigurePanel:
+    """One panel of a figure.
+
+    Attributes:
+        draw: puts it onto empty axes.
+        alt: what it shows, for who cannot see it.
+        height: in inches; the width is ``PANEL_WIDTH``.
+    """
+
+    draw: Callable[[Axes], None]
+    alt: str
+    height: float = 3.8
+
+
+def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "") -> Figure:
+    """Draw panels into one figure, row by row, each row as high as its highest panel."""
+    rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    with apply_style():
+        figure, axes = create_axes(
+            len(rows), columns, width=PANEL_WIDTH * columns, height=sum(heights),
+            gridspec_kw={"height_ratios": heights},
+        )  # fmt: skip
+        for axis, panel in zip(axes, drawn, strict=False):
+            panel.draw(axis)
+        for axis in axes[len(drawn) :]:
+            axis.set_axis_off()
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=MUTED)
+    return figure
+
+
+def add_legend(axes: Axes, columns: int = 2) -> None:
+    """Add a legend below the axes, where it hides no line; none where no line is labelled."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        # A legend wider than its panel would leave no room for the curves.
+        names = [textwrap.fill(label, _LEGEND // columns) for label in labels]
+        below = 4.0 if axes.get_xlabel() else 2.4  # of the type's size: the numbers, and the name of the axis
+        axes.legend(
+            handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=below, ncols=columns
+        )  # fmt: skip
+
+
+def merge_equal_series(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Merge series that are equal at every point under one joined label, such as "rows kept, ESS"."""
+    found: dict[str, Series] = {}
+    for label, values in series.items():
+        same = (name for name, other in found.items() if np.allclose(other, values, rtol=1e-3, atol=0, equal_nan=True))
+        first = next(same, None)
+        if first is None:
+            found[label] = values
+        else:
+            found = {f"{name}, {label}" if name == first else name: other for name, other in found.items()}
+    return found
+
+
+def get_line_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and dashes of the index-th line of a panel, distinct among the first 28."""
+    return {
+        "color": PALETTE[index % len(PALETTE)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+    }
+
+
+def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
+    """Write the figure in the format of the suffix of ``path``; equal figures make equal files.
+
+    Raises:
+        PageError: a suffix that matplotlib does not know.
+        OSError: the file cannot be written.
+    """
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    known = figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise PageError(f"{path}: .{kind} is not a picture format. Name it .png, or one of {', '.join(sorted(known))}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_bytes(figure, kind, dpi))
+
+
+def render_image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
+    """Render as SVG and as PNG; return the media type and content of the smaller."""
+    drawn = {"image/svg+xml": _bytes(figure, "svg", dpi), "image/png": _bytes(figure, "png", dpi)}
+    kind = min(drawn, key=lambda name: len(drawn[name]))
+    return kind, drawn[kind]
+
+
+def _bytes(figure: Figure, kind: str, dpi: int) -> bytes:
+    # No date and no version in the file.
+    """Render the figure in one format, without date or version, so that output is reproducible."""
+    metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
+    buffer = io.BytesIO()
+    with apply_style():
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,253 @@
+"""Sums over the rows of a step of what one correction decides, in float64.
+
+A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
+f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
+pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept``, see ``kept_scale``; 1 under
+``original``. Uncorrected it is r alone, of the recorded pi_old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...correction import CorrectionSpec
+from ...correction.catalogue import BUCKETS, SIGNS, STALENESS
+from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, find_valid_tokens
+from ...recording import Rows
+from .base_loss import BaseLoss
+from .blocks import Block
+from .replay import Decision
+
+TURN_GROUPS = ("is0", "is1", "is2", "ge3")
+"""Turns of a row by number, the first is 0; named as staleness is."""
+REFERENCES = ("token", "sequence")
+CELLS = tuple(f"{reference}/{sign}" for reference in REFERENCES for sign in SIGNS)
+
+COLUMNS = (
+    "tokens",  # response tokens
+    "rows",  # with a response token
+    "valid",  # tokens whose mu and pi_old are finite
+    "kept",
+    "kept_rows",  # with a token kept
+    "applied",  # sum of w k
+    "applied_square",
+    "row_applied",  # sum over rows of the mean w k of their valid tokens
+    "row_applied_square",
+    "valid_rows",
+    "corrected",  # sum of (f A)^2
+    "uncorrected",
+    "product",  # sum of f A times its uncorrected value
+    *(f"reference/{reference}" for reference in REFERENCES),  # sum of (rho A)^2
+    "ratio",  # sum over rows of pi / mu of the whole row
+    "ratio_square",
+    *(f"distance/{reference}" for reference in REFERENCES),  # sum of ((f - rho) A)^2
+    *(f"shift/{cell}" for cell in CELLS),  # sum of (f - rho) A over tokens of A of one sign
+    *(f"count/{sign}" for sign in SIGNS),
+    *(f"turn/{turn}/tokens" for turn in TURN_GROUPS),
+    *(f"turn/{turn}/kept" for turn in TURN_GROUPS),
+    "mismatch",  # sum of k3 of pi / mu
+    "mismatch/kept",
+)
+INDEX = {name: place for place, name in enumerate(COLUMNS)}
+
+
+@dataclass(frozen=True)
+class ReferenceBlock:
+    """A block with the quantities that no correction changes.
+
+    Attributes:
+        block: the rows.
+        counted: (B, W) float64 of 0 and 1, tokens that gradient weights are compared on: all of mu, pi_old, pi and A
+            finite.
+        advantages: (B, W) float64, 0 off ``counted``.
+        base_loss: of the run.
+        base_factor: (B, W) float64, its factor with the recorded pi_old.
+        references: log of rho, pi / mu of the token, (B, W), and of the row's tokens, (B, 1); exponentiated.
+        mismatch: (B, W) float64, k3 = rho - 1 - log rho by token, whose sum estimates KL(mu, pi); never below 0.
+    """
+
+    block: Block
+    counted: Tensor
+    advantages: Tensor
+    base_loss: BaseLoss
+    base_factor: Tensor
+    references: dict[str, Tensor]
+    mismatch: Tensor
+
+    @cached_property
+    def ideal(self) -> dict[str, Tensor]:
+        """rho A by reference, (B, W)."""
+        return {name: rho * self.advantages for name, rho in self.references.items()}
+
+    @cached_property
+    def uncorrected(self) -> Tensor:
+        """(B, W), r A."""
+        return self.base_factor * self.advantages
+
+    @cached_property
+    def signs(self) -> tuple[Tensor, Tensor]:
+        """(B, W) float64 of 0 and 1: tokens of positive and of negative advantage."""
+        return (self.advantages > 0).double(), (self.advantages < 0).double()
+
+    @cached_property
+    def turns(self) -> list[Tensor]:
+        """(B, W) bool for each of ``TURN_GROUPS``; empty where no row has a second turn."""
+        turn, mask = self.block.turn, self.block.mask
+        if not bool((turn > 0).any()):
+            return []
+        return [mask & (turn >= i if name.startswith("ge") else turn == i) for i, name in enumerate(TURN_GROUPS)]
+
+    @cached_property
+    def shared(self) -> dict[str, Tensor]:
+        """Columns that no correction changes, (B,) each."""
+        tokens = self.block.mask.sum(-1).double()
+        columns = {
+            "tokens": tokens,
+            "rows": (tokens > 0).double(),
+            "uncorrected": _dot(self.uncorrected, self.uncorrected),
+            "mismatch": self.mismatch.sum(-1),
+        }
+        # A row without a counted token has ratio exp(0) = 1, which must not count.
+        ratio = self.references["sequence"][:, 0] * self.counted.amax(-1)
+        columns |= {"ratio": ratio, "ratio_square": ratio.square()}
+        columns |= {f"reference/{name}": _dot(ideal, ideal) for name, ideal in self.ideal.items()}
+        columns |= {f"count/{name}": sign.sum(-1) for name, sign in zip(SIGNS, self.signs, strict=True)}
+        if not self.turns:
+            return columns | {"turn/is0/tokens": tokens}
+        by_turn = zip(TURN_GROUPS, self.turns, strict=True)
+        return columns | {f"turn/{name}/tokens": turn.sum(-1).double() for name, turn in by_turn}
+
+
+def build_reference_block(block: Block, base_loss: BaseLoss) -> ReferenceBlock:
+    """Build the quantities that the corrections of a block are compared with."""
+    log_probs = (block.rollout_log_prob, block.old_log_prob, block.log_prob)
+    counted = find_valid_tokens(block.mask, *log_probs, block.advantages)
+    full = compute_log_ratio(block.log_prob, block.rollout_log_prob, counted)
+    advantages = torch.where(counted, block.advantages, 0.0).double()
+    return ReferenceBlock(
+        block=block,
+        counted=counted.double(),
+        advantages=advantages,
+        base_loss=base_loss,
+        base_factor=base_loss.compute_factor(
+            compute_log_ratio(block.log_prob, block.old_log_prob, counted), advantages
+        ),
+        references={"token": clamp_and_exp(full), "sequence": clamp_and_exp(full.sum(-1, keepdim=True))},
+        mismatch=torch.expm1(full.clamp(-EXP_CLAMP, EXP_CLAMP)) - full,
+    )
+
+
+def compute_gradient_weight(
+    spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
+) -> Tensor:
+    """Compute f_t of the module's docstring: (B, W) float64, 0 off ``of.counted``.
+
+    Args:
+        scale: (N,) s of each row of the step; None: 1.
+    """
+    applied = torch.where(by.keep, by.weight, 0.0).double() * of.counted
+    if scale is not None:
+        applied = applied * torch.from_numpy(scale[of.block.rows])[:, None]
+    # A weight on pi / mu replaces the base loss's ratio.
+    if spec.weight is not None and spec.weight.ratio == "full":
+        return applied
+    # Same pi_old, same factor: computed once for the block.
+    if by.old_log_prob is of.block.old_log_prob:
+        return applied * of.base_factor
+    log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
+    return applied * of.base_loss.compute_factor(log_r, of.advantages)
+
+
+def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArray[np.float64]:
+    """Compute the sums of each row: (B, len(COLUMNS)).
+
+    Args:
+        weighed: (B, W) f A, see ``compute_gradient_weight``.
+    """
+    applied = torch.where(by.keep, by.weight, 0.0).double()
+    valid, kept, total = by.valid.sum(-1).double(), by.keep.sum(-1).double(), applied.sum(-1)
+    mean = total / valid.clamp(min=1)
+    columns = of.shared | {
+        "valid": valid,
+        "kept": kept,
+        "kept_rows": (kept > 0).double(),
+        "applied": total,
+        "applied_square": _dot(applied, applied),
+        "row_applied": mean,
+        "row_applied_square": mean.square(),
+        "valid_rows": (valid > 0).double(),
+        "corrected": _dot(weighed, weighed),
+        "product": _dot(weighed, of.uncorrected),
+        "mismatch/kept": torch.where(by.keep, of.mismatch, 0.0).sum(-1),
+    }
+    for reference, ideal in of.ideal.items():
+        gap = weighed - ideal
+        columns[f"distance/{reference}"] = _dot(gap, gap)
+        for sign, where in zip(SIGNS, of.signs, strict=True):
+            columns[f"shift/{reference}/{sign}"] = _dot(gap, where)
+    if of.turns:
+        for name, turn in zip(TURN_GROUPS, of.turns, strict=True):
+            columns[f"turn/{name}/kept"] = (turn & by.keep).sum(-1).double()
+    else:
+        columns["turn/is0/kept"] = kept
+    table = torch.zeros(len(valid), len(COLUMNS), dtype=torch.float64)
+    for name, values in columns.items():
+        table[:, INDEX[name]] = values
+    return table.numpy()
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Groups of a step's N rows, G of them, each split by length into L buckets.
+
+    Attributes:
+        names: of the groups; "" holds all rows.
+        member: (G L, N) float64 of 0 and 1.
+    """
+
+    names: tuple[str, ...]
+    member: NDArray[np.float64]
+
+    def sum_rows(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum rows by group: (G, L, columns) from (N, columns)."""
+        return (self.member @ table).reshape(len(self.names), -1, table.shape[1])
+
+
+def build_grouping(rows: Rows) -> Grouping:
+    """Group rows as ``correction.telemetry`` does.
+
+    Length counts valid tokens, mu and pi_old finite; the sign is that of the sum of the row's advantages over them.
+    The last of the L buckets holds rows without a valid token.
+    """
+    valid = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)
+    length = _by_row(valid.astype(np.float64), rows)
+    advantage = _by_row(np.where(valid, np.nan_to_num(rows.advantages, nan=0.0, posinf=0.0, neginf=0.0), 0.0), rows)
+    limits = [most for most in BUCKETS.values() if most is not None]
+    # Rows without a valid token get a bucket of their own, so that totals stay whole.
+    bucket = np.where(length > 0, np.searchsorted(limits, length, side="left"), len(BUCKETS))
+    groups: dict[str, NDArray[np.bool_]] = {"": np.ones(len(rows), dtype=bool)}
+    groups |= {f"length/{name}": bucket == place for place, name in enumerate(BUCKETS)}
+    groups |= {f"advantage/{name}": sign for name, sign in zip(SIGNS, (advantage > 0, advantage < 0), strict=True)}
+    age = rows.staleness
+    for index, name in enumerate(STALENESS):
+        groups[f"staleness/{name}"] = age >= index if name.startswith("ge") else age == index
+    # Group sums become one matrix product with the (N, columns) table.
+    cells = bucket[None, :] == np.arange(len(BUCKETS) + 1)[:, None]
+    member = np.stack(list(groups.values()))[:, None, :] & cells[None, :, :]
+    return Grouping(tuple(groups), member.reshape(-1, len(rows)).astype(np.float64))
+
+
+def _by_row(values: NDArray[np.float64], rows: Rows) -> NDArray[np.float64]:
+    ends = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return ends[rows.offsets[1:]] - ends[rows.offsets[:-1]]
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sum the product over each row, without a temporary of its size."""
+    return torch.einsum("bw,bw->b", one, other)

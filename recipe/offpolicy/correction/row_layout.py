@@ -1,0 +1,280 @@
+"""Layouts of a batch's tokens: padded to one width, or packed end to end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ONE_LAYOUT = "Pass all of them padded, or all of them as torch.nested tensors of layout torch.jagged."
+
+
+class RowLayout(ABC):
+    """Row-wise operations on tokens in one layout.
+
+    A tensor of tokens is (B, T) where padded and (N,) where packed; a column holds one value a row, (B, 1) where padded
+    and (B,) where packed. Nothing here waits for the device.
+    """
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """B, the number of rows."""
+
+    @abstractmethod
+    def tokens(self, given: Tensor) -> Tensor:
+        """Return the tensor of tokens behind one that a caller gave."""
+
+    @abstractmethod
+    def to_given_layout(self, tokens: Tensor) -> Tensor:
+        """Return a tensor of tokens in the layout of the caller's tensors."""
+
+    @abstractmethod
+    def to_column(self, by_row: Tensor) -> Tensor:
+        """Return (B,) as a column."""
+
+    @abstractmethod
+    def sum(self, tokens: Tensor) -> Tensor:
+        """Sum over each row's tokens: a column, float64."""
+
+    @abstractmethod
+    def min(self, tokens: Tensor) -> Tensor:
+        """Least integer of each row: a column of their dtype, its greatest number for a row of no length."""
+
+    @abstractmethod
+    def max(self, tokens: Tensor) -> Tensor:
+        """Greatest value of each row: a column, float64, -inf for a row of no length."""
+
+    @abstractmethod
+    def broadcast(self, column: Tensor) -> Tensor:
+        """Return a column in a shape that broadcasts against tensors of tokens."""
+
+    @abstractmethod
+    def equals_previous(self, tokens: Tensor) -> Tensor:
+        """Bool by token: True where the previous token of its row has the same value."""
+
+    @abstractmethod
+    def cumulative_count(self, flags: Tensor) -> Tensor:
+        """Count the true tokens of each row up to and including each token, int64."""
+
+    @abstractmethod
+    def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Sort the tokens of each row by value; return them and the last-dimension position that each came from."""
+
+    @abstractmethod
+    def to_position(self, number: Tensor) -> Tensor:
+        """Convert the index of a token within its row, from 0, to its position along the last dimension."""
+
+
+@dataclass(frozen=True)
+class PaddedRows(RowLayout):
+    """Tokens as (B, T), every row of one width."""
+
+    shape: torch.Size
+
+    @property
+    def count(self) -> int:
+        return self.shape[0]
+
+    def tokens(self, given: Tensor) -> Tensor:
+        return given
+
+    def to_given_layout(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def to_column(self, by_row: Tensor) -> Tensor:
+        return by_row[:, None]
+
+    def sum(self, tokens: Tensor) -> Tensor:
+        if tokens.dtype is torch.bool:
+            return tokens.view(torch.uint8).sum(-1, keepdim=True).double()
+        return tokens.sum(-1, keepdim=True, dtype=torch.float64)
+
+    def min(self, tokens: Tensor) -> Tensor:
+        if not self.shape[1]:
+            return tokens.new_full((self.count, 1), torch.iinfo(tokens.dtype).max)
+        return tokens.amin(-1, keepdim=True)
+
+    def max(self, tokens: Tensor) -> Tensor:
+        if not self.shape[1]:
+            return tokens.new_full((self.count, 1), float("-inf"), dtype=torch.float64)
+        return tokens.amax(-1, keepdim=True).double()
+
+    def broadcast(self, column: Tensor) -> Tensor:
+        return column
+
+    def equals_previous(self, tokens: Tensor) -> Tensor:
+        same = torch.zeros_like(tokens, dtype=torch.bool)
+        same[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
+        return same
+
+    def cumulative_count(self, flags: Tensor) -> Tensor:
+        return flags.cumsum(-1)
+
+    def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ordered, order = tokens.sort(dim=-1, stable=True)
+        return ordered, order
+
+    def to_position(self, number: Tensor) -> Tensor:
+        return number
+
+
+@dataclass(frozen=True)
+class PackedRows(RowLayout):
+    """Tokens as (N,), the rows end to end.
+
+    Attributes:
+        offsets: (B + 1,) integers, the start of each row, and N.
+        length: N.
+        like: what a caller gave, nested.
+    """
+
+    offsets: Tensor
+    length: int
+    like: Tensor
+    _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def count(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def row_index(self) -> Tensor:
+        """(N,) int64, the row of each token."""
+        # Not a cached property: its lock cannot be compiled.
+        if "row_index" not in self._known:
+            self._known["row_index"] = torch.repeat_interleave(self.offsets.diff(), output_size=self.length)
+        return self._known["row_index"]
+
+    def tokens(self, given: Tensor) -> Tensor:
+        return given.values()
+
+    def to_given_layout(self, tokens: Tensor) -> Tensor:
+        # Made from offsets alone it would not know its longest row, and torch would pad it to the number of all tokens.
+        nested = torch.empty_like(self.like, dtype=tokens.dtype, requires_grad=False)
+        nested.values().copy_(tokens)
+        return nested
+
+    def to_column(self, by_row: Tensor) -> Tensor:
+        return by_row
+
+    def sum(self, tokens: Tensor) -> Tensor:
+        # By segment, since atomic additions would differ in their last digits from run to run on a GPU.
+        return torch.segment_reduce(tokens.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
+
+    def min(self, tokens: Tensor) -> Tensor:
+        least = tokens.new_full((self.count,), torch.iinfo(tokens.dtype).max)
+        return least.scatter_reduce_(0, self.row_index, tokens, "amin")
+
+    def max(self, tokens: Tensor) -> Tensor:
+        greatest = tokens.new_full((self.count,), float("-inf"), dtype=torch.float64)
+        return greatest.scatter_reduce_(0, self.row_index, tokens.double(), "amax")
+
+    def broadcast(self, column: Tensor) -> Tensor:
+        return column.index_select(0, self.row_index)
+
+    def equals_previous(self, tokens: Tensor) -> Tensor:
+        same = torch.zeros_like(tokens, dtype=torch.bool)
+        same[1:] = (tokens[1:] == tokens[:-1]) & (self.row_index[1:] == self.row_index[:-1])
+        return same
+
+    def cumulative_count(self, flags: Tensor) -> Tensor:
+        total = flags.cumsum(0)
+        before = torch.cat((total.new_zeros(1), total)).index_select(0, self.offsets[:-1])
+        return total - self.broadcast(before)
+
+    def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        by_value = tokens.argsort(stable=True)
+        order = by_value[self.row_index[by_value].argsort(stable=True)]
+        return tokens[order], order
+
+    def to_position(self, number: Tensor) -> Tensor:
+        return number + self.broadcast(self.offsets[:-1])
+
+
+def detect_layout(**given: Tensor) -> RowLayout:
+    """Detect the layout of these tensors, each (B, T), or nested by row with layout ``torch.jagged``.
+
+    Raises:
+        ValueError: layouts or shapes that differ, or rows of different lengths.
+
+    Example:
+        >>> detect_layout(a=torch.zeros(2, 3)).count
+        2
+        >>> detect_layout(a=torch.nested.nested_tensor([torch.zeros(3), torch.zeros(1)], layout=torch.jagged)).count
+        2
+    """
+    packed = [name for name, tensor in given.items() if tensor.is_nested]
+    if not packed:
+        shape = next(iter(given.values())).shape
+        # Compared without a hash, which would fix the sizes of a compiled graph.
+        if len(shape) != 2 or any(tensor.shape != shape for tensor in given.values()):
+            shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+            raise ValueError(f"expected tensors of one shape (B, T), got {shapes}")
+        return PaddedRows(shape)
+    if len(packed) != len(given):
+        padded = [name for name in given if name not in packed]
+        raise ValueError(f"{', '.join(packed)} are nested, {', '.join(padded)} are not. {_ONE_LAYOUT}")
+    for name, tensor in given.items():
+        if tensor.layout is not torch.jagged or tensor.dim() != 2 or _is_narrowed(tensor):
+            raise ValueError(
+                f"{name} is nested with layout {tensor.layout} and {tensor.dim()} dimensions: expected rows of tokens "
+                f"end to end. Pass torch.nested.nested_tensor(list of (T,) tensors, layout=torch.jagged), "
+                f"or {name}.contiguous() of a narrowed one."
+            )
+    return _packed_rows(given)
+
+
+def count_tokens_by_row(tokens: Tensor) -> Tensor:
+    """Count the true tokens of each row, (B,) float64: bool or 0/1, (B, T) or nested by row.
+
+    Example:
+        >>> count_tokens_by_row(torch.tensor([[1, 1, 0], [1, 0, 0]])).tolist()
+        [2.0, 1.0]
+    """
+    rows = detect_layout(tokens=tokens)
+    return rows.sum(rows.tokens(tokens)).flatten()
+
+
+def spread_over_tokens(by_row: Tensor, like: Tensor) -> Tensor:
+    """Spread one value per row, (B,), over the tokens of ``like``, (B, T) or nested by row.
+
+    Example:
+        >>> spread_over_tokens(torch.tensor([5, 7]), torch.zeros(2, 2)).tolist()
+        [[5, 5], [7, 7]]
+    """
+    rows = detect_layout(like=like)
+    tokens = rows.tokens(like)
+    return rows.to_given_layout(rows.broadcast(rows.to_column(by_row.to(tokens.device))).expand(tokens.shape))
+
+
+def _packed_rows(given: dict[str, Tensor]) -> PackedRows:
+    first, *others = given
+    offsets, length = _offsets(given[first]), given[first].values().shape[0]
+    for name in others:
+        theirs, here = _offsets(given[name]), given[name].values().shape[0]
+        if theirs is offsets and here == length:
+            continue
+        alike = theirs.shape == offsets.shape and here == length
+        if alike and (offsets.device.type != "cpu" or torch.compiler.is_compiling()):
+            # Found out on the device: to ask for the answer would be to wait for it.
+            torch._assert_async((theirs == offsets).all(), f"rows of {name} and {first} differ in length")
+        elif not alike or not torch.equal(theirs, offsets):
+            raise ValueError(
+                f"rows of {name} ({len(theirs) - 1} of {here} tokens in all) are not as long as those of {first} "
+                f"({len(offsets) - 1} of {length}): expected nested tensors with equal offsets."
+            )
+    return PackedRows(offsets, length, given[first])
+
+
+def _offsets(nested: Any) -> Tensor:
+    offsets: Tensor = nested.offsets()
+    return offsets
+
+
+def _is_narrowed(nested: Any) -> bool:
+    """Return True if some of its values belong to no row."""
+    return nested.lengths() is not None

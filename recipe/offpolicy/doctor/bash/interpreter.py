@@ -1,0 +1,437 @@
+"""The interpreter: follows a script's commands without running its programs, and records those it would launch."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .builtin import BUILTINS, DECLARING
+from .conditions import Condition, Truth
+from .format import format_command, note_condition
+from .grammar import (
+    Case,
+    Chain,
+    Command,
+    CommandGroup,
+    Function,
+    If,
+    Loop,
+    Pipeline,
+    Simple,
+    Test,
+    is_assignment,
+    parse,
+)
+from .lexer import Token
+from .programs import (
+    LARGEST,
+    find_inner_script,
+    find_python_code,
+    is_importable,
+    is_lookup,
+    is_read_only,
+    list_imports,
+    read_text,
+    run_lookup,
+    run_program,
+    shorten,
+)
+from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
+from .words import WordExpander
+
+_ROUNDS = 1000
+_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """A program that the script would run.
+
+    Attributes:
+        words: the program and its arguments.
+        line: of the script.
+        doubt: why it is not known whether it would run at all.
+    """
+
+    words: tuple[Field, ...]
+    line: int
+    doubt: Unknown | None = None
+
+
+class Interpreter:
+    """An interpreter of parsed commands in a shell state; ``calls`` are the programs met, in order."""
+
+    def __init__(self, state: ShellState) -> None:
+        self.state = state
+        self.calls: list[ProgramCall] = []
+        self._doubt: Unknown | None = None
+        self._depth = 0
+        self.printed: list[Field] | None = None  # of a substitution
+        self.end: ScriptEnd | None = None  # by which the script itself ended
+
+    def run_script(self, source: str, first_line: int = 1) -> None:
+        """Run a script to its end or to where it ends itself.
+
+        Raises:
+            ScriptError: a form of bash that is not read.
+        """
+        try:
+            self.run(parse(source, first_line))
+        except ScriptEnd as end:
+            self.end = end
+
+    @property
+    def _words(self) -> WordExpander:
+        return WordExpander(self.state, self._substitute)
+
+    def run(self, commands: list[Command]) -> Truth:
+        """Run commands in order; returns the status of the last."""
+        status: Truth = True
+        for command in commands:
+            status = self._run_command(command)
+        return status
+
+    def _run_command(self, command: Command) -> Truth:
+        match command:
+            case Simple():
+                return self._run_simple(command)
+            case Test():
+                return self._run_test(command)
+            case Chain():
+                return self._run_chain(command)
+            case Pipeline():
+                return self._run_pipeline(command)
+            case If():
+                return self._run_if(command)
+            case Loop():
+                return self._run_for(command) if command.name else self._run_while(command)
+            case Case():
+                return self._run_case(command)
+            case CommandGroup():
+                return self._run_group(command)
+            case Function():
+                self.state.functions[command.name] = command.body
+                return True
+
+    # Commands that choose ---------------------------------------------------------------------------------------
+
+    def _run_chain(self, chain: Chain) -> Truth:
+        status = self._run_command(chain.first)
+        for operator, command in chain.rest:
+            if isinstance(status, Unknown):
+                self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
+            elif status is (operator == "&&"):
+                holds = format_command(chain.first) if operator == "&&" else f"! {format_command(chain.first)}"
+                with note_condition(holds):
+                    status = self._run_command(command)
+        return status
+
+    def _run_if(self, command: If) -> Truth:
+        for index, (condition, body) in enumerate(command.branches):
+            holds = self.run(condition)
+            if isinstance(holds, Unknown):
+                rest = If(command.line, command.branches[index + 1 :], command.otherwise)
+                return self._run_either(lambda body=body: self.run(body), lambda rest=rest: self._run_if(rest), holds)  # type: ignore[misc]
+            if holds:
+                with note_condition(" ".join(map(format_command, condition))):
+                    return self.run(body)
+        tried = " or ".join(" ".join(map(format_command, condition)) for condition, _ in command.branches)
+        with note_condition(f"! ( {tried} )" if tried else ""):
+            return self.run(command.otherwise)
+
+    def _run_case(self, command: Case) -> Truth:
+        subject = self._words.expand_text(command.subject.text, command.subject.line)
+        if isinstance(subject, Unknown) and not subject.may_be_empty:
+            for _, body in command.branches:
+                self._run_maybe(lambda body=body: self.run(body), subject)  # type: ignore[misc]
+            return subject
+        value = subject if isinstance(subject, str) else ""
+        for patterns, body in command.branches:
+            for pattern in patterns:
+                fitting = self._words.expand_pattern(pattern.text, pattern.line)
+                if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
+                    with note_condition(f"{command.subject.text} is {fitting}"):
+                        return self.run(body)
+        return True
+
+    def _run_for(self, command: Loop) -> Truth:
+        for value in [field for word in command.words for field in self._words.expand_fields(word.text, word.line)]:
+            self.state.variables[command.name] = value
+            try:
+                self.run(command.body)
+            except LoopBreak as stopped:
+                if str(stopped) == "break":
+                    break
+        return True
+
+    def _run_while(self, command: Loop) -> Truth:
+        if command.counted:
+            why = Unknown("for ((...)) is not followed", command.line)
+            self._run_maybe(lambda: self.run(command.body), why)
+            return why
+        for _ in range(_ROUNDS):
+            holds = self.run(command.condition)
+            if isinstance(holds, Unknown):
+                self._run_maybe(lambda: self.run(command.body), holds)
+                return holds
+            if holds is command.until:
+                return True
+            try:
+                self.run(command.body)
+            except LoopBreak as stopped:
+                if str(stopped) == "break":
+                    break
+        else:
+            raise ScriptError(f"line {command.line}: the loop has no end that can be read")
+        return True
+
+    def _run_group(self, command: CommandGroup) -> Truth:
+        if not command.subshell:
+            return self.run(command.body)
+        outside, self.state = self.state, self.state.copy()
+        try:
+            return self.run(command.body)
+        except ScriptEnd:
+            return True
+        finally:
+            self.state = outside
+
+    def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
+        """Run commands that may or may not run: what they change is unknown afterwards, unless they end the script."""
+        self._run_either(run, lambda: None, why)
+
+    def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
+        before, doubt = self.state, self._doubt
+        ends: list[ShellState | None] = []
+        stopped: ScriptEnd | LoopBreak | None = None
+        for run in (first, second):
+            self.state, self._doubt = before.copy(), doubt or why
+            try:
+                run()
+                ends.append(self.state)
+            except (ScriptEnd, LoopBreak) as end:
+                # After a break the script goes on, after an exit it does not: the break prevails.
+                stopped = stopped if isinstance(stopped, LoopBreak) else end
+                ends.append(None)
+        self._doubt = doubt
+        left = [end for end in ends if end is not None]
+        if not left:
+            self.state = before
+            assert stopped is not None
+            raise stopped
+        self.state = left[0] if len(left) == 1 else _merge(left[0], left[1], why)
+        return why
+
+    # Commands that are run --------------------------------------------------------------------------------------
+
+    def _run_test(self, command: Test) -> Truth:
+        if command.tokens and command.tokens[0].kind == "arithmetic":
+            number = self._words.evaluate_arithmetic(command.tokens[0].text, command.line)
+            return number if isinstance(number, Unknown) else number != "0"
+        words: list[Field] = []
+        for index, token in enumerate(command.tokens):
+            pattern = index > 0 and command.tokens[index - 1].text in ("=", "==", "!=")
+            read = self._words.expand_pattern if pattern else self._words.expand_text
+            words.append(token.text if token.kind == "operator" else read(token.text, token.line))
+        return Condition(words, self.state, command.line, patterns=True).evaluate()
+
+    def _run_pipeline(self, pipeline: Pipeline) -> Truth:
+        given: Field = ""
+        status: Truth = True
+        for index, command in enumerate(pipeline.commands):
+            if index + 1 == len(pipeline.commands):
+                status = self._run_piped(command, given)
+            else:
+                given = self._capture(lambda command=command, given=given: self._run_piped(command, given))  # type: ignore[misc]
+        return status if isinstance(status, Unknown) or not pipeline.negated else not status
+
+    def _run_piped(self, command: Command, given: Field) -> Truth:
+        return self._run_simple(command, given) if isinstance(command, Simple) else self._run_command(command)
+
+    def _capture(self, run: Callable[[], object]) -> Field:
+        """Run ``run`` and return what it prints."""
+        outer, self.printed = self.printed, []
+        try:
+            run()
+        finally:
+            printed, self.printed = self.printed, outer
+        unknown = next((each for each in printed if isinstance(each, Unknown)), None)
+        return unknown or "".join(map(str, printed))
+
+    def _substitute(self, source: str, line: int) -> Field:
+        outside, self.state = self.state, self.state.copy()
+        calls = len(self.calls)
+
+        def run() -> None:
+            try:
+                self.run(parse(source, line))
+            except ScriptEnd:
+                return
+
+        try:
+            printed = self._capture(run)
+        finally:
+            self.state = outside
+            del self.calls[calls:]
+        return printed.rstrip("\n") if isinstance(printed, str) else printed
+
+    def _run_simple(self, command: Simple, given: Field = "") -> Truth:
+        if not command.words:
+            for token in command.assignments:
+                self._assign(token)
+            # $(< FILE) prints the file.
+            return self.call(["cat"], command.line, self._read_input(command.input)) if command.input else True
+        if command.input is not None:
+            given = self._read_input(command.input)
+        declares = command.words[0].text in DECLARING
+        words = [field for word in command.words for field in self._expand_element(word, declares)]
+        if not words:
+            return True
+        return self.call(words, command.line, given)
+
+    def _read_input(self, token: Token) -> Field:
+        text = token.words[0]
+        if token.text == "<":
+            return self._read_content(self._words.expand_text(text.text, text.line), text.line)
+        if token.text == "<<<":
+            value = self._words.expand_text(text.text, text.line)
+            return value if isinstance(value, Unknown) else f"{value}\n"
+        return text.text if token.words[1].text else self._words.expand_document(text.text, text.line)
+
+    def _read_content(self, name: Field, line: int) -> Field:
+        if isinstance(name, Unknown):
+            return name
+        path = self.state.directory / name
+        try:
+            # Of a pipe or a device there may be no end.
+            return (
+                read_text(path) if path.is_file() or path == Path(os.devnull) else Unknown(f"{name} is no file", line)
+            )
+        except (OSError, ValueError):
+            return Unknown(f"{name} is not read", line)
+
+    def _expand_element(self, token: Token, declares: bool) -> list[Field]:
+        if token.kind == "array" or (declares and is_assignment(token.text)):
+            self._assign(token)
+            return []
+        return self._words.expand_fields(token.text, token.line)
+
+    def _assign(self, token: Token) -> None:
+        self._set(token)
+        name = token.text.partition("=")[0].removesuffix("+")
+        value = self.state.variables.get(name)
+        size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
+        if size > LARGEST:
+            self.state.variables[name] = Unknown(f"${name} has become too long to be read", token.line)
+
+    def _set(self, token: Token) -> None:
+        name, _, written = token.text.partition("=")
+        appends = name.endswith("+")
+        name = name.removesuffix("+")
+        variables = self.state.variables
+        if token.kind == "array":
+            elements = [field for word in token.words for field in self._words.expand_fields(word.text, word.line)]
+            before = variables.get(name, [])
+            if appends and isinstance(before, Unknown):
+                return
+            variables[name] = [*(before if isinstance(before, list) else [before]), *elements] if appends else elements
+            return
+        value = self._words.expand_text(written, token.line)
+        if "[" in name:
+            owner = name.partition("[")[0]
+            variables[owner] = Unknown(f"an element of {owner} is assigned by its index", token.line)
+        elif appends and (before := variables.get(name, "")) != "":
+            if isinstance(before, list):
+                first: Field = before[0] if before else ""
+                variables[name] = [_concatenate(first, value), *before[1:]]
+            else:
+                variables[name] = _concatenate(before, value)
+        else:
+            variables[name] = value
+
+    def call(self, words: list[Field], line: int, given: Field) -> Truth:
+        """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
+        name, *arguments = words
+        if isinstance(name, str) and name in self.state.functions:
+            return self._run_function(name, arguments)
+        if isinstance(name, str) and (builtin := BUILTINS.get(name)):
+            return builtin(self, name, arguments, line)
+        if all(isinstance(word, str) for word in words) and isinstance(given, str):
+            texts = [str(word) for word in words]
+            code = find_python_code(texts, given)
+            if is_read_only(texts) or (code is not None and is_lookup(code)):
+                answer = run_program(texts, self.state.directory, given) if code is None else run_lookup(code)
+                if answer is not None:
+                    return self.print_known(*answer)
+                return self._print_unknown(f"`{shorten(words)}` has no end, or prints what is not read", line)
+            if code is not None and (modules := list_imports(code)):
+                return self.print_known("", all(map(is_importable, modules)))
+        self.calls.append(ProgramCall(tuple(words), line, self._doubt))
+        inner = find_inner_script(words)
+        if inner is not None:
+            self._run_inner(inner, line)
+        shown = name if isinstance(name, str) else "a program that is not known"
+        return self._print_unknown(f"it depends on what `{shorten(words)}` says, and {shown} is not run", line)
+
+    def _print_unknown(self, why: str, line: int) -> Unknown:
+        said = Unknown(why, line)
+        if self.printed is not None:
+            self.printed.append(said)
+        return said
+
+    def print_known(self, printed: str, succeeded: bool) -> Truth:
+        """Append a program's output to what is printed, and return its status."""
+        if self.printed is not None:
+            self.printed.append(printed)
+        return succeeded
+
+    def _run_inner(self, words: list[Field], line: int) -> None:
+        """Run ``bash -c TEXT``, or ``bash FILE`` with its arguments, in a copy of the state."""
+        if self._depth >= _DEPTH:
+            raise ScriptError(f"line {line}: scripts call each other without an end")
+        flag, *rest = words
+        outside, calls, end = self.state, len(self.calls), self.end
+        self.state = self.state.copy()
+        self._depth += 1
+        try:
+            if flag == "-c" and rest and isinstance(rest[0], str):
+                self.run_script(rest[0], line)
+            elif isinstance(flag, str) and (path := self.state.directory / flag).is_file():
+                self.state.script, self.state.arguments = path, rest
+                self.run_script(read_text(path))
+        finally:
+            self.state, self._depth, self.end = outside, self._depth - 1, end
+        # Messages name lines of the outer script.
+        self.calls[calls:] = [ProgramCall(call.words, line, call.doubt) for call in self.calls[calls:]]
+
+    def _run_function(self, name: str, arguments: list[Field]) -> Truth:
+        if self._depth >= _DEPTH:
+            raise ScriptError(f"the function {name} calls itself without an end")
+        outside, self.state.arguments = self.state.arguments, arguments
+        self._depth += 1
+        try:
+            return self._run_command(self.state.functions[name])  # type: ignore[arg-type]
+        except ScriptEnd as end:
+            if str(end) != "return":
+                raise
+            return True
+        finally:
+            self.state.arguments, self._depth = outside, self._depth - 1
+
+
+def _concatenate(first: Field, second: Field) -> Field:
+    if isinstance(first, Unknown) or isinstance(second, Unknown):
+        return first if isinstance(first, Unknown) else second
+    return first + second
+
+
+def _merge(first: ShellState, second: ShellState, why: Unknown) -> ShellState:
+    for name in {*first.variables, *second.variables}:
+        if first.variables.get(name) != second.variables.get(name):
+            first.variables[name] = why
+    if first.arguments != second.arguments:
+        first.arguments = [why]
+    return first

@@ -1,0 +1,91 @@
+"""The interpreter's values, known and unknown, its state, and its control-flow exceptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class ScriptError(ValueError):
+    """A script that cannot be read; the message names file, line and cause."""
+
+
+class ScriptEnd(Exception):
+    """Raised by exit, return and exec: what follows is not reached.
+
+    Args:
+        name: the command.
+        line: of the script.
+        status: as it is given to the command; "" where it is not.
+
+    Attributes:
+        because: the condition under which the command stands, as it is written; "" where it stands under none.
+    """
+
+    def __init__(self, name: str, line: int, status: str = "") -> None:
+        super().__init__(name)
+        self.name, self.line, self.status = name, line, status
+        self.because = ""
+
+
+class LoopBreak(Exception):
+    """Raised by break and continue."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that only running the script would determine.
+
+    Attributes:
+        why: a sentence without its end, such as "$NODES is not set".
+        line: of the script, where the value comes from.
+        prefix: what of the word is known to stand before it, such as ``trainer.nnodes=``.
+        variable: one whose default it is, so that it would not be asked for if the environment had this variable.
+        unset: the variable that is not set, where that is all.
+        required: whether an empty value would not do for it, as in ${X:?}.
+    """
+
+    why: str
+    line: int
+    prefix: str = ""
+    variable: str = ""
+    unset: str = ""
+    required: bool = False
+
+    @property
+    def may_be_empty(self) -> bool:
+        """True if bash would substitute an empty text for it."""
+        return bool(self.unset) and not self.required
+
+
+Field = str | Unknown
+"""One word after expansion."""
+Value = str | Unknown | list[Field]
+"""Of a variable: a list for an array."""
+
+
+@dataclass
+class ShellState:
+    """The state of the shell that a script changes.
+
+    Attributes:
+        variables: of the script and of the environment.
+        arguments: $1, $2 ...
+        directory: where it is.
+        functions: name -> parsed body.
+        script: for messages and BASH_SOURCE.
+        looked_at: the values that $1, $2 ..., $@ and shift have had: what the script itself reads.
+    """
+
+    variables: dict[str, Value]
+    arguments: list[Field]
+    directory: Path
+    script: Path
+    functions: dict[str, object] = field(default_factory=dict)
+    looked_at: set[Field] = field(default_factory=set)
+
+    def copy(self) -> ShellState:
+        """Copy the state for a subshell; ``looked_at`` stays shared."""
+        values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
+        functions = dict(self.functions)
+        return ShellState(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)

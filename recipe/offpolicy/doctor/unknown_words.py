@@ -1,0 +1,54 @@
+"""Messages about words of a launch that only running the script would determine, and their fixes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .bash.shell_values import Unknown
+
+KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
+
+
+def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Describe which overrides of a launch are not known, why, and the fix."""
+    keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
+    few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
+    named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
+    return f"{few} not known{named}: {describe_unknowns(unknowns, script)}"
+
+
+def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
+    """Describe why values are not known, each cause once, with the fixes."""
+    lines: dict[str, int] = {}
+    for each in unknowns:
+        lines.setdefault(each.why, each.line)
+    causes = [f"{why} (line {line})" for why, line in lines.items()]
+    fixes = dict.fromkeys(
+        filter(None, (*_propose_exports(unknowns), _propose_in_front(unknowns), *_propose_values(unknowns, script)))
+    )
+    mend = f" Fix: {', and '.join(fixes)}." if fixes else ""
+    return f"{'; '.join(causes)}.{mend}"
+
+
+def _propose_exports(unknowns: Sequence[Unknown]) -> list[str]:
+    # ${X:?} takes no empty value.
+    names = {each.unset: not each.required for each in unknowns if each.unset}
+    fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
+    if any(name.isdigit() for name in names):
+        fixes.append("give the script's arguments behind --script FILE")
+    return fixes
+
+
+def _propose_in_front(unknowns: Sequence[Unknown]) -> str:
+    names = dict.fromkeys(each.variable for each in unknowns if each.variable and not each.unset)
+    return f"put {' '.join(f'{name}=VALUE' for name in names)} in front of the command" if names else ""
+
+
+def _propose_values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
+    """Propose values for keys that neither a variable nor an argument determines."""
+    left = [each for each in unknowns if not each.variable and not each.unset]
+    keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
+    values = " ".join(f"{key}=VALUE" for key in keys)
+    return [f"to check the launch with values of your own, add {values} behind --script {script}"] if keys else []

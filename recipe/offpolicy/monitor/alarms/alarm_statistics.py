@@ -1,0 +1,78 @@
+"""The one number per update that each alarm compares with its bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from ...correction import CorrectionSpec
+from ...correction.proximal import OF_THE_TRAINER
+
+NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth")
+GROWTH: Final = "mismatch_growth"
+RANGES: Final = {
+    "ess": (0.0, 1.0),
+    "mean_weight": (0.0, math.inf),
+    "kept_share": (0.0, 1.0),
+    "nonfinite": (0.0, math.inf),
+    "mismatch_growth": (0.0, math.inf),
+}
+"""Least and greatest value that each alarm's statistic can take."""
+_COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+
+
+def find_statistic(name: str, spec: CorrectionSpec) -> str:
+    """Return the name, below ``offpolicy/``, of the statistic that an alarm reads under a correction.
+
+    Without a weight it is the statistic of the ratio that a weight would be made of: pi_old / mu, or pi / mu where
+    pi_old does not come from the trainer's weights and pi_old / mu shows no mismatch.
+    """
+    trainers_own = spec.proximal in OF_THE_TRAINER
+    ratio = "rollout_ratio" if trainers_own else "full_ratio"
+    match name:
+        case "ess":
+            return "weight/ess" if spec.weight is not None else f"{ratio}/ess"
+        case "mean_weight":
+            if spec.weight is None:
+                return f"{ratio}/mean"
+            # Self-normalised weights have mean 1 whatever happens.
+            return "raw_weight/mean" if spec.weight.normalize else "weight/mean"
+        case "kept_share":
+            return "keep/token_share"
+        case "nonfinite":
+            return "nonfinite"
+        case "mismatch_growth":
+            return "kl/k3" if trainers_own else f"{ratio}/chi2"
+        case _:
+            raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
+
+
+def explain_constant(name: str, spec: CorrectionSpec) -> str:
+    """Return why an alarm's statistic cannot change under a correction; empty if it can."""
+    if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
+        return "the correction has no mask and no weight that rejects, so that all is kept."
+    return ""
+
+
+def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    """Read an alarm's value from the statistics of an update; NaN if it is missing."""
+    if name == "nonfinite":
+        found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
+        return sum(found) if found else math.nan
+    return values.get(find_statistic(name, spec), math.nan)
+
+
+def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+
+    Args:
+        past: mismatch of the updates before, finite.
+        least: floor of both the value and the median, so that growth from near zero does not count.
+    """
+    if math.isnan(value):
+        return math.nan
+    if len(past) < history:
+        return None
+    return max(value, least) / max(median(past), least)

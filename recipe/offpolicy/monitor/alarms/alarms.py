@@ -1,0 +1,213 @@
+"""All alarms of a run, evaluated after each update; they decide which correction the next update runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ...correction import CorrectionSpec
+from .alarm import AlarmState
+from .alarm_statistics import compute_growth, find_statistic, read_value
+from .settings import GROWTH, SECTION, AlarmSettings, read_settings
+
+logger = logging.getLogger("verl.offpolicy")
+
+CONFIGURED = "configured"
+_MEANINGS = {
+    "ess": "few tokens or rows carry the gradient",
+    "mean_weight": "mu and the trainer's policy are no longer near each other",
+    "kept_share": "most of the batch is rejected",
+    "nonfinite": "log-probs arrive that are no numbers",
+    "mismatch_growth": "the mismatch of the two engines has grown, as with stale weights or caches",
+}
+
+
+class AlarmError(RuntimeError):
+    """An alarm with ``action=stop`` fired; the message names the alarm, its values and the fix."""
+
+
+class Alarms:
+    """The alarms of one run and the correction that they have put in force.
+
+    Args:
+        alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
+
+    Attributes:
+        in_force: ``configured``, or the name of the alarm whose fallback the next update is to run.
+    """
+
+    def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
+        self._alarms = dict(alarms)
+        self._states = {name: AlarmState() for name in alarms}
+        self._past: list[float] = []
+        self._updates = 0
+        self.in_force = self._ran = CONFIGURED
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> Alarms:
+        """Build the alarms of a composed configuration."""
+        return cls(read_settings(config))
+
+    @property
+    def fallback(self) -> CorrectionSpec | None:
+        """The correction in force in place of the configured one, or None."""
+        alarm = self._alarms.get(self.in_force)
+        return None if alarm is None else alarm.fallback
+
+    def judge(self, spec: CorrectionSpec, values: Mapping[str, float]) -> bool:
+        """Evaluate every alarm on the statistics of one update under ``spec``.
+
+        Args:
+            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm advances.
+
+        Returns:
+            True if another correction is in force now.
+
+        Raises:
+            AlarmError: an alarm with ``action=stop`` fired.
+        """
+        before = self._ran = self.in_force
+        if not values:
+            return False
+        self._updates += 1
+        fired = []
+        for name, alarm in self._alarms.items():
+            value = self._read_value(alarm, spec, values)
+            if value is None:
+                continue
+            state, event = self._states[name].advance(alarm.rule, value)
+            self._states[name] = state
+            if event == "fired":
+                self._announce(alarm, state, spec)
+                fired.append(name)
+            elif event == "recovered":
+                logger.info("alarm %s: %s is back at %.4g.", name, find_statistic(name, spec), value)
+        self.in_force = self._choose()
+        self._log_change(before, fired)
+        if self.in_force != before:
+            # Another correction has other statistics; the mismatch of the engines is the same under all of them.
+            self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
+        return self.in_force != before
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
+
+        0 is the configured one, n the fallback of the n-th alarm, those that are off not counted.
+        """
+        numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
+        firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
+        return firing | {"alarm/active_correction": numbers[self._ran]}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, in plain values."""
+        return {
+            "in_force": self.in_force,
+            "updates": self._updates,
+            "past": self._past,
+            "alarms": {name: asdict(state) for name, state in self._states.items()},
+            "rules": {name: alarm.to_mapping() for name, alarm in self._alarms.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
+        """Restore a checkpoint's state; alarms that are new, or configured otherwise, start afresh.
+
+        Args:
+            in_force: as the attribute, where it is not to be that of ``state``.
+        """
+        self._past = [float(value) for value in state["past"]]
+        self._updates = int(state["updates"])
+        self.in_force = self._ran = state["in_force"] if in_force is None else in_force
+        switched = self.in_force != state["in_force"]
+        for name, alarm in self._alarms.items():
+            known = state["alarms"].get(name)
+            same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
+            # A firing alarm whose fallback is not in force starts afresh, or it could never fire again.
+            unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
+            if not same or unheard:
+                self._states[name] = AlarmState()
+                if known is not None and known["firing"]:
+                    logger.warning(
+                        "alarm %s: it fired in the checkpoint, and begins anew as it is configured now.", name
+                    )
+            elif switched:
+                self._states[name] = AlarmState(firing=known["firing"])
+            else:
+                self._states[name] = AlarmState(**known | {"values": tuple(known["values"])})
+
+    def get_fallback(self, name: str) -> CorrectionSpec | None:
+        """Return the correction that alarm ``name`` falls back to; None without such an alarm."""
+        alarm = self._alarms.get(name)
+        return None if alarm is None else alarm.fallback
+
+    def _read_value(self, alarm: AlarmSettings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
+        value = read_value(alarm.name, spec, values)
+        if alarm.name != GROWTH:
+            return value
+        grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
+        # Values of a lasting fault stay out of the history, or they would become the normal.
+        healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
+        if healthy and math.isfinite(value):
+            self._past = [*self._past, value][-alarm.window :]
+        return grown
+
+    def _choose(self) -> str:
+        """Choose the next correction: the fallback still in force, else that of the first firing alarm."""
+        holder = self._alarms.get(self.in_force)
+        if holder is not None and not self._is_over(holder):
+            return self.in_force
+        firing = (n for n, alarm in self._alarms.items() if alarm.action == "fallback" and self._states[n].firing)
+        return next(firing, CONFIGURED)
+
+    def _log_change(self, before: str, fired: Sequence[str]) -> None:
+        """Log which correction is in force next, where alarms ``fired`` or it has changed."""
+        if before not in (CONFIGURED, self.in_force):
+            quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
+            if self.in_force == CONFIGURED:
+                back = "the configured correction is in force again from the next update on, which is to prove it."
+                logger.warning("%s, %s", quiet, back)
+            else:
+                logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
+        if self.in_force not in (CONFIGURED, before):
+            alarm = self._alarms[self.in_force]
+            forever = alarm.return_after is None
+            logger.warning(
+                "alarm %s: fallback [%s] is in force from the next update on, which is to prove it, %s.",
+                alarm.name,
+                ",".join(alarm.options),
+                "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",
+            )
+        for name in fired:
+            taken = self.in_force == name != before
+            if self._alarms[name].action == "fallback" and not taken:
+                logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", name, self.in_force)
+
+    def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
+        sentence = _describe(alarm, state, spec, self._updates)
+        if alarm.action == "stop":
+            raise AlarmError(
+                f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
+                f"these updates, and no checkpoint was written since the last of them: resume one from before they "
+                f"began, with the cause mended, with a safer correction and offpolicy.resume_changed_correction=true, "
+                f"or with {SECTION}.{alarm.name}.action=fallback. If such values are meant, widen its bounds."
+            )
+        logger.warning("%s", sentence)
+
+    def _is_over(self, alarm: AlarmSettings) -> bool:
+        state = self._states[alarm.name]
+        return alarm.return_after is not None and not state.firing and state.calm >= alarm.return_after
+
+
+def _describe(alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec, updates: int) -> str:
+    shown = ", ".join(f"{value:.4g}" for value in state.values)
+    more = "..., " if state.beyond > len(state.values) else ""
+    over = f"{alarm.rule.patience} consecutive updates" if alarm.rule.patience > 1 else "an update"
+    what = find_statistic(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
+    return (
+        f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, and has to be "
+        f"{alarm.rule.band}: {_MEANINGS[alarm.name]}."
+    )

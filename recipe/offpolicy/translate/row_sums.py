@@ -1,0 +1,219 @@
+"""Per-row sums of a batch, from which all of verl's metrics and decisions are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Kind = Literal["raw", "capped", "banded", "k1", "k2", "k3"]
+"""A token's weight before its bounds, min(w, upper), or 0 outside both bounds; and k1, k2, k3 of log pi_old / mu."""
+
+Numbers = NDArray[np.float64]
+Truths = NDArray[np.bool_]
+
+COLUMNS = ("response", "tokens", "old", "rollout", "log_ratio", "k2", "k3", "chi2", "k2_max", "k3_max")
+MEASURES = ("total", "square", "deviation", "squared_deviation", "least", "greatest", "above", "below")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A per-token statistic and the bounds that it is compared with.
+
+    Attributes:
+        lower, upper: inclusive bounds, in nats, compared in float32: of log pi_old / mu for weights, and of k1, k2, k3
+            themselves; infinite where open.
+        bounds: of the weight itself, for ``capped`` and ``banded``.
+    """
+
+    kind: Kind
+    lower: float
+    upper: float
+    bounds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def is_weight(self) -> bool:
+        return self.kind in ("raw", "capped", "banded")
+
+    @property
+    def about(self) -> float:
+        """Reference value near the mean, about which deviations are summed to avoid cancellation."""
+        return 1.0 if self.is_weight else 0.0
+
+    @property
+    def clamp(self) -> tuple[float, float]:
+        """Bounds that a value is clamped to before its deviation is summed; open for weights."""
+        if self.is_weight:
+            return -float("inf"), float("inf")
+        return self.lower if self.kind == "k1" else 0.0, self.upper
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums over the valid tokens of each row, (B,) float64 each.
+
+    Attributes:
+        response: tokens in the response mask, valid or not.
+        tokens: T, valid tokens.
+        old, rollout, log_ratio: sums of log pi_old, log mu and their difference.
+        k2, k3: sums of k2 and k3.
+        chi2: sum of rho^2 - 1.
+        k2_max, k3_max: greatest k2 and k3, 0 for no token.
+    """
+
+    response: Numbers
+    tokens: Numbers
+    old: Numbers
+    rollout: Numbers
+    log_ratio: Numbers
+    k2: Numbers
+    k3: Numbers
+    chi2: Numbers
+    k2_max: Numbers
+    k3_max: Numbers
+
+    @classmethod
+    def from_table(cls, table: Numbers) -> RowSums:
+        """Build from (10, B), in the order of ``COLUMNS``."""
+        return cls(*table)
+
+    def select_rows(self, rows: Truths | slice) -> RowSums:
+        """Return the sums of some of the rows."""
+        return RowSums(*(getattr(self, name)[rows] for name in COLUMNS))
+
+
+@dataclass(frozen=True)
+class QuantitySums:
+    """Per-row sums of m quantities v, each by token or one value a row.
+
+    Attributes:
+        of_tokens: (m,) whether shares of what lies outside the bounds count tokens, not rows.
+        about: (m,) a guess of the mean, about which deviations are taken.
+        table: (8, m, B) float64, in the order of ``MEASURES``: sums of v and v^2 over the row's tokens; sums of
+            c - about and its square, c being v clamped to its bounds; extremes of v, without meaning for a row without
+            a token; tokens beyond the upper and the lower bound.
+    """
+
+    of_tokens: Truths
+    about: Numbers
+    table: Numbers
+
+    @classmethod
+    def from_token_table(cls, quantities: Sequence[Quantity], table: Numbers) -> QuantitySums:
+        """Build from (8, m, B), in the order of ``MEASURES``, for quantities by token."""
+        about = np.array([quantity.about for quantity in quantities], dtype=np.float64)
+        return cls(np.ones(len(quantities), dtype=np.bool_), about, table)
+
+    @property
+    def total(self) -> Numbers:
+        return self.table[0]
+
+    @property
+    def square(self) -> Numbers:
+        return self.table[1]
+
+    @property
+    def deviation(self) -> Numbers:
+        return self.table[2]
+
+    @property
+    def squared_deviation(self) -> Numbers:
+        return self.table[3]
+
+    @property
+    def least(self) -> Numbers:
+        return self.table[4]
+
+    @property
+    def greatest(self) -> Numbers:
+        return self.table[5]
+
+    @property
+    def above(self) -> Numbers:
+        return self.table[6]
+
+    @property
+    def below(self) -> Numbers:
+        return self.table[7]
+
+    def select_quantities(self, part: slice | Sequence[int]) -> QuantitySums:
+        """Return some of the quantities."""
+        return QuantitySums(self.of_tokens[part], self.about[part], self.table[:, part])
+
+    def select_rows(self, rows: Truths | slice) -> QuantitySums:
+        """Return the sums of some of the rows."""
+        return QuantitySums(self.of_tokens, self.about, self.table[:, :, rows])
+
+    def concatenate(self, other: QuantitySums) -> QuantitySums:
+        """Return the quantities of both, these first."""
+        return QuantitySums(
+            np.concatenate([self.of_tokens, other.of_tokens]),
+            np.concatenate([self.about, other.about]),
+            np.concatenate([self.table, other.table], axis=1),
+        )
+
+
+def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
+    """Compare with inclusive bounds, in float32 as the masks do.
+
+    Args:
+        values: (m, B).
+        lower, upper: (m,).
+
+    Returns:
+        (m, B) bool each: above and below.
+    """
+    single = values.astype(np.float32)
+    return single > upper.astype(np.float32)[:, None], single < lower.astype(np.float32)[:, None]
+
+
+def measure_rows(
+    values: Numbers, tokens: Numbers, outside: tuple[Truths, Truths], *, clamp: tuple[Numbers, Numbers], about: float
+) -> QuantitySums:
+    """Build the sums of m quantities that have one value a row.
+
+    Args:
+        values: (m, B).
+        tokens: (B,).
+        outside: (m, B) above and below the bounds.
+        clamp: (m,) bounds of c, infinite where open.
+    """
+    above, below = outside
+    deviation = np.clip(values, clamp[0][:, None], clamp[1][:, None]) - about
+    weighted = [tokens * each for each in (values, np.square(values), deviation, np.square(deviation))]
+    return QuantitySums(
+        np.zeros(len(values), dtype=np.bool_),
+        np.full(len(values), about),
+        np.stack([*weighted, values, values, tokens * above, tokens * below]),
+    )
+
+
+class Batch(Protocol):
+    """Log-probs and mask of a batch, behind a backend for the device that they are on."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
+        """Read the batch once: the row sums, and the sums of the quantities by token."""
+
+    def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
+        """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
+
+        0 off valid tokens; the layout is the batch's.
+        """
+
+    def spread_row_weights(self, rows: Numbers) -> Tensor:
+        """Spread the weights of the rows, (B,), over their valid tokens, likewise."""
+
+    def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
+        """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.
+
+        Returns:
+            The mask in its own dtype, and the number of valid tokens that each row lost, (B,).
+        """

@@ -1,0 +1,31 @@
+"""Paths at which no file can be written are refused before the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.analysis.pages import PageError
+from recipe.offpolicy.analysis.pages.output_file import check_target
+
+
+def test_a_place_that_can_be_written_passes(tmp_path: Path) -> None:
+    check_target("--png", tmp_path / "new" / "a.png", "out.png")
+    check_target("--html", tmp_path / "page.htm", "out.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "said"),
+    [
+        ("a.txt", "out.png", "no kind of picture"),
+        ("a", "out.png", "no suffix"),
+        (".", "out.png", "it is a directory"),
+        ("file/below.html", "out.html", "no file can be written below"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named(name: str, example: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PageError, match=f"--option.*{said}"):
+        check_target("--option", tmp_path / name, example)

@@ -1,0 +1,37 @@
+"""Seams that do not hold stop a launch, with the release of verl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import verl_patches
+from recipe.offpolicy.preflight.checks.runtime_env import list_patch_groups
+from recipe.offpolicy.preflight.checks.seams import check_seams_with
+from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches.contract import Contract, PatchError
+from verl_patches.execution_path import LivePath
+
+
+@pytest.mark.parametrize(("trainer", "module"), [("v0", trainer_v0), ("v1", trainer_v1)])
+def test_the_seams_of_the_path_are_held(trainer: str, module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_patches, "status", dict)
+    held: list[object] = []
+    assert list(check_seams_with(LivePath("0.9.1", trainer, "engine", "fsdp"), held.append)) == []
+    assert held == [engine_loss.SEAMS, module.SEAMS]
+
+
+def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_patches, "status", dict)
+
+    def hold(contracts: Sequence[Contract]) -> None:
+        raise PatchError("set_loss_fn has moved")
+
+    (problem,) = check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), hold)
+    assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has moved")
+
+
+def test_legacy_workers_load_the_patches_of_their_actors() -> None:
+    assert list_patch_groups(LivePath("0.7.1", "v0", "legacy", "fsdp")) == ["legacy"]
+    assert list_patch_groups(LivePath("0.7.1", "v0", "engine", "fsdp")) == []

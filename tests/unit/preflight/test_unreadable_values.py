@@ -1,0 +1,31 @@
+"""Values of a kind that checks and verl cannot compute with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.preflight.checks.unreadable_values import find_unreadable_values
+from tests.support.mended import with_overrides
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"data": {"train_batch_size": "many"}}, "data.train_batch_size"),
+        ({"data": {"train_batch_size": 0}}, "data.train_batch_size"),
+        ({"algorithm": {"adv_estimator": None}}, "algorithm.adv_estimator"),
+        ({"actor_rollout_ref": {"rollout": {"temperature": "abc"}}}, "actor_rollout_ref.rollout.temperature"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_and_mended(config: dict[str, Any], key: str) -> None:
+    wrong = OmegaConf.create(config)
+    (problem,) = find_unreadable_values(wrong)
+    assert problem.key == key
+    assert list(find_unreadable_values(with_overrides(wrong, problem.overrides))) == []
+
+
+def test_keys_that_are_not_there_are_not_asked_for() -> None:
+    assert list(find_unreadable_values(OmegaConf.create({"data": {"train_batch_size": 256}}))) == []

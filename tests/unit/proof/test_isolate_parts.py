@@ -1,0 +1,27 @@
+"""Every configured correction is proved by itself."""
+
+from __future__ import annotations
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.gradient import isolate_parts
+from tests.support.corrections import GSM, TIS, opsm, spec
+
+
+def test_weight_and_masks_come_apart() -> None:
+    assert isolate_parts(spec(TIS, gsm=GSM, opsm=opsm(0.1))) == [
+        ("weight", spec(TIS)),
+        ("masks.gsm", spec(None, gsm=GSM)),
+        ("masks.opsm", spec(None, opsm=opsm(0.1))),
+    ]
+
+
+def test_another_pi_old_and_a_clipped_kl_are_parts() -> None:
+    mapping = {"proximal": "loglinear", "alpha": 0.5, "kl_clip": {"lower": 0.8, "upper": 1.2}}
+    parts = dict(isolate_parts(CorrectionSpec.from_mapping(mapping)))
+    assert set(parts) == {"proximal", "kl_clip"}
+    assert (parts["proximal"].proximal, parts["proximal"].alpha, parts["proximal"].kl_clip) == ("loglinear", 0.5, None)
+    assert (parts["kl_clip"].kl_clip, parts["kl_clip"].proximal) == ((0.8, 1.2), "recompute")
+
+
+def test_nothing_has_no_parts() -> None:
+    assert isolate_parts(CorrectionSpec()) == []
