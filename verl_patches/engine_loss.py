@@ -40,6 +40,13 @@ SEAMS = (
         "(self, data)",
         keys=("update_lr_scheduler",),
     ),
+    # Metrics that complete themselves before they are sent: see sent_metrics.
+    seam(
+        "_postprocess_output",
+        f"{_WORKERS}:TrainingWorker._postprocess_output",
+        "(self, output, *, global_token_num, delta_time, forward_only, images_seqlens)",
+        keys=("metrics",),
+    ),
     seam(
         "ppo_loss",
         "verl.workers.utils.losses:ppo_loss",

@@ -146,10 +146,10 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
     from recipe.offpolicy.worker.metrics import take_packets
 
     class Past(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+        def hand_over(self, batch: Any, step: Any) -> Any:
             masks = tuple(item for item in BANDED.masks if item[0] in dict(self.spec.masks))
             began = CorrectionSpec(masks=masks) if masks else self.spec
-            return super().hand_over(batch, mb.decide(began, batch), data)
+            return super().hand_over(batch, mb.decide(began, batch))
 
     rows = rollout(engine)
     sampled = sampled_checksums(rows.to_tensordict())
@@ -290,9 +290,9 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     from recipe.offpolicy.worker.metrics import take_packets
 
     class Past(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+        def hand_over(self, batch: Any, step: Any) -> Any:
             began = self.spec if self.spec.weight is None else replace(self.spec, weight=WEIGHED.weight)
-            return super().hand_over(batch, mb.decide(began, batch), data)
+            return super().hand_over(batch, mb.decide(began, batch))
 
     rows = rollout(engine, 0.2)
     sampled = sampled_checksums(rows.to_tensordict())

@@ -54,7 +54,7 @@ class Watched(OffPolicyLoss):
     """The loss, with copies of what it is given and of what it hands to verl's own, a row each, call by call."""
 
     def __init__(self, directory: Path, spec: CorrectionSpec = SPEC, *, prove: bool = False, **settings: Any) -> None:
-        super().__init__(spec, tw.actor_config(), prove=prove, record=RecordSettings(str(directory), **settings))
+        super().__init__(spec, tw.actor_config(), prove=prove, record=RecordSettings.at(str(directory), **settings))
         self.calls: list[list[dict[str, Any]]] = []
         verls = self.base_loss
 
@@ -327,7 +327,7 @@ def test_gradients_are_the_same_to_the_bit(engine_factory: Any, tmp_path: Path) 
 def test_the_loss_travels_to_the_worker_after_it_has_recorded(worker: Any, tmp_path: Path, pickler: Any) -> None:
     """The thread stays where it is: losses that are handed over again go on with it."""
     rows = rollout(worker)
-    loss = OffPolicyLoss(SPEC, tw.actor_config(), record=RecordSettings(str(tmp_path)))
+    loss = OffPolicyLoss(SPEC, tw.actor_config(), record=RecordSettings.at(str(tmp_path)))
     tw.update(worker, loss, shipped(rows, mini_batches=2), mini_batches=2)
     again = pickler.loads(pickler.dumps(loss))
     tw.update(worker, again, shipped(rows, step=STEP + 1))

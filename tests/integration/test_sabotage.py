@@ -29,8 +29,8 @@ def adapter(hand_over: Any = None, spec: Any = SPEC, **config: Any) -> Any:
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     class Sabotaged(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: StepStage, data: Any) -> Any:
-            data = super().hand_over(batch, step, data)
+        def hand_over(self, batch: Any, step: StepStage) -> Any:
+            data = super().hand_over(batch, step)
             if hand_over is not None:
                 data["rollout_is_weights"] = hand_over(batch, step)
             return data
@@ -288,12 +288,12 @@ def corrupted_installation(kind: str) -> Any:
                 return plain, {METRIC_KEY: metrics[METRIC_KEY]}
             return loss, metrics
 
-        def corrected(self, batch: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        def corrected(self, batch: Any, dp_group: Any = None) -> Any:
             if kind != "another spec in the call":
-                return super().corrected(batch, model_output, data, dp_group)
+                return super().corrected(batch, dp_group)
             mine, self.spec = self.spec, CorrectionSpec()
             try:
-                return super().corrected(batch, model_output, data, dp_group)
+                return super().corrected(batch, dp_group)
             finally:
                 self.spec = mine
 

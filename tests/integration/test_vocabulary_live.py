@@ -126,7 +126,7 @@ def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
     parts = {("masks", name): mask for name, mask in run.masks}
 
     class Wrong(OffPolicyLoss):
-        def hand_over(self, batch: Any, step: Any, data: Any) -> Any:
+        def hand_over(self, batch: Any, step: Any) -> Any:
             from dataclasses import replace
 
             spec = self.spec
@@ -134,7 +134,7 @@ def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
                 spec = replace(spec, weight=run.weight)
             spec = replace(spec, masks=tuple((name, parts[("masks", name)]) for name, _ in spec.masks))
             return mb.with_tensors(
-                super().hand_over(batch, step, data), rollout_is_weights=mb.factor(spec, batch, mb.decide(spec, batch))
+                super().hand_over(batch, step), rollout_is_weights=mb.factor(spec, batch, mb.decide(spec, batch))
             )
 
     return Wrong(said, tw.actor_config(**config), prove=True)
@@ -195,8 +195,8 @@ def test_a_proximal_policy_that_is_not_used(engine: Any, proximal: dict[str, Any
     loss = adapter(proximal)
     hand_over = loss.hand_over
 
-    def forgets(batch: Any, step: Any, data: Any) -> Any:
-        changed = hand_over(batch, step, data)
+    def forgets(batch: Any, step: Any) -> Any:
+        changed = hand_over(batch, step)
         changed["old_log_probs"] = batch.log_prob.detach()
         return changed
 
@@ -282,8 +282,8 @@ def test_a_scale_that_is_ignored(engine: Any) -> None:
     loss = adapter(mapping)
     hand_over = loss.hand_over
 
-    def without_scale(batch: Any, step: Any, data: Any) -> Any:
-        changed = hand_over(batch, step, data)
+    def without_scale(batch: Any, step: Any) -> Any:
+        changed = hand_over(batch, step)
         changed["rollout_is_weights"] = step.weight * step.keep
         return changed
 

@@ -23,16 +23,16 @@ def test_it_is_live_through_the_installed_verl() -> None:
     assert verdict["parameter_error"] < 1e-5
 
 
-def drop_everything(loss: OffPolicyLoss, batch: Any, step: Any, data: Any) -> Any:
-    return data
+def drop_everything(loss: OffPolicyLoss, batch: Any, step: Any) -> Any:
+    return batch.data
 
 
-def drop_the_weight(loss: OffPolicyLoss, batch: Any, step: Any, data: Any) -> Any:
-    return smoke.mb.with_tensors(data, **{smoke.mb.WEIGHTS: step.keep.to(step.weight.dtype)})
+def drop_the_weight(loss: OffPolicyLoss, batch: Any, step: Any) -> Any:
+    return batch.data_with(**{smoke.mb.WEIGHTS: step.keep.to(step.weight.dtype)})
 
 
-def drop_the_mask(loss: OffPolicyLoss, batch: Any, step: Any, data: Any) -> Any:
-    return smoke.mb.with_tensors(data, **{smoke.mb.WEIGHTS: step.weight})
+def drop_the_mask(loss: OffPolicyLoss, batch: Any, step: Any) -> Any:
+    return batch.data_with(**{smoke.mb.WEIGHTS: step.weight})
 
 
 @pytest.mark.parametrize("sabotage", [drop_everything, drop_the_weight, drop_the_mask])

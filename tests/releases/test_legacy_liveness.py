@@ -186,8 +186,8 @@ def test_weights_that_are_ignored_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
     genuine = LegacyLoss.hand_over
 
-    def forgetful(self: Any, batch: Any, step: Any, data: Any) -> Any:
-        handed = genuine(self, batch, step, data)
+    def forgetful(self: Any, batch: Any, step: Any) -> Any:
+        handed = genuine(self, batch, step)
         handed["rollout_is_weights"] = torch.ones_like(handed["rollout_is_weights"])
         return handed
 

@@ -168,7 +168,7 @@ def handed(
     uids = torch.tensor([list(f"row{i}".encode()) for i in range(count)], dtype=torch.uint8)
     batch = {**batch, UID: uids, REWARD: torch.arange(count) / 2}
     plan = dataclasses.replace(plan, update=UpdateRows(ranks, count // ranks, mini_rows // ranks))
-    return proto(batch, Handover(spec, plan, prove, others, RecordSettings(record)))
+    return proto(batch, Handover(spec, plan, prove, others, RecordSettings.at(record)))
 
 
 def moved(actor_: Any, data: Any, *, patched: bool = True) -> tuple[Parameters, dict[str, Any]]:

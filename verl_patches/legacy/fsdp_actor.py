@@ -102,7 +102,9 @@ def _update_policy(original: Callable[..., Any], actor: Any, data: Any) -> Any:
     dp_size = torch.distributed.get_world_size() // copies
     current = handover.update(actor.config, dp_size=dp_size, upstream=partial(_upstream, actor.scaler))
     with algorithms.update(current):
-        return original(actor, carried(data, **columns))
+        metrics = original(actor, carried(data, **columns))
+    current.end(metrics)
+    return metrics
 
 
 def _over_ranks(copies: int, numbers: Tensor) -> Tensor:

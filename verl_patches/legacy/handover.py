@@ -24,6 +24,9 @@ class Update(Protocol):
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
         """Take up a micro-batch, whose loss the actor multiplies by ``scale``, before it is computed."""
 
+    def end(self, metrics: Mapping[str, Any]) -> None:
+        """Complete what the update reports among the actor's metrics, before they leave the process."""
+
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]: ...
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor: ...

@@ -123,8 +123,11 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
     _refuse(actor)
     upstream = partial(_upstream, get_model_config(actor.actor_module[0]).grad_scale_func)
     dp_size = mpu.get_data_parallel_world_size()
-    with algorithms.update(dataloader.handover.update(actor.config, dp_size=dp_size, upstream=upstream)):
-        return original(actor, dataloader, enable_mtp)
+    current = dataloader.handover.update(actor.config, dp_size=dp_size, upstream=upstream)
+    with algorithms.update(current):
+        metrics = original(actor, dataloader, enable_mtp)
+    current.end(metrics)
+    return metrics
 
 
 def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:

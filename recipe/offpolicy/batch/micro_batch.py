@@ -8,7 +8,7 @@ response.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +48,9 @@ _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The padded (B, T) tensors of one micro-batch; ``log_prob`` carries the gradient, ``responses`` are token ids.
+    """A micro-batch: its padded (B, T) tensors, and what the engine handed over, from which a loss is computed anew.
+
+    ``log_prob`` carries the gradient, ``responses`` are token ids.
 
     Attributes:
         old_log_prob: as it was shipped; what a correction takes for pi_old is ``proximal``'s to say.
@@ -58,6 +60,7 @@ class MicroBatch:
         counted: raises when read if that was counted over other mini-batches than the engine's.
         last: of the update's last mini-batch, as far as verl tells.
         layout: where the responses stand in what the model says; None where they are cut out and padded already.
+        model_output, data: as the engine calls its loss; empty of rows by themselves, see ``detached``.
     """
 
     responses: Tensor
@@ -72,6 +75,8 @@ class MicroBatch:
     counted: DeferredValue[None] | None = None
     last: bool = True
     layout: Layout | None = None
+    model_output: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    data: TensorDict = field(default_factory=TensorDict, repr=False)
 
     @property
     def width(self) -> int:
@@ -82,6 +87,58 @@ class MicroBatch:
     def turns(self) -> Tensor:
         """(B, T) int64, see ``correction.turns``."""
         return turns(self.response_mask)
+
+    def detached(self) -> MicroBatch:
+        """The rows by themselves: no gradient, and nothing of the engine's is kept alive."""
+        return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
+
+    def padded_output(self) -> Mapping[str, Any]:
+        """The model's output with what verl's loss reads of it padded already, which it takes from here on.
+
+        Raises:
+            PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
+        """
+        if self.layout is None:
+            return self.model_output
+        response_padding.install()
+        changed = {**self.model_output, "log_probs": Padded(self.log_prob)}
+        if self.model_output.get("entropy") is not None:
+            changed["entropy"] = Padded(self.layout.responses_of(flat(self.model_output["entropy"])))
+        return changed
+
+    def leaf(self) -> tuple[dict[str, Any], Tensor]:
+        """A detached copy of the model's output whose log-probs are a fresh leaf.
+
+        Returns:
+            The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
+        """
+        log_probs = self.model_output["log_probs"]
+        leaf = flat(log_probs).detach().clone().requires_grad_()
+        copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.model_output.items()}
+        copy["log_probs"] = _laid_out(leaf, log_probs)
+        return copy, leaf
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(B, T) numbers at the positions of the flat log-probs that they belong to: (total tokens,)."""
+        output, leaf = self.leaf()
+        place = padded(output, self.data)
+        # The gather from flat to padded is linear, so its transpose puts each number back where its log-prob came from.
+        return torch.autograd.grad(place, leaf, values.to(place.dtype))[0]
+
+    def restated(self) -> MicroBatch:
+        """The same rows with a detached model output that says ``log_prob`` at the response tokens."""
+        output, leaf = self.leaf()
+        mask = self.data.select("response_mask").to_padded_tensor()["response_mask"].to(leaf.dtype)
+        there, values = self.spread(mask), self.spread(mask * self.log_prob.detach().to(leaf.dtype))
+        changed = torch.where(there > 0, values, leaf.detach())
+        return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
+
+    def data_with(self, *, plan: SharedPlan | None = None, **tensors: Tensor | None) -> TensorDict:
+        """``with_tensors`` of verl's micro-batch, with another plan where one is given."""
+        changed = with_tensors(self.data, **tensors)
+        if plan is not None:
+            tu.assign_non_tensor(changed, **{PLAN: plan})
+        return changed
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
@@ -114,6 +171,8 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         counted=_counted(data),
         last=bool(tu.get_non_tensor_data(data, LAST, True)),
         layout=layout,
+        model_output=model_output,
+        data=data,
     )
 
 
@@ -235,21 +294,6 @@ def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | N
     return (layout or Layout.of(data)).responses_of(flat(log_probs))
 
 
-def with_padded(model_output: Mapping[str, Any], batch: MicroBatch) -> Mapping[str, Any]:
-    """The model's output with what verl's loss reads of it padded already, which it takes from here on.
-
-    Raises:
-        PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
-    """
-    if batch.layout is None:
-        return model_output
-    response_padding.install()
-    changed = {**model_output, "log_probs": Padded(batch.log_prob)}
-    if model_output.get("entropy") is not None:
-        changed["entropy"] = Padded(batch.layout.responses_of(flat(model_output["entropy"])))
-    return changed
-
-
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
     """A shallow copy of the micro-batch with padded (B, T) tensors put in; None removes the key."""
     changed = data.copy()
@@ -261,41 +305,8 @@ def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
     return changed
 
 
-def as_leaf(model_output: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """A detached copy of the model's output whose log-probs are a fresh leaf.
-
-    Returns:
-        The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
-    """
-    log_probs = model_output["log_probs"]
-    values = log_probs.values() if log_probs.is_nested else log_probs
-    leaf = values.detach().clone().requires_grad_()
-    copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in model_output.items()}
-    copy["log_probs"] = (
-        torch.nested.nested_tensor_from_jagged(leaf, log_probs.offsets()) if log_probs.is_nested else leaf
-    )
-    return copy, leaf
-
-
-def with_plan(data: TensorDict, plan: SharedPlan) -> TensorDict:
-    """A shallow copy of the micro-batch with another plan."""
-    changed = data.copy()
-    tu.assign_non_tensor(changed, **{PLAN: plan})
-    return changed
-
-
-def with_log_prob(model_output: Mapping[str, Any], log_prob: Tensor, data: TensorDict) -> dict[str, Any]:
-    """A detached copy of the model's output with other log-probs at the response tokens, given as (B, T)."""
-    output, leaf = as_leaf(model_output)
-    place = padded(output, data)
-    mask = data.select("response_mask").to_padded_tensor()["response_mask"].to(place.dtype)
-    # The gather from flat to padded is linear, so its transpose says which position each response token came from.
-    (there,) = torch.autograd.grad(place, leaf, mask, retain_graph=True)
-    (values,) = torch.autograd.grad(place, leaf, mask * log_prob.detach().to(place.dtype))
-    changed = torch.where(there > 0, values, leaf.detach())
-    log_probs = model_output["log_probs"]
-    nested = torch.nested.nested_tensor_from_jagged(changed, log_probs.offsets()) if log_probs.is_nested else changed
-    return output | {"log_probs": nested}
+def _laid_out(values: Tensor, like: Any) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
 
 
 def flat(tensor: Tensor) -> Tensor:

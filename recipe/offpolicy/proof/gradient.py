@@ -89,14 +89,12 @@ class Proof:
     gradient_error: float | None = None
 
 
-def prove(
-    adapter: CorrectedLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, loss: Tensor
-) -> Proof:
+def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
 
     Args:
         adapter: the loss that is installed; shifted micro-batches go through the same code.
-        batch: the padded tensors of the micro-batch.
+        batch: the micro-batch that the engine is at.
         loss: what the engine is about to differentiate, maybe after scaling it.
     """
     mask = batch.response_mask
@@ -113,16 +111,15 @@ def prove(
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
-    predicted, policy = _demanded(adapter.base_loss, seen, model_output, data, factor)
-    moved = policy != 0
+    predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
     if adapter.extensions:
         # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
-        predicted = predicted + _base_gradient(terms, seen, model_output, data, factor)
-    _watch(proof, model_output["log_probs"], loss, predicted, _scale(predicted, policy))
+        predicted = predicted + _base_gradient(terms, seen, factor)
+    _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
     for name, spec in isolate_parts(adapter.spec):
-        proof.shifts[name] = _tried(adapter, spec, batch, model_output, data)
+        proof.shifts[name] = _tried(adapter, spec, batch)
     return proof
 
 
@@ -159,33 +156,27 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
     return torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
 
 
-def _base_gradient(
-    base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
-) -> Tensor:
+def _base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> Tensor:
     """Compute verl's gradient at the log-probs with ``factor`` (B, T) as its weights: (total tokens,)."""
-    output, leaf = mb.as_leaf(model_output)
-    changed = mb.with_tensors(
-        data,
-        old_log_probs=batch.old_log_prob,
-        advantages=batch.advantages,
-        **{mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype)},
-    )
-    loss, _ = base_loss(output, changed)
+    output, leaf = batch.leaf()
+    handed: dict[str, Any] = {
+        "old_log_probs": batch.old_log_prob,
+        "advantages": batch.advantages,
+        mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
+    }
+    loss, _ = base_loss(output, batch.data_with(**handed))
     return torch.autograd.grad(loss, leaf)[0]
 
 
-def _demanded(
-    base_loss: BoundLoss, batch: mb.MicroBatch, model_output: Mapping[str, Any], data: TensorDict, factor: Tensor
-) -> tuple[Tensor, Tensor]:
+def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
 
     The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
     verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
     """
-    rest = _base_gradient(base_loss, batch, model_output, data, torch.zeros_like(factor))
-    policy = _base_gradient(base_loss, batch, model_output, data, torch.ones_like(factor)) - rest
-    spread = _spread(factor, model_output, data)
-    return spread * policy + rest, policy
+    rest = _base_gradient(base_loss, batch, torch.zeros_like(factor))
+    policy = _base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
+    return batch.spread(factor) * policy + rest, policy
 
 
 def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
@@ -196,14 +187,6 @@ def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
         return loss.detach() + 0.0 * loss, metrics
 
     return constant
-
-
-def _spread(factor: Tensor, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-    """Scatter (B, T) factors to the positions of the flat log-probs that they belong to: (total tokens,)."""
-    output, leaf = mb.as_leaf(model_output)
-    padded = mb.padded(output, data)
-    # The gather from flat to padded is linear, so its transpose puts each factor back where its log-prob came from.
-    return torch.autograd.grad(padded, leaf, factor.to(padded.dtype))[0]
 
 
 def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, scale: Tensor) -> None:
@@ -231,32 +214,26 @@ def _relative(error: Tensor, scale: Tensor) -> float:
     return float(error / scale) if float(scale) else float(error)
 
 
-def _tried(
-    adapter: CorrectedLoss,
-    spec: CorrectionSpec,
-    batch: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
-) -> ShiftResult:
+def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
     detached = replace(batch, log_prob=batch.log_prob.detach())
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
-        return _tried_kl(adapter, spec, batch, model_output, data)
+        return _tried_kl(adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
-        output = mb.with_log_prob(model_output, trial.batch.log_prob, data)
-        moved = replace(trial.batch, old_log_prob=_expected_proximal(spec, trial.batch))
-        demanded, policy = _demanded(adapter.base_loss, moved, output, data, trial.factor)
-        gradient = _adapter_gradient(adapter, spec, trial, output, data)
+        there = trial.batch.restated()
+        moved = replace(there, old_log_prob=_expected_proximal(spec, there))
+        demanded, policy = _demanded(adapter.base_loss, moved, trial.factor)
+        gradient = _adapter_gradient(adapter, spec, there, trial.constants)
         errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
             # Were the value in pi_old's place read after all, would the gradient be another?
-            decoy, _ = _demanded(adapter.base_loss, trial.batch, output, data, trial.factor)
+            decoy, _ = _demanded(adapter.base_loss, there, trial.factor)
             visible = bool((decoy != demanded).any())
         else:
-            acts = _spread((trial.factor != 1).double() * batch.response_mask, output, data) > 0
+            acts = there.spread((trial.factor != 1).double() * batch.response_mask) > 0
             visible = bool((acts & (policy != 0)).any())
         if trial.label:
             seen[trial.label] = seen.get(trial.label, False) or visible
@@ -296,17 +273,15 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 
 
 def _adapter_gradient(
-    adapter: CorrectedLoss, spec: CorrectionSpec, trial: Trial, model_output: Mapping[str, Any], data: TensorDict
+    adapter: CorrectedLoss, spec: CorrectionSpec, moved: mb.MicroBatch, constants: BatchConstants
 ) -> Tensor:
-    output, leaf = mb.as_leaf(model_output)
-    moved = trial.batch
-    changed = mb.with_tensors(
-        data,
+    output, leaf = moved.leaf()
+    changed = moved.data_with(
+        plan=SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
         old_log_probs=moved.old_log_prob,
         advantages=moved.advantages,
         **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
     )
-    changed = mb.with_plan(changed, SharedPlan(step=moved.plan.step if moved.plan else 1, constants=trial.constants))
     loss, _ = _alone(adapter, spec)(output, changed)
     return torch.autograd.grad(loss, leaf)[0]
 
@@ -318,19 +293,13 @@ def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
     return alone
 
 
-def _tried_kl(
-    adapter: CorrectedLoss,
-    spec: CorrectionSpec,
-    batch: mb.MicroBatch,
-    model_output: Mapping[str, Any],
-    data: TensorDict,
-) -> ShiftResult:
+def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Compare the KL term's gradient under ratios beyond and inside its clip with verl's own at ratio 1."""
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
-    data = mb.with_tensors(data, ref_log_prob=(log_prob + apart).float())
+    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
     for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
         moved = replace(
@@ -341,12 +310,12 @@ def _tried_kl(
             scale=None,
         )
         zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
-        kl = _base_gradient(adapter.verl_loss, moved, model_output, data, zeros)
-        policy = _base_gradient(adapter.verl_loss, moved, model_output, data, ones) - kl
+        kl = _base_gradient(adapter.verl_loss, moved, zeros)
+        policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
         # Clipped where the loss would fall further: beyond the upper side for a negative slope, and the other way.
         clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
         demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
-        gradient = _adapter_gradient(adapter, spec, Trial("", moved, ones, BatchConstants()), model_output, data)
+        gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
         errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
         scales.append(float(kl.abs().max()))
     return ShiftResult(error=max(errors), vacuous=not all(scales))

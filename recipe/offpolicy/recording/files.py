@@ -209,7 +209,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     for name in ROW_COLUMNS:
         values[name] = columns[name].to_numpy(zero_copy_only=False)
     values["prompt_offsets"], values["prompt_ids"] = _ragged(columns[PROMPT_COLUMN])
-    extensions = {}
+    extensions: dict[str, Any] = {}
     for name in (*TOKEN_COLUMNS, *(each for each in columns if each.startswith(EXTENSION_PREFIX))):
         offsets, tokens = _ragged(columns[name])
         (values if name in TOKEN_COLUMNS else extensions)[name] = tokens

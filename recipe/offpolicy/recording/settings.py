@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ..batch.shipped import shipped
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import format_value, remove, set_to
 from .files import MOST_REASONS, RecordingError
@@ -37,11 +38,16 @@ class RecordSettings:
     """
 
     dir: str
-    every: int = 1
-    share: float = 1.0
-    prompts: bool = True
-    max_bytes: float = 10e9
-    max_waiting_bytes: float = 1e9
+    every: int
+    share: float
+    prompts: bool
+    max_bytes: float
+    max_waiting_bytes: float
+
+    @classmethod
+    def at(cls, dir: str, **changes: Any) -> RecordSettings:
+        """The settings that are shipped but for these, recording to ``dir``."""
+        return cls(**{**shipped("record"), **changes, "dir": dir})
 
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
@@ -49,7 +55,7 @@ class RecordSettings:
         values = _section(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
-        return cls(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
+        return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
 
     def records(self, step: int) -> bool:
         """Whether ``step``, from 1, is one to record."""
@@ -73,7 +79,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         fix = f"Remove this override; set {SECTION}.dir=PATH to record."
         yield _problem(SECTION, values, "not the keys of a recording.", fix)
         return
-    known = {field.name: field.default for field in fields(RecordSettings)}
+    known = shipped("record")
     for name, value in values.items():
         key = f"{SECTION}.{name}"
         if name not in known:

@@ -30,7 +30,6 @@ def recorded(
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
     step: StepStage,
-    data: TensorDict,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
     """Record what the loss sees of a micro-batch, if it is one to record.
@@ -39,7 +38,6 @@ def recorded(
         extensions: columns of theirs to record as well.
         batch: as the loss reads it; what the trainer's plan does not announce, such as a trial, is not recorded.
         step: what was decided on it.
-        data: verl's micro-batch.
 
     A failure stops the recorder, see ``Recorder.stop``.
 
@@ -49,7 +47,7 @@ def recorded(
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():
         return {}
-    here = place(tu.get_non_tensor_data(data, "dp_size", 1))
+    here = place(tu.get_non_tensor_data(batch.data, "dp_size", 1))
     recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
         started = recorder.clock()
@@ -57,7 +55,7 @@ def recorded(
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
             try:
-                seen = _seen(settings, spec, batch, step, data, extensions)
+                seen = _seen(settings, spec, batch, step, extensions)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on
@@ -85,7 +83,6 @@ def _seen(
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
     step: StepStage,
-    data: TensorDict,
     extensions: Collection[str],
 ) -> Seen:
     old_log_prob = mb.proximal(spec, batch)
@@ -100,17 +97,17 @@ def _seen(
         weight=step.weight,
         valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
-        uids=_uids(data),
-        reward=_reward(data),
+        uids=_uids(batch.data),
+        reward=_reward(batch.data),
         versions=None if versions is None else (versions.oldest, versions.newest),
-        prompts=_prompts(data, batch.responses.shape[1]) if settings.prompts else None,
-        extensions={name: _of_extension(name, batch, data) for name in extensions},
+        prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
+        extensions={name: _of_extension(name, batch) for name in extensions},
     )
 
 
-def _of_extension(name: str, batch: mb.MicroBatch, data: TensorDict) -> Tensor:
+def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
     """(B, T) of a column by token or by row."""
-    column = data[name] if batch.layout is None else dense(data[name], batch.layout, name)
+    column = batch.data[name] if batch.layout is None else dense(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 
 

@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 
+from verl_patches import sent_metrics
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
@@ -100,8 +101,8 @@ class LegacyLoss(OffPolicyLoss):
         alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
 
-    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
-        handed = super().hand_over(batch, step, data)
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
+        handed = super().hand_over(batch, step)
         self.old_log_prob = handed["old_log_probs"]
         return handed
 
@@ -154,6 +155,10 @@ class LegacyUpdate:
         tokens, global_rows = numbers[0].tolist()
         self._micro = _Running(rows, scale, tokens, global_rows)
 
+    def end(self, metrics: Mapping[str, Any]) -> None:
+        """Complete the update's packets, before the actor's metrics go to the trainer."""
+        sent_metrics.complete(metrics)
+
     @property
     def micro(self) -> _Running:
         if self._micro is None:
@@ -202,13 +207,12 @@ class LegacyUpdate:
 
         What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
         """
-        model_output, data = {"log_probs": log_prob}, self._data()
-        batch = mb.read(model_output, data)
+        batch = mb.read({"log_probs": log_prob}, self._data())
         packet = self.loss.packet_of(batch)
-        loss, metrics, packet.statistics = self.loss.policy.corrected(batch, model_output, data)
-        self.loss.report(packet, model_output, data)
+        loss, metrics, packet.statistics = self.loss.policy.corrected(batch)
+        self.loss.report(packet, batch.model_output, batch.data)
         if self.handover.prove and not self.spec.is_none and log_prob.requires_grad:
-            packet.proof = prove(self.loss.for_trials(), batch, model_output, data, loss)
+            packet.proof = prove(self.loss.for_trials(), batch, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +19,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
+
+from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
 from ..correction import CorrectionSpec, Statistic, StepStage
@@ -61,7 +62,7 @@ class OffPolicyLoss:
         base_loss: the same, with the KL term as the correction wants it.
         extensions: as given.
         ledger: of the packets that this process has made and not sent; None: they report nothing.
-        takes_padded: the base loss takes what ``micro_batch.with_padded`` gives.
+        takes_padded: the base loss takes what ``MicroBatch.padded_output`` gives.
     """
 
     # Not set where there are none, so that a loss without extensions travels as it always did.
@@ -119,9 +120,9 @@ class OffPolicyLoss:
             if self.moving:
                 self.spec = replace_bounds(self.spec, mb.bounds(batch, self.moving))
             packet = self.packet_of(batch)
-            loss, metrics, packet.statistics = self.corrected(batch, model_output, data, dp_group)
+            loss, metrics, packet.statistics = self.corrected(batch, dp_group)
             if self.prove and torch.is_grad_enabled():
-                packet.proof = prove(self.for_trials(), batch, model_output, data, loss)
+                packet.proof = prove(self.for_trials(), batch, loss)
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
 
@@ -137,8 +138,8 @@ class OffPolicyLoss:
         packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
-            rows = replace(batch, log_prob=batch.log_prob.detach(), layout=None)
-            observation = Observation(rows, self.spec, self.shadows, self.moving, trained)
+            observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
+            sent_metrics.install()
             self.ledger.enter(packet, observation, more=not batch.last)
         return packet
 
@@ -149,18 +150,14 @@ class OffPolicyLoss:
         batch = mb.read(model_output, data)
         packet = self.packet_of(batch)
         if self.record is not None:
-            packet.statistics = self._recorded(batch, self._decided(batch), data)
+            packet.statistics = self._recorded(batch, self._decided(batch))
         return packet
 
     def corrected(
-        self,
-        batch: mb.MicroBatch,
-        model_output: Mapping[str, Any],
-        data: TensorDict,
-        dp_group: Any = None,
+        self, batch: mb.MicroBatch, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
         """verl's loss with the correction in it: (scalar loss, verl's metrics, what the recorder did)."""
-        if mb.WEIGHTS in data.keys():
+        if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
                 f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
@@ -168,17 +165,16 @@ class OffPolicyLoss:
         step = self._decided(batch)
         # The one transfer of a micro-batch: what has to be known before the backward pass.
         fetch(self._guards(batch))
-        statistics = self._recorded(batch, step, data)
-        if self.takes_padded:
-            model_output = mb.with_padded(model_output, batch)
-        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step, data), dp_group)
+        statistics = self._recorded(batch, step)
+        model_output = batch.padded_output() if self.takes_padded else batch.model_output
+        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step), dp_group)
         return loss, metrics, statistics
 
-    def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
+    def _recorded(self, batch: mb.MicroBatch, step: StepStage) -> dict[str, Statistic]:
         if self.record is None:
             return {}
         columns = [name for extension in self.extensions.values() for name in extension.columns]
-        return recorded(self.record, self.spec, batch, step, data, columns)
+        return recorded(self.record, self.spec, batch, step, columns)
 
     def for_trials(self) -> OffPolicyLoss:
         """The very same loss, for calls whose packets nobody is to see."""
@@ -186,16 +182,16 @@ class OffPolicyLoss:
         trial.ledger = None
         return trial
 
-    def hand_over(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> TensorDict:
+    def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
         """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
         old_log_prob = mb.proximal(self.spec, batch)
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
-        handed = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
-        if data["advantages"].is_nested:
+        handed: dict[str, Any] = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        if batch.data["advantages"].is_nested:
             # verl's loss pads these itself, and longer than this takes.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
-        return mb.with_tensors(data, **handed)
+        return batch.data_with(**handed)
 
     def _decided(self, batch: mb.MicroBatch) -> StepStage:
         return mb.decide(self.spec, batch, measure="nothing")

@@ -4,11 +4,12 @@ verl gathers the metrics of all micro-batches and ranks into lists before the tr
 rides along as one opaque object a micro-batch and is taken out before that reduction.
 
 Until it leaves the worker a packet holds the rows that it reports on, as tensors on their device. All packets of one
-loss share a ``Ledger``. verl gathers metrics after every mini-batch: a packet that leaves before the update's last
-mini-batch is left waiting here, and its copy goes without numbers. The first to leave after that, be it into
-``all_gather_object``, into Ray's answer, or into ``take_packets`` where nothing leaves the process, takes those of the
-whole update along: rows are measured together, and their numbers come to the host by one transfer. A packet that nobody
-wants, as on a rank that verl does not collect from, takes its rows with it, unmeasured.
+loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` calls each
+packet's ``before_sending`` ahead of that: a packet that goes before the update's last mini-batch is left waiting here,
+and its copy goes without numbers. The first to go after that takes those of the whole update along: rows are measured
+together, and their numbers come to the host by one transfer. ``take_packets`` does the same where nothing leaves the
+process. A packet that nobody wants, as on a rank that verl does not collect from, takes its rows with it, unmeasured.
+Pickling itself changes nothing and refuses a packet that has not been through that step.
 """
 
 from __future__ import annotations
@@ -67,9 +68,16 @@ class Packet:
         if self._ledger is not None:
             self._ledger.settle(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def before_sending(self) -> None:
+        """Settle, or wait for the update's last mini-batch: to be called before a copy goes to another process."""
         if self._ledger is not None:
             self._ledger.leave(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._ledger is not None and not self._ledger.keeps(self):
+            raise RuntimeError(
+                "a packet of metrics is pickled with its numbers still on the device. Fix: call before_sending() first."
+            )
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         if not self.reports:  # without extensions a packet takes no byte for them
             del state["reports"]
@@ -123,8 +131,12 @@ class Ledger:
         """Before a copy of ``packet`` goes: settle, or keep it until the last mini-batch."""
         if not self._more:
             self.settle(packet)
-        elif all(packet is not kept for kept in self._kept):
+        elif not self.keeps(packet):
             self._kept.append(packet)
+
+    def keeps(self, packet: Packet) -> bool:
+        """Whether ``packet`` has left and waits here for the last mini-batch."""
+        return any(packet is kept for kept in self._kept)
 
     def settle(self, packet: Packet) -> None:
         """Measure what waits, fetch all numbers, and hand them to ``packet``."""

@@ -35,11 +35,11 @@ def base() -> Iterator[DictConfig]:
 @pytest.fixture(autouse=True, scope="module")
 def each_actor_is_probed_once() -> Iterator[None]:
     """Most tests here leave the actor's configuration alone; its probe is most of the time of a run."""
-    verdicts: dict[str, str | None] = {}
+    verdicts: dict[tuple[str, bool], str | None] = {}
 
-    def remembered(actor: Any) -> str | None:
-        if (key := repr(actor)) not in verdicts:
-            verdicts[key] = probe(actor)
+    def remembered(actor: Any, *, split: bool = True) -> str | None:
+        if (key := (repr(actor), split)) not in verdicts:
+            verdicts[key] = probe(actor, split=split)
         return verdicts[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -49,7 +49,7 @@ def one_step(recorder: Recorder, step: int) -> None:
 
 
 def test_a_full_disk_stops_the_recording_and_nothing_else(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder(RecordSettings(str(small_disk / "rec")), rank=0, ranks=1)
+    recorder = Recorder(RecordSettings.at(str(small_disk / "rec")), rank=0, ranks=1)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 20):
             one_step(recorder, step)

@@ -51,7 +51,7 @@ def recorder(tmp_path: Path, clock: Clock) -> Recorder:
 
 
 def made(folder: Path, clock: Clock, rank: int = 0, ranks: int = 1, **settings: Any) -> Recorder:
-    _MADE.append(Recorder(RecordSettings(str(folder / "rec"), **settings), rank=rank, ranks=ranks, clock=clock))
+    _MADE.append(Recorder(RecordSettings.at(str(folder / "rec"), **settings), rank=rank, ranks=ranks, clock=clock))
     return _MADE[-1]
 
 
@@ -397,9 +397,9 @@ def test_whatever_else_fails_stops_the_recording(recorder: Recorder, monkeypatch
 
 
 def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
-    settings = RecordSettings(str(tmp_path / "rec"))
+    settings = RecordSettings.at(str(tmp_path / "rec"))
     one = recorder_module.recorder_of(settings, rank=0, ranks=1)
-    assert recorder_module.recorder_of(RecordSettings(str(tmp_path / "rec")), rank=0, ranks=1) is one
+    assert recorder_module.recorder_of(RecordSettings.at(str(tmp_path / "rec")), rank=0, ranks=1) is one
     micro_batch(one)
     thread = one._thread
     assert thread is not None

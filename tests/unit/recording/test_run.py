@@ -111,7 +111,7 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
     try:
         run(tmp_path).proved(1, "LIVE", {})
         for directory in ("rec", "worker"):
-            writer = StepWriter(RecordSettings(str(tmp_path / directory)), rank=0, ranks=1)
+            writer = StepWriter(RecordSettings.at(str(tmp_path / directory)), rank=0, ranks=1)
             writer.add(Item(1, None, 0, None, {}, (), last=False))
             writer._open.rows.append(drawn_rows([2]))  # type: ignore[union-attr]
             writer.close()

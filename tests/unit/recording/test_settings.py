@@ -43,7 +43,7 @@ def test_nothing_is_recorded_unless_a_directory_is_given(tmp_path: Path) -> None
 def test_the_directory_is_all_that_has_to_be_given(tmp_path: Path) -> None:
     """The defaults of the file in ``configs`` and of the class are one."""
     found = RecordSettings.from_config(config(tmp_path, dir="/runs/a"))
-    assert found == RecordSettings("/runs/a")
+    assert found == RecordSettings.at("/runs/a")
     assert list(problems(config(tmp_path, dir=str(tmp_path / "a" / "b")))) == []
     assert not (tmp_path / "a").exists()
 
@@ -53,18 +53,18 @@ def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pyte
     given = config(tmp_path, dir="rec")
     resolve_dir(given)
     monkeypatch.chdir("/")
-    assert RecordSettings.from_config(given) == RecordSettings(str(tmp_path / "rec"))
+    assert RecordSettings.from_config(given) == RecordSettings.at(str(tmp_path / "rec"))
     nothing = config(tmp_path)
     resolve_dir(nothing)
     assert nothing.offpolicy.record.dir is None
 
 
 def test_every_so_many_steps_from_the_first() -> None:
-    assert [step for step in range(1, 9) if RecordSettings("/r", every=3).records(step)] == [1, 4, 7]
+    assert [step for step in range(1, 9) if RecordSettings.at("/r", every=3).records(step)] == [1, 4, 7]
 
 
 def test_settings_travel_by_value() -> None:
-    settings = RecordSettings("/r", share=0.5)
+    settings = RecordSettings.at("/r", share=0.5)
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 

@@ -123,13 +123,15 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
 
     for name in ("_seen", "pack", "_chosen"):
         monkeypatch.setattr(worker_hook, name, fails if name == part else lambda *_: SimpleNamespace(uids=None))
-    settings = RecordSettings(str(tmp_path / "rec"))
+    settings = RecordSettings.at(str(tmp_path / "rec"))
     found = []
     for step in (1, 2):
         plan = SharedPlan(step, update=UpdateRows(ranks=1, rows=ROWS, mini_batch_rows=ROWS))
-        batch_of: Any = SimpleNamespace(plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool))
+        batch_of: Any = SimpleNamespace(
+            plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool), data=batch()
+        )
         decided: Any = SimpleNamespace(rejected={})
-        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided, batch()))
+        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided))
     values = [{name: statistic.value() for name, statistic in each.items()} for each in found]
     assert [each["record/dropped_rows"] for each in values] == [ROWS, ROWS]
     assert [each["record/stopped"] for each in values] == [1.0, 1.0]

@@ -29,6 +29,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS
 from tests.support.corrections import band, opsm, spec
+from verl_patches import sent_metrics
 
 WAITS = (
     "aten::_local_scalar_dense",
@@ -174,9 +175,12 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
         value.backward()
         reports.append(metrics[METRIC_KEY])
     with watched(monkeypatch) as seen:
-        shipped = pickle.dumps({METRIC_KEY: reports})
+        sent_metrics.complete({METRIC_KEY: reports})
     assert seen.waits == []
     assert len(seen.fetches) == 1
+    with watched(monkeypatch) as seen:
+        shipped = pickle.dumps({METRIC_KEY: reports})
+    assert (seen.waits, seen.fetches) == ([], [])
     with watched(monkeypatch) as seen:
         arrived = take_packets(pickle.loads(shipped))
         assert take_packets({METRIC_KEY: reports}) == arrived
@@ -203,9 +207,12 @@ def test_mini_batches_before_the_last_wait_for_it(monkeypatch: pytest.MonkeyPatc
         tu.assign_non_tensor(data, **{LAST: last})
         _, metrics = loss(model_output, data)
         with watched(monkeypatch) as seen:
+            sent_metrics.complete(metrics)
+        assert (seen.waits, seen.fetches) == ([], [4] if last else [])
+        with watched(monkeypatch) as seen:
             gathered.append(pickle.loads(pickle.dumps(metrics)))
             pickle.dumps(metrics)
-        assert (seen.waits, seen.fetches) == ([], [4] if last else [])
+        assert (seen.waits, seen.fetches) == ([], [])
         assert bool(gathered[-1][METRIC_KEY].rows) == last
     tokens = sum(length - length // 4 for lengths in LENGTHS for length in lengths)
     assert gathered[-1][METRIC_KEY].statistics["keep/token_share"].parts[1] == tokens
@@ -223,8 +230,18 @@ def test_packets_that_nobody_wants_are_not_measured(monkeypatch: pytest.MonkeyPa
         tu.assign_non_tensor(data, **{LAST: seed == len(LENGTHS) - 1})
         _, metrics = loss(model_output, data)
         if seed:
+            sent_metrics.complete(metrics)
             kept.append(pickle.loads(pickle.dumps(metrics))[METRIC_KEY])
     assert [len(packet.rows) for packet in kept] == [0, 8]
+
+
+def test_a_packet_is_not_pickled_before_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickling works on nothing: it says what was left out."""
+    loss = loss_of(spec(gsm=band(0.9, 1.1)))
+    _, metrics = loss(*micro_batch(loss.spec, LENGTHS[0], 0))
+    with watched(monkeypatch) as seen, pytest.raises(RuntimeError, match=r"Fix: call before_sending\(\)"):
+        pickle.dumps(metrics)
+    assert (seen.waits, seen.fetches) == ([], [])
 
 
 @pytest.mark.parametrize(

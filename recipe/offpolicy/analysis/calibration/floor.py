@@ -23,7 +23,17 @@ _LOWER = (0.95, 0.9, 0.8)
 
 
 class NotIdentifiedError(ValueError):
-    """The recording cannot identify a value; the message says what is missing and how to get it."""
+    """The recording cannot identify a value.
+
+    Attributes:
+        key: the value, below ``correction``.
+        reason: what is missing and how to get it.
+        option: an option of ``calibrate`` with which there would be a value; empty for none.
+    """
+
+    def __init__(self, key: str, reason: str, option: str = "") -> None:
+        self.key, self.reason, self.option = key, reason, option
+        super().__init__(f"{key}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ def estimate_noise_floor(
     Raises:
         NotIdentifiedError: there are no such rows, or too few.
     """
+    key = f"{part.key}.delta"
     first = state.mini_batch == 0
     # An unknown version, -1, counts as fresh; the result says how many do.
     fresh = first & (state.staleness <= 0)
@@ -69,26 +80,31 @@ def estimate_noise_floor(
     same = fresh & (state.apart <= rounding)
     if not first.any():
         raise NotIdentifiedError(
-            f"{part.key}.delta: no row was recorded at mini_batch 0, where pi is pi_old, so that the backend noise is "
-            f"not identified. Record with offpolicy.record from the first gradient step on."
+            key,
+            "no row was recorded at mini_batch 0, where pi is pi_old, so that the backend noise is "
+            "not identified. Record with offpolicy.record from the first gradient step on.",
         )
     if not fresh.any():
         raise NotIdentifiedError(
-            f"{part.key}.delta: all rows at mini_batch 0 were sampled by older weights (staleness "
+            key,
+            f"all rows at mini_batch 0 were sampled by older weights (staleness "
             f"{int(state.staleness[first].min())} or more), so that the backend noise is not identified. Record steps "
-            f"of a synchronous run."
+            f"of a synchronous run.",
         )
     if np.isnan(state.apart[fresh]).all():
         raise NotIdentifiedError(
-            f"{part.key}.delta: no row at mini_batch 0 has a token with a finite log_prob and old_log_prob: the "
-            f"backend noise is not identified. Record other steps."
+            key,
+            "no row at mini_batch 0 has a token with a finite log_prob and old_log_prob: the "
+            "backend noise is not identified. Record other steps.",
         )
     if not same.any():
+        option = f"--rounding {_above(2 * float(np.nanmedian(state.apart[fresh]))):g}"
         raise NotIdentifiedError(
-            f"{part.key}.delta: at mini_batch 0 log_prob differs from old_log_prob by "
+            key,
+            f"at mini_batch 0 log_prob differs from old_log_prob by "
             f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
-            f"the backend noise is not identified. If that is rounding, give calibrate --rounding "
-            f"{_above(2 * float(np.nanmedian(state.apart[fresh]))):g}."
+            f"the backend noise is not identified. If that is rounding, give calibrate {option}.",
+            option,
         )
     rows = scores.select(same[scores.row])
     # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
@@ -99,12 +115,15 @@ def estimate_noise_floor(
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
         # The highest quantile that this recording can bound.
         smaller = next(enough, None)
-        advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
+        option = "" if smaller is None else f"--floor-quantile {smaller:g}"
+        advice = f", or give calibrate {option}" if option else ""
         raise NotIdentifiedError(
-            f"{part.key}.delta: {len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
+            key,
+            f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
             f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
-            f"Record more steps{advice}."
+            f"Record more steps{advice}.",
+            option,
         )
     unknown = int((state.staleness[same] < 0).sum())
     return NoiseFloor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .floor import NotIdentifiedError
 from .intervals import Interval, compute_quantile_interval, estimate_share
 from .largest_bounds import check_radius
 from .parts import BoundedPart
@@ -36,6 +37,7 @@ class Threshold:
         count, groups: units and prompt groups that it rests on; of a kept share those that the part applies to.
         note: limitation of the bound, or the reason why there is none; empty for none.
         outcome: found, or why there are no values.
+        missing: what the recording lacks for a floor, where that is why.
     """
 
     values: dict[str, float]
@@ -46,6 +48,7 @@ class Threshold:
     groups: int
     note: str = ""
     outcome: Outcome = "found"
+    missing: NotIdentifiedError | None = None
 
 
 def build_not_found(

@@ -195,16 +195,19 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Reque
     chosen = _goal(part, request)
     assert chosen is not None  # _targeted left the others out
     target, goal = chosen
-    floor, missing = None, ""
+    floor, lacking = None, None
     if "delta" in part.now:
         try:
             floor = _floor(part, scores, state, request)
         except NotIdentifiedError as error:
-            missing = str(error)
+            lacking = error
     looked = scores.select(scores.looked)
-    if not missing and (few := _few(looked)):
-        missing = f"not identified: {few}"
-    threshold = build_not_found(looked, missing) if missing else _threshold(part, scores, target, goal, request, floor)
+    if lacking is not None:
+        threshold = replace(build_not_found(looked, str(lacking)), missing=lacking)
+    elif few := _few(looked):
+        threshold = build_not_found(looked, f"not identified: {few}")
+    else:
+        threshold = _threshold(part, scores, target, goal, request, floor)
     length = measure_length_dependence(scores, request.confidence)
     curve: KeptCurve | EssCurve
     if target == "ess":

@@ -100,9 +100,7 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     for proposal in result.proposals:
         name, threshold = format_part_name(proposal.part), proposal.threshold
         if threshold.note:
-            sentences.append(
-                threshold.note if threshold.note.startswith(proposal.part.key) else f"{name}: {threshold.note}."
-            )
+            sentences.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
         sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
         sentences.append(describe_length_dependence(proposal, confidence))
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]

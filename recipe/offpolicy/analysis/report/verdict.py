@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ _LEAST_STEPS = 3
 """Steps from which a beginning and an end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
-_OF_CALIBRATE = re.compile(r"--(?:floor-quantile|rounding) [\d.e-]*\d")
 COPIED = "mu is pi_old to the bit: one was copied from the other?"
 
 
@@ -187,12 +185,13 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     else:
         answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
     if threshold.note:
-        note = threshold.note.removeprefix(f"{proposal.part.key}.delta: ").rstrip(".")
+        missing = threshold.missing
+        note = (threshold.note if missing is None else missing.reason).rstrip(".")
         sentences.append(f"{note[0].upper()}{note[1:]}")
-        if option := _OF_CALIBRATE.search(note):
+        if missing is not None and missing.option:
             spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
             sentences.append(
-                f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {option[0]}"
+                f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {missing.option}"
             )
     if proposal.lengths:
         sentences.append("It treats lengths unlike, see below")

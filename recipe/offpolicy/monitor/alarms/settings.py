@@ -9,30 +9,14 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...batch.shipped import shipped
 from ...correction import CorrectionSpec, Problem, SpecError
 from ...correction.problem import remove, set_to
 from .alarm import Action, AlarmRule, Band
 from .alarm_statistics import GROWTH, NAMES, RANGES, explain_constant
 
 SECTION = "offpolicy.alarms"
-_COMMON: Final[dict[str, Any]] = {
-    "action": "warn",
-    "lower": None,
-    "upper": None,
-    "patience": 3,
-    "recovery_lower": None,
-    "recovery_upper": None,
-    "recovery_patience": 3,
-    "fallback": None,
-    "return_after": None,
-}
-DEFAULTS: Final[Mapping[str, dict[str, Any]]] = {
-    "ess": _COMMON | {"lower": 0.3, "recovery_lower": 0.4},
-    "mean_weight": _COMMON | {"lower": 0.5, "upper": 2.0, "recovery_lower": 0.6, "recovery_upper": 1.7},
-    "kept_share": _COMMON | {"lower": 0.5, "recovery_lower": 0.6},
-    "nonfinite": _COMMON | {"upper": 0.0, "recovery_upper": 0.0, "patience": 1},
-    "mismatch_growth": _COMMON | {"upper": 5.0, "recovery_upper": 2.5, "window": 16, "least": 1e-4},
-}
+DEFAULTS: Final[Mapping[str, dict[str, Any]]] = shipped("alarms")
 """Alarms and their keys, in the order of their evaluation."""
 
 _BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")

@@ -9,6 +9,7 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from ...batch.shipped import shipped
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
@@ -18,19 +19,7 @@ from .histogram import moving_sides
 from .mask_schedule import Schedule, distances_of
 
 SECTION = "offpolicy.calibrate"
-DEFAULTS: Final[dict[str, Any]] = {
-    "target_kept": None,
-    "target_ess": None,
-    "of": None,
-    "side": "both",
-    "every": 1,
-    "window": 8,
-    "warmup": 4,
-    "rate": 0.2,
-    "floor": 0.1,
-    "ceiling": 10.0,
-    "noise_kept": 0.99,
-}
+DEFAULTS: Final = shipped("calibrate")
 _COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
 
 _OF_MASKS: Final = ("of", "side", "noise_kept")

@@ -93,27 +93,25 @@ def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConf
 def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
     """Find interpolations of missing keys or variables; verl resolves all of them at its start."""
     found = list(_find_unresolved(config))
-    named = {problem.reason for problem in found if _names_what_is_missing(problem)}
+    named = {missing for _, missing, by_itself in found if by_itself}
     # A key that interpolates a broken key works again once that one does.
-    yield from (each for each in found if each.reason not in named or _names_what_is_missing(each))
+    yield from (problem for problem, missing, by_itself in found if by_itself or missing not in named)
 
 
-def _names_what_is_missing(problem: Problem) -> bool:
-    missing = _MISSING.search(problem.reason)
-    return missing is not None and missing[1] in str(problem.value)
-
-
-def _find_unresolved(config: DictConfig) -> Iterator[Problem]:
+def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
+    """Find each problem, what OmegaConf says is missing, and whether the interpolation itself names that."""
     for key, written in _list_interpolations(config):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
             variable = _VARIABLE.search(written)
             reason = str(error).split("\n")[0].strip().rstrip(".")
+            missing = _MISSING.search(reason)
             fix = f"Export {variable[1]}, or set {key} to a value." if variable else f"Set {key} to a value."
             # Modules of the user's, which verl imports, may register a resolver.
             unknown = isinstance(error, UnsupportedInterpolationType) and bool(os.environ.get(_EXTERNAL))
-            yield Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "WRONG")
+            problem = Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "WRONG")
+            yield problem, reason, missing is not None and missing[1] in written
 
 
 def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, str]]:

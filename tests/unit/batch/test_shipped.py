@@ -1,0 +1,33 @@
+"""Defaults of offpolicy.* stand in the YAML alone."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+import pytest
+
+from recipe.offpolicy.batch import shipped
+from recipe.offpolicy.monitor.alarms import settings as alarms
+from recipe.offpolicy.monitor.bounds import settings as bounds
+from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule
+from recipe.offpolicy.monitor.bounds.mask_schedule import Schedule
+from recipe.offpolicy.recording.settings import RecordSettings
+
+
+@pytest.mark.parametrize("kind", [RecordSettings, alarms.Settings, bounds.Settings, Schedule, CapSchedule])
+def test_settings_have_no_default_of_their_own(kind: type) -> None:
+    found = [field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)]
+    assert found == []
+
+
+def test_what_the_yaml_says_is_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shipped.shipped("calibrate")["rate"] == 0.2
+    values = {"record": {**shipped.shipped("record"), "every": 7}}
+    monkeypatch.setattr(shipped, "_sections", lambda: values)
+    assert RecordSettings.at("/somewhere").every == 7
+    assert RecordSettings.at("/somewhere", every=2).every == 2
+
+
+def test_a_section_is_the_readers_own() -> None:
+    shipped.shipped("record")["every"] = 7
+    assert shipped.shipped("record")["every"] == 1
