@@ -34,4 +34,7 @@ else
     }
 fi
 # -B: no bytecode of this run stays behind, here or in the fork.
-exec "$python" -B "$root/scripts/fork/fork_main.py" "$@"
+exec "$python" -B -c 'import sys
+sys.path.insert(0, sys.argv.pop(1))
+from scripts.fork.command import main
+sys.exit(main(sys.argv[1:]))' "$root" "$@"

@@ -1,7 +1,7 @@
 """Tokens a second of a what-if replay, reading included.
 
     python scripts/benchmark/whatif.py                    # draws 4 steps of a million tokens first
-    python scripts/benchmark/whatif.py --recording DIR    # one of yours
+    python scripts/benchmark/whatif.py --recording DIR    # one of yours; --rounds 5, --json
 
 Each round reads the recording alone and then replays every correction over it, so that all see the same load of the
 machine; medians over rounds go to standard output, as JSON with --json. Beside each correction the replay measures what
@@ -21,6 +21,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
 
 import numpy as np
 import torch

@@ -1,6 +1,7 @@
 """What a correction costs in the worker: forward and backward passes of an update with verl's loss, and with ours.
 
     python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
+        [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
 
 The model's forward pass, verl's ``ppo_loss`` (A) or the same with a correction in it (B), the backward pass, of each
 micro-batch; the packets are pickled after each mini-batch, as verl gathers metrics, so that B's statistics are measured
@@ -13,7 +14,6 @@ wall seconds between synchronisations.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import pickle
 import statistics
@@ -24,6 +24,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
 
 import torch
 from tensordict import TensorDict
@@ -98,9 +102,9 @@ def model_of(name: str, device: str) -> Any:
 
     torch.manual_seed(0)
     if name == "quickstart":
-        quickstart = _quickstart()
-        tokenizer = quickstart.build_tokenizer("Spell the word backward:")
-        model = quickstart.build_model(quickstart.ModelSettings(), tokenizer)
+        from scripts.quickstart.model import build_model, build_tokenizer
+
+        model = build_model(build_tokenizer("Spell the word backward:"))
     else:
         sizes = {
             "qwen2-0.5b": dict(
@@ -280,17 +284,6 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return synchronised
-
-
-def _quickstart() -> Any:
-    """scripts/quickstart/model.py, by its path: verl's wheel installs a package ``scripts`` of its own."""
-    spec = importlib.util.spec_from_file_location("quickstart_model", ROOT / "scripts" / "quickstart" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout's recipe, installed or not
 
 import keep_rates

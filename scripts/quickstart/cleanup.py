@@ -7,14 +7,11 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
-MARKER = "QUICKSTART_RUN_ID"
 SHM = Path("/dev/shm")
-
 Identity = tuple[int, int]
 """Device and inode of a file."""
 
@@ -22,89 +19,77 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Makes orphaned descendants this process's children, so that `setsid` cannot hide them (Linux).
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Make orphaned descendants this process's children, so that `setsid` cannot hide them (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def processes_of_run(run_id: str) -> list[psutil.Process]:
-    """This process's descendants, and whatever carries the run's marker in its environment; never this process."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    entry = f"{MARKER}={run_id}".encode()
-    for process in psutil.process_iter():
-        if process.pid in found or process.pid == os.getpid():
-            continue
-        try:
-            # Not psutil's environ(): programs that rename themselves leave text there that does not parse.
-            if entry in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found[process.pid] = process
-        except OSError:
-            continue
-    return [process for process in found.values() if _alive(process)]
+def find_descendants() -> list[psutil.Process]:
+    """This process's living descendants; a subreaper's include those whose own parents have ended."""
+    return [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
 
 
-def end_processes(run_id: str, patience: float = 5.0, limit: float = 20.0) -> list[int]:
-    """Asks the run's processes to end, then kills them; gives the pids that survive, normally none.
+def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
+    """Ask all descendants to end, then kill them.
 
     Args:
         patience: seconds between SIGTERM and SIGKILL, for those who unlink what they own on their way out.
         limit: seconds after which the survivors are given up.
+
+    Returns:
+        The pids that survive, normally none.
     """
     start = time.monotonic()
     asked: set[int] = set()
-    while remaining := processes_of_run(run_id):
+    # Daemons may start others while they end, so each round looks again.
+    while remaining := find_descendants():
         elapsed = time.monotonic() - start
         if elapsed > limit:
-            return [process.pid for process in remaining]
+            break
         for process in remaining:
-            # Daemons may start others while they end, so each round looks again.
-            if elapsed > patience:
-                _send(process, signal.SIGKILL)
-            elif process.pid not in asked:
-                asked.add(process.pid)
-                _send(process, signal.SIGTERM)
-        _reap()
+            with contextlib.suppress(psutil.Error):  # psutil checks that the pid still is this process
+                if elapsed > patience:
+                    process.kill()
+                elif process.pid not in asked:
+                    asked.add(process.pid)
+                    process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-    _reap()
-    return []
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return [process.pid for process in remaining]
 
 
 class SharedMemoryWatch:
-    """Remembers which segments in /dev/shm were seen in use by the run's own processes, and only those.
+    """The segments in /dev/shm that were seen in use by this process's descendants, and only those.
 
     Segments are told apart by device and inode: a semaphore is mapped under another name than the one it keeps.
     """
 
     def __init__(self, folder: Path = SHM) -> None:
         self._folder = folder
-        self._known = set(self._listing())
+        self._known = set(self._list())
         self._ours: set[Identity] = set()
 
-    def observe(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
-        """Looks who uses the segments that appeared; to be called often, so it asks for processes only then."""
-        if new := set(self._listing()) - self._known:
-            for process in processes():
+    def observe(self) -> None:
+        """Find the users of the segments that appeared; to be called often."""
+        if new := set(self._list()) - self._known:
+            for process in find_descendants():
                 self._ours |= new & used_files(process.pid, self._folder)
             self._known |= self._ours
 
     def remove_leaked(self) -> list[str]:
-        """Removes the run's segments that no process uses any more; gives their names."""
-        left = {identity: name for identity, name in self._listing().items() if identity in self._ours}
-        if left:
-            for process in psutil.process_iter():
-                for identity in used_files(process.pid, self._folder):
-                    left.pop(identity, None)
+        """Remove the run's segments that no process uses any more, and return their names."""
+        left = {identity: name for identity, name in self._list().items() if identity in self._ours}
+        for pid in psutil.pids() if left else ():
+            for identity in used_files(pid, self._folder):
+                left.pop(identity, None)
         for name in left.values():
             (self._folder / name).unlink(missing_ok=True)
         return sorted(left.values())
 
-    def _listing(self) -> dict[Identity, str]:
+    def _list(self) -> dict[Identity, str]:
         entries = {}
         with contextlib.suppress(OSError), os.scandir(self._folder) as found:
             for entry in found:
@@ -134,22 +119,8 @@ def used_files(pid: int, folder: Path = SHM) -> set[Identity]:
     return identities
 
 
-def _alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(number)  # checks that the pid still is the process that was found
-
-
-def _reap() -> None:
-    """Collects the adopted children that have ended."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass

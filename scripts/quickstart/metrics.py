@@ -1,11 +1,11 @@
-"""What verl's file logger wrote, read while it is being written."""
+"""Metrics of a run as verl's file logger wrote them, and the verdict on them."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 REWARD = ("critic/rewards/mean", "critic/score/mean")
@@ -15,26 +15,33 @@ KEPT = ("offpolicy/keep/token_share",)
 PROVED = "offpolicy/live/proved"
 SECONDS = ("timing_s/step",)
 
+OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE, TIME_LIMIT = range(6)
+"""Exit codes of scripts/quickstart.sh; an interrupted run ends with 128 + the signal's number."""
+REQUIRED_RISE = 0.1
+
 
 def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
     """The first of these keys that is present; NaN when none is."""
-    for key in keys:
-        if data.get(key) is not None:
-            return float(data[key])
-    return math.nan
+    return next((float(data[key]) for key in keys if data.get(key) is not None), math.nan)
 
 
 def heldout_score(data: dict[str, Any]) -> float | None:
     """verl's own validation score (`val-core/<source>/<name>/mean@1`); None when the step was not validated."""
-    found = [value for key, value in data.items() if key.startswith("val-core/") and key.endswith("/mean@1")]
-    return float(found[0]) if found else None
+    found = (value for key, value in data.items() if key.startswith("val-core/") and key.endswith("/mean@1"))
+    return next(map(float, found), None)
 
 
 @dataclass
 class History:
-    """Metrics by step, in the order in which they were written."""
+    """(step, metrics) in the order in which they were written."""
 
     records: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    def add(self, lines: Iterable[str]) -> list[tuple[int, dict[str, Any]]]:
+        """Append lines of the file logger, and return what they say."""
+        new = [(line["step"], line["data"]) for line in map(json.loads, lines)]
+        self.records += new
+        return new
 
     @property
     def steps(self) -> list[int]:
@@ -57,22 +64,26 @@ class History:
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
 
 
-class MetricsFile:
-    """Reads a JSONL file in instalments."""
+def judge(history: History, *, corrected: bool, judged: bool, scored: bool = True) -> tuple[int, str]:
+    """Exit code and sentence for a run that ended by itself.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read_new(self) -> list[tuple[int, dict[str, Any]]]:
-        """The (step, metrics) lines that have been completed since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = [json.loads(line) for line in whole.splitlines()]
-        return [(line["step"], line["data"]) for line in lines]
+    Args:
+        corrected: a correction is configured, so its proof of life must be there.
+        judged: the score must have risen by REQUIRED_RISE; False for fewer steps or another model than ours.
+        scored: the held-out score was asked for, before training and after it.
+    """
+    if not history.steps:
+        return FAILED, "training ended without a step"
+    if scored and len(history.heldout) < 2:
+        return FAILED, "training ended without the held-out score before and after it"
+    if corrected and not history.proved:
+        return NOT_LIVE, "the correction was not proved live: offpolicy/live/proved is not 1"
+    if not scored:
+        return OK, f"trained {len(history.steps)} steps (not judged: validation is switched off)"
+    before, after = history.heldout[0][1], history.heldout[-1][1]
+    change = f"the held-out score went from {before:.3f} to {after:.3f}"
+    if not judged:
+        return OK, f"{change} (not judged: fewer steps than the default, or another model)"
+    if after - before < REQUIRED_RISE:
+        return NOT_RISEN, f"{change}, less than the rise of {REQUIRED_RISE} that is asked for"
+    return OK, change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -17,25 +16,11 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """Sizes of the model. A head has hidden / heads dimensions; vLLM's attention needs 32 or more."""
-
-    hidden: int = 128
-    layers: int = 2
-    heads: int = 4
-    feed_forward: int = 256
-    max_positions: int = 256
-    seed: int = 0
-
-
 def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes, with one token for the instruction that all questions share.
+    """Build a tokenizer of single bytes, with one token for the instruction that all questions share.
 
-    Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens.
-
-    Args:
-        merges: pairs of pieces that become tokens beside the bytes, the first to be merged first.
+    Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens. `merges` are pairs
+    of pieces that become tokens beside the bytes, the first to be merged first.
     """
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=list(merges)))
@@ -52,28 +37,27 @@ def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) ->
     return tokenizer
 
 
-def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A model with random weights, in float32.
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
+    """Build a model with random weights, in float32.
 
     Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would
     bias every log-probability by a constant.
     """
-    torch.manual_seed(settings.seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden,
-            intermediate_size=settings.feed_forward,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            num_key_value_heads=settings.heads,
-            max_position_embeddings=settings.max_positions,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,  # of 32 dimensions each, which is the least that vLLM's attention takes
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -1,4 +1,4 @@
-"""What the caller's environment and overrides say, and the environment that the children get."""
+"""Options of a run, from the caller's environment and overrides, and what they mean to the trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.groups import EXTERNAL_MODULES
+from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
@@ -40,7 +41,7 @@ ANY_MODEL_OVERRIDES = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.optim.lr=1e-6",
 )
-"""What a model other than the quickstart's own is trained with, before the user's overrides."""
+"""Settings for a model other than the quickstart's own, before the user's overrides."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,17 @@ class Options:
 
     Attributes:
         model: folder of a Hugging Face model to train; None for the quickstart's own.
-        platform: one of PLATFORMS, as the group `platform` in configs/.
+        platform: one of PLATFORMS.
         time_limit: seconds for the whole run.
-        stall_limit: seconds without any output after which the run is ended.
     """
 
     model: Path | None
     platform: str
     time_limit: float
-    stall_limit: float
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """From MODEL, QUICKSTART_TIME_LIMIT, QUICKSTART_STALL_LIMIT and the override `platform=`.
+        """Read MODEL, QUICKSTART_TIME_LIMIT and the override `platform=`.
 
         Raises:
             ValueError: names the variable, its value and the fix.
@@ -72,13 +71,15 @@ class Options:
         platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        return cls(
-            model=model,
-            platform=platform,
-            # The quickstart's own model takes 3 to 4 minutes on two cores; nothing is known about another one.
-            time_limit=_seconds(env, "QUICKSTART_TIME_LIMIT", 7200.0 if model else 900.0),
-            stall_limit=_seconds(env, "QUICKSTART_STALL_LIMIT", 300.0 if model else 180.0),
-        )
+        # The quickstart's own model takes 3 to 4 minutes on two cores; nothing is known about another one.
+        text = env.get("QUICKSTART_TIME_LIMIT") or ("7200" if model else "900")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = math.nan
+        if not limit > 0:
+            raise ValueError(f"QUICKSTART_TIME_LIMIT={text}: give a number of seconds above 0")
+        return cls(model, platform, limit)
 
 
 def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
@@ -91,18 +92,17 @@ def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dic
     return added
 
 
-def override(key: str, path: str | Path) -> str:
+def release_overrides(platform: str, release: str) -> list[str]:
+    """The option of the group `platform` in configs/, and keys that only this release of verl has."""
+    of = attributes_of(release)
+    chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
+    if of.v1_modes:
+        sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
+        chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
+    return chosen
+
+
+def quote(key: str, path: str | Path) -> str:
     """A Hydra override whose value is a path, quoted, since paths may hold spaces, commas or brackets."""
     quoted = str(path).replace("'", "\\'")
     return f"{key}='{quoted}'"
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name) or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise ValueError(f"{name}={text}: give a number of seconds above 0")
-    return value

@@ -1,71 +1,107 @@
-"""Prepares data and model in a cache (cache.py), once for each version of this code.
+"""Prepares data and model in a cache, one folder for each version of the code and the packages that make it.
 
-Run by path: `python prepare.py --cache DIR [--data-only]`.
+python -m scripts.quickstart.prepare --cache DIR [--data-only]
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cache import cached, folder
-from task import TaskSettings, instruction, splits, write_parquet
+from .task import TaskSettings, instruction, splits, write_parquet
+
+HERE = Path(__file__).resolve().parent
+INGREDIENTS = {
+    "data": (["task.py"], ["reasoning-gym"]),
+    "model": (["task.py", "reward.py", "model.py", "warm_start.py"], ["torch", "transformers", "reasoning-gym"]),
+}
+"""Part -> the files that make it, settings included, and the packages that they need."""
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def folder(cache: Path, part: str) -> Path:
+    """The folder of "data" or "model" of this version, made or still to be made."""
+    sources, packages = INGREDIENTS[part]
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in sources))
+    digest.update("".join(f"{name}=={importlib.metadata.version(name)}" for name in packages).encode())
+    return cache / f"{part}-{digest.hexdigest()[:12]}"
+
+
+def find_made(cache: Path, parts: Sequence[str]) -> dict[str, Path] | None:
+    """The folder of each part, or None when one of them is still to be made."""
+    folders = {part: folder(cache, part) for part in parts}
+    return folders if all(path.exists() for path in folders.values()) else None
+
+
+def make_once(path: Path, build: Callable[[Path], None]) -> bool:
+    """Make the folder `path` unless it exists; True when it was there already.
+
+    It is built under another name and renamed, so that an interrupted build leaves nothing that looks whole.
+    """
+    if path.exists():
+        return True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        build(draft)
+        draft.chmod(0o755)
+        os.rename(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return False
 
 
 def prepare_data(path: Path, task: TaskSettings) -> None:
-    """Makes the folder with train.parquet and heldout.parquet."""
+    """Make the folder with train.parquet and heldout.parquet."""
 
     def build(draft: Path) -> None:
         parts = splits(task)
         for split in ("train", "heldout"):
             write_parquet(parts[split], split, draft / f"{split}.parquet")
 
-    known = cached(path, build)
-    say(
-        f"data: {task.train} training and {task.heldout} held-out questions of {task.family}"
-        + (f", cached in {path}" if known else "")
-    )
+    known = f", cached in {path}" if make_once(path, build) else ""
+    print(f"data: {task.train} training and {task.heldout} held-out questions of {task.family}{known}", flush=True)
 
 
 def prepare_model(path: Path, task: TaskSettings) -> None:
-    """Makes the folder with the warm-started model and its tokenizer, as Hugging Face saves them."""
+    """Make the folder with the warm-started model and its tokenizer, as Hugging Face saves them."""
     import torch
     import transformers
-    from model import ModelSettings, build_model, build_tokenizer
-    from warm_start import WarmStartSettings, warm_start
+
+    from .model import build_model, build_tokenizer
+    from .warm_start import MAX_STEPS, TARGET, warm_start
+
+    def say(text: str) -> None:
+        print(f"warm start: {text}", flush=True)
 
     # A batch is too small to be shared: on busy cores two threads wait for each other longer than they work.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    shape, schooling = ModelSettings(), WarmStartSettings()
+    start = time.monotonic()
+
+    def report(step: int, loss: float, score: float) -> None:
+        aim = f"sampled score {score:.2f} of {TARGET:.2f}"
+        say(f"step {step} (at most {MAX_STEPS}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
-        parts = splits(task)
-        tokenizer = build_tokenizer(instruction(parts["warm_start"]))
-        model = build_model(shape, tokenizer)
-        size = sum(parameter.numel() for parameter in model.parameters())
-        say(f"warm start: a Qwen2 of {size / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
-        start = time.monotonic()
-
-        def report(step: int, loss: float, score: float) -> None:
-            say(
-                f"warm start: step {step} (at most {schooling.max_steps}), loss {loss:.2f}, sampled score {score:.2f} "
-                f"of {schooling.target:.2f}, {time.monotonic() - start:.0f} s"
-            )
-
-        score = warm_start(schooling, model, tokenizer, parts["warm_start"], report)
-        if score < schooling.target:
-            say(f"warm start: stopped at score {score:.2f}, below its aim of {schooling.target:.2f}")
+        entries = splits(task)["warm_start"]
+        tokenizer = build_tokenizer(instruction(entries))
+        model = build_model(tokenizer)
+        say(f"a Qwen2 of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
+        score = warm_start(model, tokenizer, entries, report)
+        if score < TARGET:
+            say(f"stopped at score {score:.2f}, below its aim of {TARGET:.2f}")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
-    if cached(path, build):
-        say(f"warm start: skipped, the model is cached in {path}")
+    if make_once(path, build):
+        say(f"skipped, the model is cached in {path}")
 
 
 def main() -> None:
@@ -73,10 +109,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--data-only", action="store_true", help="the caller brings a model")
     arguments = parser.parse_args()
-    task = TaskSettings()
-    prepare_data(folder(arguments.cache, "data"), task)
+    prepare_data(folder(arguments.cache, "data"), TaskSettings())
     if not arguments.data_only:
-        prepare_model(folder(arguments.cache, "model"), task)
+        prepare_model(folder(arguments.cache, "model"), TaskSettings())
 
 
 if __name__ == "__main__":

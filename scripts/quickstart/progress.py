@@ -4,64 +4,102 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from rich.status import Status
+
+from recipe.offpolicy.analysis.pages.table import format_cell
+
+from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, heldout_score, pick
 
 HEARTBEAT = 15.0
 """Seconds after which a log that is not a terminal gets a sign of life."""
+MILESTONES = {
+    "Started a local Ray instance": "Ray is up, its workers import verl",
+    "create worker group": "starting the trainer's worker",
+    "actor and ref model engine initialized": "the trainer's worker is ready, starting vLLM",
+    "checkpoint engine manager initialized": "vLLM is ready, starting the rollout's workers",
+}
+"""What verl writes on its way to the first step -> what it means."""
 
 
 class Progress:
     """Prints lines with the time since the start; between them a terminal shows a spinner, a log a heartbeat."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        # A log has no width of its own, and wrapped lines are hard to search.
         self.console = console or Console(highlight=False)
-        if not self.console.is_terminal:
-            self.console = Console(file=self.console.file, highlight=False, width=max(self.console.width, 160))
         self._clock = clock
-        self._start = clock()
+        self._start = self._last_line = self._stage_start = clock()
         self._stage = ""
-        self._stage_start = self._start
-        self._last_line = self._start
-        self._status: Status | None = None
+        self._status = self.console.status("")
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
-            self._status = self.console.status("")
             self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status:
-            self._status.stop()
-            self._status = None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._clock() - self._start
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
 
     def line(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._last_line = self._clock()
-        self.console.print(f"[{self.elapsed:4.0f} s] {text}", style=style or None, markup=False, soft_wrap=True)
+        elapsed = self._last_line - self._start
+        self.console.print(f"[{elapsed:4.0f} s] {text}", style=style or None, markup=False, soft_wrap=True)
 
     def stage(self, name: str, detail: str = "") -> None:
-        """A new stage begins; repeating the same name changes nothing."""
-        if name == self._stage:
-            return
-        self._stage, self._stage_start = name, self._clock()
-        self.line(f"{name}{f' ({detail})' if detail else ''}", style="bold")
+        """Begin a stage; repeating the same name changes nothing."""
+        if name != self._stage:
+            self._stage, self._stage_start = name, self._clock()
+            self.line(f"{name}{f' ({detail})' if detail else ''}", style="bold")
 
     def tick(self) -> None:
-        """To be called several times a second."""
-        waited = self._clock() - self._stage_start
-        if self._status:
-            self._status.update(f"{self._stage}, {waited:.0f} s")
+        """Show the time in this stage; to be called several times a second."""
+        waited = f"{self._stage}, {self._clock() - self._stage_start:.0f} s"
+        if self.console.is_terminal:
+            self._status.update(waited)
         elif self._clock() - self._last_line > HEARTBEAT:
-            self.line(f"... {self._stage}, {waited:.0f} s")
+            self.line(f"... {waited}")
+
+
+class TrainingView:
+    """Turns what verl writes into stages and lines.
+
+    Args:
+        steps: length of the training, 0 if unknown.
+        corrected: a proof of life is to be told.
+        scored: the held-out score is asked for, before training and after it.
+    """
+
+    def __init__(self, progress: Progress, history: History, steps: int, corrected: bool, scored: bool) -> None:
+        self._progress, self._history = progress, history
+        self._steps, self._corrected, self._scored = steps, corrected, scored
+        self._milestones = dict(MILESTONES)
+        progress.stage("starting Ray and vLLM", "about a minute on two cores")
+
+    def log_line(self, text: str) -> None:
+        """Tell of a line of the training's log."""
+        for sign in [sign for sign in self._milestones if sign in text]:
+            self._progress.line(f"  {self._milestones.pop(sign)}")
+        if "Creating file logger at" in text:
+            self._progress.stage("held-out score before training" if self._scored else "first step")
+
+    def step(self, step: int, data: dict[str, Any]) -> None:
+        """Tell of the metrics of a step, the 0th of which is the validation before training."""
+        score, steps = heldout_score(data), self._steps
+        if step > 0:
+            parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]
+            values = ", ".join(f"{name} {format_cell(pick(data, keys))}" for name, keys in parts)
+            of = f" of {steps}" if steps else ""
+            self._progress.line(f"  step {step}{of}: {values}, {format_cell(pick(data, SECONDS), 1)} s")
+            if self._corrected and self._history.steps[:1] == [step] and data.get(PROVED) == 1.0:
+                self._progress.line("  the correction is proved live: it reached the gradient of the first update")
+        if score is not None:
+            when = f"after step {step}" if step else "before training"
+            self._progress.line(f"  held-out score {when}: {score:.3f}")
+        if not steps or step + 1 < steps:
+            self._progress.stage("training", f"{steps} steps" if steps else "as many steps as the epochs have")
+        elif step + 1 == steps:
+            self._progress.stage("last step, then the held-out score after training" if self._scored else "last step")
+        else:
+            self._progress.stage("ending")

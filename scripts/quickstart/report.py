@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from metrics import ESS, KEPT, KL, REWARD, SECONDS, History
-from rich.table import Table
+import numpy as np
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-BLUE, ORANGE, GREEN, GREY = "#2563eb", "#d97706", "#059669", "#9aa5b1"
+from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
+from recipe.offpolicy.analysis.pages.table import Column, Table
 
+from .metrics import ESS, KEPT, KL, REWARD, SECONDS, History
 
-def number(value: float, digits: int = 3) -> str:
-    """A value for a table; a dash for NaN, powers of ten for the very small."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:.1e}" if 0 < abs(value) < 10**-digits else f"{value:.{digits}f}"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def describe(correction: dict[str, Any]) -> str:
@@ -36,89 +34,62 @@ def describe(correction: dict[str, Any]) -> str:
 
 def summary_table(history: History, *, corrected: bool) -> Table:
     """First and last value of what matters."""
-    table = Table(title="Quickstart", title_style="bold", min_width=56)
-    for heading, justify in (("", "left"), ("first", "right"), ("last", "right")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    heldout = history.heldout
-    if heldout:
-        table.add_row("held-out score, greedy", number(heldout[0][1]), number(heldout[-1][1]), style="bold")
-    rows = [("reward, sampled", REWARD), ("mismatch KL (k3)", KL), ("effective sample size", ESS), ("kept share", KEPT)]
-    for label, keys in [*rows, ("seconds a step", SECONDS)]:
-        values = [value for value in history.series(keys) if not math.isnan(value)]
-        table.add_row(label, number(values[0]) if values else "-", number(values[-1]) if values else "-")
+    scores = [score for _, score in history.heldout]
+    named = {
+        "held-out score, greedy": scores,
+        "reward, sampled": history.series(REWARD),
+        "mismatch KL (k3)": history.series(KL),
+        "effective sample size": history.series(ESS),
+        "kept share": history.series(KEPT),
+        "seconds a step": history.series(SECONDS),
+    }
+    rows: list[list[Any]] = []
+    for name, series in named.items():
+        values = [value for value in series if not math.isnan(value)]
+        rows.append([name, values[0], values[-1]] if values else [name, None, None])
     proof = "none configured" if not corrected else "yes" if history.proved else "NO"
-    table.add_row("correction proved live", "", proof)
-    return table
+    columns = [Column(""), Column("first", align="right"), Column("last", align="right")]
+    return Table(columns, [*rows, ["correction proved live", "", proof]], "Quickstart")
 
 
-def draw(history: History, path: Path, subtitle: str) -> None:
-    """Reward, mismatch and kept share over the steps, as a PNG.
-
-    Args:
-        subtitle: what was trained with which correction, below the title.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw(history: History, path: Path, title: str) -> None:
+    """Reward, mismatch and kept share over the steps, as a PNG."""
     from matplotlib.ticker import MaxNLocator
 
-    style: Any = {
-        "font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
-        "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "text.color": INK,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-        "axes.axisbelow": True,
-    }  # fmt: skip
-    with pyplot.rc_context(style):
-        figure, (reward, mismatch, kept) = pyplot.subplots(1, 3, figsize=(13, 4.1), layout="constrained")
-        steps = history.steps
+    steps = history.steps
 
-        reward.plot(steps, history.series(REWARD), color=BLUE, alpha=0.35, linewidth=1.2, label="sampled, each step")
-        reward.plot(steps, smooth(history.series(REWARD)), color=BLUE, linewidth=2.2, label="sampled, running mean")
-        if heldout := history.heldout:
-            reward.plot(*zip(*heldout, strict=True), "o", color=ORANGE, markersize=8, label="held out, greedy")
-            for position, (step, score) in enumerate(heldout):
-                reward.annotate(
-                    f"{score:.2f}", (step, score), textcoords="offset points", color=ORANGE, fontweight="bold",
-                    xytext=(-2, -17) if position == 0 else (2, 9), ha="left" if position == 0 else "right",
-                )  # fmt: skip
-        reward.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
-        reward.legend(frameon=False, loc="lower right")
+    def reward(axes: Axes) -> None:
+        values = history.series(REWARD)
+        axes.plot(steps, values, color="C0", alpha=0.35, label="sampled, each step")
+        axes.plot(steps, smooth(values), color="C0", label="sampled, running mean")
+        for step, score in history.heldout:
+            axes.annotate(f"{score:.2f}", (step, score), textcoords="offset points", xytext=(-10, -15), color="C1")
+        axes.plot(*np.array(history.heldout).reshape(-1, 2).T, "o", color="C1", label="held out, greedy")
+        axes.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
 
-        kl = history.series(KL)
-        # The power of ten goes into the label: matplotlib's own would push the title up.
-        power = exponent(kl)
-        mismatch.plot(steps, [value / 10.0**power for value in kl], color=ORANGE, linewidth=2)
-        unit = f", $10^{{{power}}}$ nats" if power else ", nats"
-        mismatch.set(title="Mismatch of trainer and engine", ylabel=f"KL (k3) per token{unit}")
-        mismatch.set_ylim(bottom=0)
+    def mismatch(axes: Axes) -> None:
+        axes.plot(steps, [1e4 * value for value in history.series(KL)], color="C1")
+        axes.set(title="Mismatch of trainer and engine", ylabel="KL (k3) per token, $10^{-4}$ nats")
+        axes.set_ylim(bottom=0)
 
-        kept.plot(steps, history.series(KEPT), color=GREEN, linewidth=2, label="tokens kept by the masks")
-        kept.plot(steps, history.series(ESS), color=GREY, linewidth=1.6, linestyle="--", label="effective sample size")
-        lowest = min((v for v in history.series(KEPT) + history.series(ESS) if not math.isnan(v)), default=0.0)
-        floor = max(0.0, math.floor((lowest - 0.04) * 20) / 20)
-        kept.set(title="Kept share", ylim=(floor, 1 + 0.04 * (1 - floor)))
-        kept.legend(frameon=False, loc="lower right")
+    def kept(axes: Axes) -> None:
+        axes.plot(steps, history.series(KEPT), color="C2", label="tokens kept by the masks")
+        axes.plot(steps, history.series(ESS), color="C6", linestyle="--", label="effective sample size")
+        axes.set(title="Kept share")
 
-        for axes in (reward, mismatch, kept):
+    def panel(draw_lines: Callable[[Axes], None]) -> FigurePanel:
+        def draw_all(axes: Axes) -> None:
+            draw_lines(axes)
             axes.set_xlabel("step")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.suptitle(subtitle, x=0.01, ha="left", fontsize=11, color=MUTED)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
+            add_legend(axes, columns=3)
 
+        return FigurePanel(draw_all, "")
 
-def exponent(values: list[float]) -> int:
-    """The power of ten to label an axis with; 0 when numbers between 0.1 and 1000 say it better."""
-    largest = max((abs(value) for value in values if not math.isnan(value)), default=0.0)
-    return math.floor(math.log10(largest)) if largest and not 0.1 <= largest < 1000 else 0
+    save(draw_panels([panel(lines) for lines in (reward, mismatch, kept)], columns=3, title=title), path, dpi=150)
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
     """Mean of each value and up to width - 1 before it; NaN does not count."""
-    result = []
-    for end in range(1, len(values) + 1):
-        window = [value for value in values[max(0, end - width) : end] if not math.isnan(value)]
-        result.append(sum(window) / len(window) if window else math.nan)
-    return result
+    windows = ([v for v in values[max(0, end - width) : end] if not math.isnan(v)] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) if window else math.nan for window in windows]

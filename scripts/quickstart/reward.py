@@ -1,7 +1,4 @@
-"""verl's `custom_reward_function`: reasoning-gym's own scorer for the family that the row came from.
-
-verl loads this file by its path, so it imports nothing from its neighbours.
-"""
+"""verl's `custom_reward_function`: reasoning-gym's own scorer; verl loads this file by its path."""
 
 from __future__ import annotations
 
@@ -12,26 +9,19 @@ from typing import Any
 
 import reasoning_gym
 
-
-@cache
-def _scorer(family: str) -> Any:
-    return reasoning_gym.get_score_answer_fn(family)
+_scorer = cache(reasoning_gym.get_score_answer_fn)
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any] | None = None,
-    **_: Any,
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> float:
-    """The score of one answer, 0 to 1, as reasoning-gym gives it.
+    """Score one answer, 0 to 1.
 
     Args:
         data_source: "reasoning_gym/<family>".
         solution_str: the decoded answer; white space around it is not judged.
         ground_truth: the reference answer.
-        extra_info: `question` and `metadata` (JSON), from which the entry is rebuilt.
+        extra_info: `question` and `metadata` (JSON), from which reasoning-gym's entry is rebuilt.
 
     Raises:
         ValueError: the data does not come from reasoning-gym.
@@ -40,9 +30,6 @@ def compute_score(
     if library != "reasoning_gym" or not family:
         raise ValueError(f"data_source={data_source!r} is not 'reasoning_gym/<family>': this reward cannot score it")
     info = extra_info or {}
-    entry = {
-        "question": info.get("question", ""),
-        "answer": ground_truth,
-        "metadata": json.loads(info.get("metadata") or "{}"),
-    }
+    metadata = json.loads(info.get("metadata") or "{}")
+    entry = {"question": info.get("question", ""), "answer": ground_truth, "metadata": metadata}
     return float(_scorer(family)(answer=solution_str.strip(), entry=entry))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Which questions are asked, and how many.
-
-    The words are short, so that a model of 0.4 M parameters learns to spell them within seconds.
-    """
+    """Family and number of the questions; words so short that a model of 0.4 M parameters learns to spell them."""
 
     family: str = "spell_backward"
     min_word_len: int = 3
@@ -32,7 +29,7 @@ class TaskSettings:
 
 
 def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
-    """Questions for "heldout", "train" and "warm_start", no question in two of them.
+    """Draw the questions of "heldout", "train" and "warm_start", no question in two of them.
 
     Questions are compared without regard to case, because the scorer compares answers that way.
 
@@ -41,39 +38,21 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
     """
     sizes = {"heldout": settings.heldout, "train": settings.train, "warm_start": settings.warm_start}
     wanted = sum(sizes.values())
-    source = reasoning_gym.create_dataset(
-        settings.family,
-        size=10 * wanted,
-        seed=settings.seed,
-        min_word_len=settings.min_word_len,
-        max_word_len=settings.max_word_len,
-    )
+    lengths = {"min_word_len": settings.min_word_len, "max_word_len": settings.max_word_len}
+    source = reasoning_gym.create_dataset(settings.family, size=10 * wanted, seed=settings.seed, **lengths)
     distinct: dict[str, Entry] = {}
     for index in range(len(source)):
         entry = source[index]
         distinct.setdefault(entry["question"].casefold(), entry)
         if len(distinct) == wanted:
             break
-    if len(distinct) < wanted:
+    else:
         raise ValueError(
             f"{settings.family} has {len(distinct)} different questions, {wanted} are needed: "
             "ask for fewer, or widen min_word_len..max_word_len"
         )
     pool = iter(distinct.values())
-    parts = {name: [next(pool) for _ in range(size)] for name, size in sizes.items()}
-    assert_disjoint(parts)
-    return parts
-
-
-def assert_disjoint(parts: Mapping[str, Sequence[Entry]]) -> None:
-    """Raises ValueError when a question occurs twice, within one split or across two."""
-    owner: dict[str, str] = {}
-    for name, entries in parts.items():
-        for entry in entries:
-            question = entry["question"].casefold()
-            if question in owner:
-                raise ValueError(f"{entry['question']!r} is in {owner[question]} and in {name}")
-            owner[question] = name
+    return {name: [next(pool) for _ in range(size)] for name, size in sizes.items()}
 
 
 def instruction(entries: Sequence[Entry]) -> str:
@@ -92,23 +71,18 @@ def demonstrate(entry: Entry, rng: random.Random, careful: float) -> str:
 
 def to_row(entry: Entry, index: int, split: str) -> dict[str, Any]:
     """One question in verl's schema; `extra_info` suffices to rebuild reasoning-gym's entry."""
-    family = entry["metadata"]["source_dataset"]
+    family, metadata = entry["metadata"]["source_dataset"], json.dumps(entry["metadata"], sort_keys=True)
     return {
         "data_source": f"reasoning_gym/{family}",
         "prompt": [{"role": "user", "content": entry["question"]}],
         "ability": family,
         "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
-        "extra_info": {
-            "index": index,
-            "split": split,
-            "question": entry["question"],
-            "metadata": json.dumps(entry["metadata"], sort_keys=True),
-        },
+        "extra_info": {"index": index, "split": split, "question": entry["question"], "metadata": metadata},
     }
 
 
 def write_parquet(entries: Sequence[Entry], split: str, path: Path) -> None:
-    """Writes the rows of one split."""
+    """Write the rows of one split."""
     import pandas
 
     pandas.DataFrame([to_row(entry, index, split) for index, entry in enumerate(entries)]).to_parquet(path)

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-from reward import compute_score
-from task import Entry, demonstrate, to_row
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from .reward import compute_score
+from .task import Entry, demonstrate, to_row
+
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class WarmStartSettings:
-    """Length and aim of the supervised phase.
-
-    It stops when the mean score of answers sampled at temperature 1 reaches `target`, or after `max_steps`.
-    """
-
-    careful: float = 0.35
-    target: float = 0.38
-    max_steps: int = 400
-    batch: int = 64
-    learning_rate: float = 3e-3
-    warm_up_steps: int = 50
-    check_every: int = 20
-    check_prompts: int = 256
-    max_answer_tokens: int = 10
-    seed: int = 0
+CAREFUL = 0.35
+"""Share of demonstrations that are right."""
+TARGET, MAX_STEPS = 0.38, 400
+"""Training ends when answers sampled at temperature 1 have this mean score, or after so many steps."""
+BATCH, LEARNING_RATE, WARM_UP_STEPS, WEIGHT_DECAY = 64, 3e-3, 50, 0.01
+CHECK_EVERY, CHECK_PROMPTS, MAX_ANSWER_TOKENS = 20, 256, 10
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> list[list[int]]:
@@ -39,29 +26,20 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> 
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def collate(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded (B, T) ids, attention mask and labels; only answers are learnt."""
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(prompts), width), pad)
-    attention = torch.zeros_like(ids)
-    labels = torch.full_like(ids, IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor([*prompt, *answer])
-        attention[row, :end] = 1
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, attention, labels
+def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int) -> dict[str, torch.Tensor]:
+    """Right-padded (B, T) input_ids, attention_mask and labels; only answers are learnt."""
+    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    learnt = [torch.tensor([IGNORED] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
+
+    def padded(values: list[torch.Tensor], fill: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+
+    attention = padded([torch.ones_like(row) for row in rows], 0)
+    return {"input_ids": padded(rows, pad), "attention_mask": attention, "labels": padded(learnt, IGNORED)}
 
 
 @torch.no_grad()
-def sampled_score(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    entries: Sequence[Entry],
-    max_answer_tokens: int,
-) -> float:
+def sample_score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> float:
     """Mean score of one answer per question, sampled at temperature 1."""
     prompts = prompt_ids(tokenizer, entries)
     width = max(map(len, prompts))
@@ -69,52 +47,50 @@ def sampled_score(
     ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts])
     attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     sampled = model.generate(
-        input_ids=ids, attention_mask=attention, do_sample=True, top_k=0, max_new_tokens=max_answer_tokens
+        input_ids=ids, attention_mask=attention, do_sample=True, top_k=0, max_new_tokens=MAX_ANSWER_TOKENS
     )
-    texts = tokenizer.batch_decode(sampled[:, width:], skip_special_tokens=True)
-    scores = []
-    for entry, text in zip(entries, texts, strict=True):
+    score = 0.0
+    for entry, text in zip(entries, tokenizer.batch_decode(sampled[:, width:], skip_special_tokens=True), strict=True):
         row = to_row(entry, 0, "warm_start")
-        scores.append(compute_score(row["data_source"], text, entry["answer"], row["extra_info"]))
-    return sum(scores) / len(scores)
+        score += compute_score(row["data_source"], text, entry["answer"], row["extra_info"])
+    return score / len(entries)
 
 
 def warm_start(
-    settings: WarmStartSettings,
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     entries: Sequence[Entry],
     report: Callable[[int, float, float], None],
+    seed: int = 0,
 ) -> float:
-    """Trains the model in place on careless demonstrations; gives the last sampled score.
+    """Train the model in place on careless demonstrations; `report` takes step, loss and sampled score of a check.
 
-    Args:
-        report: called with (step, loss, sampled score) at every check.
+    Returns:
+        The last sampled score.
     """
-    torch.manual_seed(settings.seed)
-    rng = random.Random(settings.seed)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
     prompts = prompt_ids(tokenizer, entries)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warm_up_steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     assert tokenizer.eos_token_id is not None
     assert tokenizer.pad_token_id is not None
     score = 0.0
-    for step in range(1, settings.max_steps + 1):
-        rows = rng.sample(range(len(entries)), settings.batch)
-        texts = [demonstrate(entries[row], rng, settings.careful) for row in rows]
+    for step in range(1, MAX_STEPS + 1):
+        rows = rng.sample(range(len(entries)), BATCH)
+        texts = [demonstrate(entries[row], rng, CAREFUL) for row in rows]
         answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        ids, attention, labels = collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=attention, labels=labels).loss
+        loss = model(**collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % settings.check_every == 0:
+        if step % CHECK_EVERY == 0:
             model.eval()
-            score = sampled_score(model, tokenizer, entries[: settings.check_prompts], settings.max_answer_tokens)
+            score = sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
             model.train()
             report(step, loss.item(), score)
-            if score >= settings.target:
+            if score >= TARGET:
                 break
     return score

@@ -5,14 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import sys
 from pathlib import Path
 
-from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "fork"))
-
-import fork_main
+from scripts.fork import command
 
 MANIFEST = ".offpolicy-manifest.json"
 PROJECT = {
@@ -44,7 +39,7 @@ def put(root: Path, files: dict[str, str]) -> Path:
 
 
 def call(*arguments: object) -> int:
-    return fork_main.main([str(argument) for argument in arguments])
+    return command.main([str(argument) for argument in arguments])
 
 
 def copy(fork: Path, *options: str) -> int:

@@ -16,16 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
-from os import environ
 from pathlib import Path
 from types import FrameType
 
-from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
-from cleanup import MARKER, SharedMemoryWatch, become_subreaper, end_processes, processes_of_run
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts.quickstart.cleanup import SharedMemoryWatch, become_subreaper, end_descendants, find_descendants
 
 TICK = 0.5
 CLEAN_UP = 120.0
@@ -47,15 +43,13 @@ def main(limit: float, report: Path, command: list[str], begun: Callable[[], boo
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     become_subreaper()
-    watch, run_id, timed_out = SharedMemoryWatch(), uuid.uuid4().hex, False
-    program = subprocess.Popen(
-        command, env={**environ, MARKER: run_id}, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    watch, timed_out = SharedMemoryWatch(), False
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def until_it_ends(seconds: float, enough: Callable[[], bool] = lambda: False) -> bool:
         deadline = time.monotonic() + seconds
         while program.poll() is None and time.monotonic() < deadline and not enough():
-            watch.observe(lambda: processes_of_run(run_id))
+            watch.observe()
             time.sleep(TICK)
         return program.poll() is not None
 
@@ -67,16 +61,16 @@ def main(limit: float, report: Path, command: list[str], begun: Callable[[], boo
             program.send_signal(signal.SIGINT)  # as a user would; the program must clean up behind itself
             until_it_ends(CLEAN_UP)
         deadline = time.monotonic() + PATIENCE
-        while (alive := processes_of_run(run_id)) and time.monotonic() < deadline:
+        while (alive := find_descendants()) and time.monotonic() < deadline:
             time.sleep(TICK)
         lingering = [f"{process.pid} {process.name()}" for process in alive]
     except Stop:
         timed_out = True
     finally:
-        watch.observe(lambda: processes_of_run(run_id))
-        # Zombies are collected by end_processes too, the program's status must be taken before.
+        watch.observe()
+        # Zombies are collected by end_descendants too, the program's status must be taken before.
         returncode = program.poll()
-        survivors = end_processes(run_id)
+        survivors = end_descendants()
         leaked = watch.remove_leaked()
         result = {
             "returncode": -signal.SIGKILL if returncode is None else returncode,

@@ -59,26 +59,13 @@ class Aggregate:
         return self.token is None and self.reduce in ("sum", "mean")
 
 
-def compute_probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute p_numerator - p_denominator of the sampled token, float64.
-
-    Example:
-        >>> import torch
-        >>> half, quarter = torch.tensor([0.5, 0.25]).log()
-        >>> round(compute_probability_gap(half - quarter, half, quarter).item(), 6)
-        0.25
-    """
+def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute p_numerator - p_denominator of the sampled token, float64."""
     return numerator.detach().double().exp() - denominator.detach().double().exp()
 
 
-def compute_square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute (log r)^2, float64.
-
-    Example:
-        >>> import torch
-        >>> compute_square(torch.tensor(-3.0), torch.tensor(0.0), torch.tensor(0.0)).item()
-        9.0
-    """
+def _square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute (log r)^2, float64."""
     return log_ratio.double().square()
 
 
@@ -115,12 +102,12 @@ _ENTRIES: Final = (
         "binary_tv",
         "each",
         (-0.2, 0.2),
-        compute_probability_gap,
+        _probability_gap,
         least=-1.0,
         greatest=1.0,
         at=lambda nats: math.inf,  # no log-ratio bounds it; its range does
         widest=0.99,
     ),
-    Aggregate("second_moment", "batch", (None, 0.2), compute_square, at=lambda nats: nats**2),
+    Aggregate("second_moment", "batch", (None, 0.2), _square, at=lambda nats: nats**2),
 )
 AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}

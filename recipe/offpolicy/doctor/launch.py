@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+# hydra.compose takes no flags, no hydra.* overrides of a job, and no search path of another program's main.
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path, detect_task_name, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery

@@ -28,6 +28,7 @@ def probe(actor_config: Any) -> str | None:
     Returns:
         None if it takes weights as meant, else a sentence saying what it does instead.
     """
+    # devices=[]: by default fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
     with torch.random.fork_rng(devices=[]):
         return _probe(copy.deepcopy(actor_config))
 
@@ -57,7 +58,7 @@ def _build_batch(generator: torch.Generator) -> tuple[TensorDict, Tensor]:
     def normal() -> Tensor:
         return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
-    log_prob = -normal().abs() - 0.5
+    log_prob = -normal().abs() - 0.5  # a log-prob is negative
     batch = TensorDict(
         {
             "prompts": prompt,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+# No public call lists and reads the options of a group before, or without, composing them.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
@@ -197,7 +198,7 @@ def _build_repository() -> ConfigRepository:
 def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
     for key in config:
         name = f"{path}.{key!s}" if path else str(key)
-        node = config._get_node(key)
+        node = config._get_node(key)  # config[key] would raise on a mandatory value, "???"
         if isinstance(node, DictConfig) and not node._is_none():
             yield from _list_leaves(node, name)
         else:

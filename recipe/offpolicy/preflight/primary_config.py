@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
@@ -83,14 +83,17 @@ class _Flags:
 
 
 def _parse_flags(arguments: Sequence[str]) -> _Flags | None:
-    parser = get_args_parser()
+    # Hydra's own parser is not public. Of its flags these matter, and --cfg, of which -c would be an abbreviation.
+    parser = argparse.ArgumentParser(add_help=False)
+    for short, flag in (("-cn", "--config-name"), ("-cp", "--config-path"), ("-cd", "--config-dir"), ("-c", "--cfg")):
+        parser.add_argument(short, flag)
 
     def refuse(message: str) -> NoReturn:
         raise _InvalidFlags(message)
 
     parser.error = refuse  # type: ignore[method-assign]
     try:
-        return cast(_Flags, parser.parse_known_intermixed_args(list(arguments))[0])
+        return cast(_Flags, parser.parse_known_args(list(arguments))[0])
     except _InvalidFlags:
         return None
 

@@ -96,13 +96,11 @@ class OffPolicyLoss:
             self.extensions = dict(extensions)
             self.actor_config = actor_config
 
-    @property
-    def extended_loss(self) -> BoundLoss:
+    def extended(self, base_loss: BoundLoss) -> BoundLoss:
         """``base_loss`` with the terms of all extensions."""
-        loss = self.base_loss
         for extension in self.extensions.values():
-            loss = extension.wrap_loss(loss, self.actor_config)
-        return loss
+            base_loss = extension.wrap_loss(base_loss, self.actor_config)
+        return base_loss
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
@@ -114,7 +112,7 @@ class OffPolicyLoss:
                 backward pass.
         """
         if self.spec.is_none:
-            loss, metrics = self.extended_loss(model_output, data, dp_group)
+            loss, metrics = self.extended(self.base_loss)(model_output, data, dp_group)
             packet = self.uncorrected(model_output, data)
         else:
             batch = mb.read(model_output, data)
@@ -151,7 +149,7 @@ class OffPolicyLoss:
         batch = mb.read(model_output, data)
         packet = self.packet_of(batch)
         if self.record is not None:
-            packet.statistics = recorded(self.record, self.spec, batch, self._decided(batch), data)
+            packet.statistics = self._recorded(batch, self._decided(batch), data)
         return packet
 
     def corrected(
@@ -170,11 +168,17 @@ class OffPolicyLoss:
         step = self._decided(batch)
         # The one transfer of a micro-batch: what has to be known before the backward pass.
         fetch(self._guards(batch))
-        statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step, data)
+        statistics = self._recorded(batch, step, data)
         if self.takes_padded:
             model_output = mb.with_padded(model_output, batch)
-        loss, metrics = self.extended_loss(model_output, self.hand_over(batch, step, data), dp_group)
+        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step, data), dp_group)
         return loss, metrics, statistics
+
+    def _recorded(self, batch: mb.MicroBatch, step: StepStage, data: TensorDict) -> dict[str, Statistic]:
+        if self.record is None:
+            return {}
+        columns = [name for extension in self.extensions.values() for name in extension.columns]
+        return recorded(self.record, self.spec, batch, step, data, columns)
 
     def for_trials(self) -> OffPolicyLoss:
         """The very same loss, for calls whose packets nobody is to see."""

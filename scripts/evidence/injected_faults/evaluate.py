@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
@@ -111,7 +115,5 @@ if __name__ == "__main__":
             sys.exit(main("held_out"))
         case ["tuning"]:
             sys.exit(main("tuning"))
-        case ["--help" | "-h"]:
-            print(__doc__)
         case _:
             sys.exit(__doc__)

@@ -18,11 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "quickstart"), str(HERE.parent)]
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 from injected_faults.cases import CASES, Case  # noqa: E402
 
@@ -52,14 +56,13 @@ def prepare(models: Path, name: str) -> None:
     """Make a model of ``models``, or questions, unless they are there."""
     if not name or (models / name).exists():
         return
-    from cache import folder
     from injected_faults.models import merging_model, pad_vocabulary
-    from prepare import prepare_model
-    from task import TaskSettings, splits, write_parquet
-    from warm_start import WarmStartSettings
+
+    from scripts.quickstart.prepare import folder, prepare_model
+    from scripts.quickstart.task import TaskSettings, splits, write_parquet
 
     if name == "merging":
-        merging_model(models / name, TaskSettings(), WarmStartSettings())
+        merging_model(models / name, TaskSettings())
     elif name.startswith("again-"):
         (models / name).mkdir(parents=True)
         write_parquet(questions(name, splits(TaskSettings())["train"]), "train", models / name / "train.parquet")
@@ -167,9 +170,6 @@ def keep(recording: Path, target: Path, case: Case) -> None:
 
 
 if __name__ == "__main__":
-    if {"--help", "-h"} & set(sys.argv):
-        print(__doc__)
-        sys.exit(0)
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

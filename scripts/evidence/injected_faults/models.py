@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import ModelSettings, build_model, build_tokenizer
-from task import TaskSettings, instruction, splits
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
-from warm_start import WarmStartSettings, warm_start
+
+from scripts.quickstart.model import build_model, build_tokenizer
+from scripts.quickstart.task import TaskSettings, instruction, splits
+from scripts.quickstart.warm_start import warm_start
 
 MERGES = 60
 DROPOUT = 0.4
@@ -43,16 +44,16 @@ def build_merging_tokenizer(instruction_text: str, words: list[str]) -> PreTrain
     return build_tokenizer(instruction_text, [pair for pair, _ in frequent])
 
 
-def merging_model(target: Path, task: TaskSettings, schooling: WarmStartSettings) -> None:
+def merging_model(target: Path, task: TaskSettings) -> None:
     """Warm-starts a model that spells the same word with long or with short tokens."""
     torch.set_num_threads(1)
     entries: list[dict[str, Any]] = splits(task)["warm_start"]
     words = [entry["answer"] for entry in entries]
     random.Random(0).shuffle(words)
     tokenizer = build_merging_tokenizer(instruction(entries), words)
-    model = build_model(ModelSettings(), tokenizer)
+    model = build_model(tokenizer)
     tokenizer.backend_tokenizer.model.dropout = DROPOUT
-    warm_start(schooling, model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))
+    warm_start(model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))
     tokenizer.backend_tokenizer.model.dropout = None
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

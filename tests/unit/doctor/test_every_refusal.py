@@ -30,7 +30,7 @@ UNMENDED = {
     "preflight/checks/offpolicy_keys.py": (1, "a section that is null comes back only by removing the override"),
     "preflight/checks/runtime_env.py": (1, "what a job was submitted with is no key"),
     "preflight/checks/seams.py": (1, "an installed verl that does not hold is no key"),
-    "preflight/checks/values.py": (1, "what an interpolation was to give is for the user to say"),
+    "preflight/checks/unreadable_values.py": (1, "what an interpolation was to give is for the user to say"),
     "preflight/checks/verl_rollout_correction.py": (1, "a note"),
     "preflight/checks/verl_validate_config.py": (1, "a message of verl's that names no key"),
     "preflight/checks/warnings.py": (3, "notes"),

@@ -41,6 +41,7 @@ def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
     Raises:
         ValueError: what is not arithmetic of integers.
     """
+    # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
     try:
         tree = ast.parse(text.strip() or "0", mode="eval")

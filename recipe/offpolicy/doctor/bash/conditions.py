@@ -111,6 +111,7 @@ class Condition:
         assert isinstance(right, str)
         if operator in _NUMBERS:
             try:
+                # Bash takes an empty operand of [[ ]] for 0.
                 return _NUMBERS[operator](int(left or 0), int(right or 0))
             except ValueError:
                 return Unknown(f"{left!r} {operator} {right!r} is no comparison of integers", self._line)

@@ -42,8 +42,8 @@ from .programs import (
 from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
 from .words import WordExpander
 
-_ROUNDS = 1000
-_DEPTH = 20
+_ROUNDS = 1000  # of a loop, before it counts as endless
+_DEPTH = 20  # of scripts and functions that call one another
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Interpreter:
         try:
             return self.run(command.body)
         except ScriptEnd:
-            return True
+            return True  # exit in a subshell ends the subshell alone
         finally:
             self.state = outside
 

@@ -65,6 +65,7 @@ class Lexer:
             self._read_documents()
             return token
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
+        # "((" opens an arithmetic command only where a command may start; elsewhere it is two parentheses.
         if starts and self.source.startswith("((", self.place):
             return self._read_arithmetic()
         for operator in _OPERATORS:

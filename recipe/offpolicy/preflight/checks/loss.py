@@ -228,6 +228,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] |
     """Find a key, the named one first, at whose default verl accepts the actor, and its override."""
     from verl.utils.config import omega_conf_to_dataclass
 
+    # The key that verl's message names is the likeliest cause.
     for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
         if OmegaConf.select(config, key) == default:
             continue

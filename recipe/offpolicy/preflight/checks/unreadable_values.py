@@ -122,7 +122,7 @@ def _list_interpolations(node: DictConfig | ListConfig, path: str = "") -> Itera
         return
     names = range(len(node)) if isinstance(node, ListConfig) else list(node)
     for name in names:
-        below = node._get_node(name)
+        below = node._get_node(name)  # node[name] would resolve the interpolation
         key = f"{path}[{name}]" if isinstance(node, ListConfig) else f"{path}.{name}" if path else str(name)
         if OmegaConf.is_interpolation(node, name):
             yield key, str(below._value())  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "verl_patches/core.dump": "x",
     }
     put(root, litter)
-    monkeypatch.setattr("fork_main.SOURCE", root)
+    monkeypatch.setattr("scripts.fork.command.SOURCE", root)
     return root
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fork_main import DONE, REFUSED
 
+from scripts.fork.command import DONE, REFUSED
 from tests.support.fork_copy import COPIED, MANIFEST, call, copy, git_free, new_files, put, snapshot
 
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import fork_apply
 import pytest
-from fork_main import DONE, INTERRUPTED, REFUSED
 
+from scripts.fork import copying
+from scripts.fork.command import DONE, INTERRUPTED, REFUSED
 from tests.support.fork_copy import COPIED, MANIFEST, PROJECT, call, copy, new_files, put, snapshot
 
 
@@ -34,19 +34,16 @@ class Interruption:
         self.calls, self.at = 0, at
 
 
-# What an interruption can come before: the last step of writing a file, the removal of one, the removal of folders.
-POINTS = [(os, "replace"), (fork_apply, "_remove"), (fork_apply, "_prune")]
+# What an interruption can come before: the last step of writing a file, the removal of one.
+POINTS = [(os, "replace"), (copying, "remove")]
 # How often each is reached: the manifest twice and seven files; the update's two manifests and its one changed file.
 REACHED = {
     ("copy", "replace"): 9,
-    ("copy", "_remove"): 0,
-    ("copy", "_prune"): 1,
+    ("copy", "remove"): 0,
     ("update", "replace"): 3,
-    ("update", "_remove"): 1,
-    ("update", "_prune"): 1,
+    ("update", "remove"): 1,
     ("undo", "replace"): 0,
-    ("undo", "_remove"): 7,
-    ("undo", "_prune"): 1,
+    ("undo", "remove"): 7,
 }
 
 

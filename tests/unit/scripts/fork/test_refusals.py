@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fork_main import DONE, REFUSED
 
+from scripts.fork.command import DONE, REFUSED
 from tests.support.fork_copy import MANIFEST, call, copy, put, snapshot
 
 

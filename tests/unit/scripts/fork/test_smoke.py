@@ -8,26 +8,26 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import fork_smoke
 import pytest
-from fork_checkout import Checkout, Place
-from fork_main import SMOKE_FAILED
-from fork_smoke import Ended, Failure, failed, judge_contracts, judge_doctor, judge_origins, judge_update
 from hydra.core.global_hydra import GlobalHydra
 
 from recipe.offpolicy import main_offpolicy
 from recipe.offpolicy.doctor import command
+from scripts.fork import smoke
+from scripts.fork.checkout import Fork
+from scripts.fork.command import SMOKE_FAILED
+from scripts.fork.smoke import Ended, Failure, failed, judge_contracts, judge_doctor, judge_origins, judge_update
 from tests.support.fork_copy import call, put
 
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
-FORK = Checkout(Path("/fork"), "0.9.1")
+FORK = Fork(Path("/fork"), "0.9.1")
 TRACEBACK = 'Traceback (most recent call last):\n  File "/fork/verl/__init__.py", line 20, in <module>\n'
 
 
 def test_a_missing_package_is_named_without_a_traceback() -> None:
     error = f"{TRACEBACK}ModuleNotFoundError: No module named 'packaging.version'\n"
     expected = Failure("packaging is not installed", "VENV=path of an environment that has packaging")
-    assert judge_origins(Ended(1, "", error), FORK, Place("", "")) == expected
+    assert judge_origins(Ended(1, "", error), FORK) == expected
 
 
 def test_a_module_that_the_fork_lacks_is_no_matter_of_the_environment() -> None:
@@ -47,18 +47,18 @@ def test_of_a_traceback_the_last_line_is_said() -> None:
 
 def test_another_package_in_the_place_of_the_copy() -> None:
     said = ["/other/verl/__init__.py", "/fork/recipe/offpolicy/__init__.py", "/fork/verl_patches/__init__.py", "0.9.1"]
-    found = judge_origins(Ended(0, f"a warning\n{json.dumps(said)}\n", ""), FORK, Place("", ""))
+    found = judge_origins(Ended(0, f"a warning\n{json.dumps(said)}\n", ""), FORK)
     assert found is not None
     assert "verl was imported from /other/verl/__init__.py, not from /fork/verl" in found.reason
     said[0] = "/fork/verl/__init__.py"
-    assert judge_origins(Ended(0, json.dumps(said), ""), FORK, Place("", "")) is None
-    tag = Checkout(Path("/fork"), "0.8.0")
-    assert judge_origins(Ended(0, json.dumps([*said[:3], "0.8.0.dev"]), ""), tag, Place("", "")) is None
+    assert judge_origins(Ended(0, json.dumps(said), ""), FORK) is None
+    tag = Fork(Path("/fork"), "0.8.0")
+    assert judge_origins(Ended(0, json.dumps([*said[:3], "0.8.0.dev"]), ""), tag) is None
 
 
 def test_of_the_contracts_those_that_moved_are_said() -> None:
     moved = "engine_loss: patch 'ppo_loss': the target has moved. Fix: read the new target."
-    found = judge_contracts(Ended(1, "a table\n", f"UserWarning: something\n{moved}\n"))
+    found = judge_contracts(Ended(1, "a table\n", f"UserWarning: something\n{moved}\n"), FORK)
     assert found is not None
     assert found.reason == moved
     assert "VENV" not in found.fix
@@ -90,13 +90,13 @@ def test_what_stops_a_launch_fails_the_smoke_test(
     override: str, parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("verl")
-    correction, *needed = fork_smoke.LAUNCH
+    correction, *needed = smoke.LAUNCH
     # Of a group one choice counts.
     overrides = [override] if override.startswith("correction=") else [correction, *filter(None, [override])]
     status = command.main(["--json", *needed, *overrides])
     out = capsys.readouterr().out
     release = (json.loads(out)["path"] or {"release": "0.9.1"})["release"]
-    found = judge_doctor(Ended(status, out, ""), Checkout(Path("/fork"), release))
+    found = judge_doctor(Ended(status, out, ""), Fork(Path("/fork"), release))
     assert (found is None) == (not parts)
     assert found is None or all(part in found.reason for part in parts), found
     monkeypatch.setattr(sys, "argv", ["main_offpolicy", "--check", *needed, *overrides, *QUIET])

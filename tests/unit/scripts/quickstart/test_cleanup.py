@@ -6,29 +6,19 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 
+from scripts.quickstart.cleanup import SharedMemoryWatch, used_files
 from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
-
-import cleanup
-from cleanup import MARKER, SharedMemoryWatch, processes_of_run, used_files
-
-QUICKSTART = Path(cleanup.__file__).parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, because it ends all of its descendants."""
-    head = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r})\nfrom cleanup import *\nimport subprocess, time\n"
-    code = head + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = "from scripts.quickstart.cleanup import *\nimport subprocess, time\n" + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_whole_tree_ends_with_its_daemons():
@@ -39,28 +29,15 @@ def test_a_whole_tree_ends_with_its_daemons():
         script = "(setsid sleep 598 &) ; trap '' TERM; sleep 597 & wait"
         child = subprocess.Popen(["bash", "-c", script], start_new_session=True)
         deadline = time.monotonic() + 300
-        while len(found := processes_of_run("no such run")) < 3 and time.monotonic() < deadline:
+        while len(found := find_descendants()) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(found) == 3, found
-        assert end_processes("no such run", patience=0.3, limit=300) == []
+        assert end_descendants(patience=0.3, limit=300) == []
         print(*[p.pid for p in found if p.is_running() and p.status() != "zombie"])
         """
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
-
-
-def test_a_marked_process_is_found_outside_the_tree():
-    """Without a subreaper, a daemon belongs to init; its environment still says whose it is."""
-    run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    # The outer shell ends at once, and with it the daemon's ties to this process.
-    start = ["bash", "-c", "setsid sleep 596 >/dev/null 2>&1 & echo $!"]
-    pid = int(subprocess.run(start, env={**os.environ, MARKER: run_id}, capture_output=True, check=True).stdout)
-    try:
-        assert pid in [process.pid for process in processes_of_run(run_id)]
-        assert pid not in [process.pid for process in processes_of_run("another run")]
-    finally:
-        psutil.Process(pid).kill()
 
 
 def test_only_the_runs_own_segments_are_removed(tmp_path):
@@ -81,7 +58,7 @@ print("ready", flush=True); input()
         child.stdout.readline()
         status = (tmp_path / "leaked").stat()
         assert (status.st_dev, status.st_ino) in used_files(child.pid, tmp_path)
-        watch.observe(lambda: [psutil.Process(child.pid)])
+        watch.observe()
         assert watch.remove_leaked() == []  # it is still in use
     finally:
         child.kill()

@@ -8,11 +8,8 @@ import sys
 import pytest
 import yaml
 
+from scripts.quickstart.options import release_overrides
 from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
-
-from releases import overrides, platform_option
 
 SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
@@ -28,16 +25,16 @@ SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
     ],
 )
 def test_the_platform_is_chosen_by_the_release(platform: str, release: str, option: str) -> None:
-    assert platform_option(platform, release) == option
+    assert release_overrides(platform, release)[0] == f"platform={option}"
     assert (ROOT / "configs" / "platform" / f"{option}.yaml").is_file()
 
 
 def test_only_releases_with_a_replay_buffer_are_told_of_one() -> None:
     """An override of a key that verl does not have would be refused."""
-    assert overrides("0.7.1") == overrides("0.8.0") == []
-    assert [text.partition("=")[0].rpartition(".")[0] for text in overrides("0.9.1")] == [
-        "trainer.v1.sampler.custom_sampler"
-    ] * 2
+    assert release_overrides("cuda", "0.7.1") == release_overrides("cuda", "0.8.0") == ["platform=cuda"]
+    keys = [text.partition("=")[0] for text in release_overrides("cpu", "0.9.1")]
+    sampler = "trainer.v1.sampler.custom_sampler"
+    assert keys == ["platform", f"{sampler}.path", f"{sampler}.name"]
 
 
 def test_before_0_9_the_cpu_is_rays_gpu() -> None:
