@@ -114,7 +114,6 @@ def prove(
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, model_output, data, factor)
-    moved = policy != 0
     proof.gradient_tokens = int((policy != 0).sum())
     if adapter.extensions:
         # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
