@@ -133,7 +133,9 @@ class Estimates(Extension):
 
 def test_an_estimate_takes_the_place_of_verls_and_leaves_silent_rows_at_zero(batch: Any) -> None:
     view, store = batch
-    view.regroup([*"abc", "pad", "pad"][: len(view.is_padding)], [False, False, True, True, True][: len(view.is_padding)])
+    view.regroup(
+        [*"abc", "pad", "pad"][: len(view.is_padding)], [False, False, True, True, True][: len(view.is_padding)]
+    )
     ExtensionHooks([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
     torch.testing.assert_close(view.advantages, torch.tensor([[2.0, 2.0, 2.0], [0, 0, 0], [0, 0, 0]]))
     assert list(view.uids) == ["a", "b", "c"]
@@ -178,7 +180,7 @@ def test_what_a_hook_returns_is_looked_at(batch: Any, given: Tensor) -> None:
 
 @pytest.mark.parametrize("reports", [[], [{"one": (3, 6.0)}, {}], [{"two": (3, 6.0)}]])
 def test_a_missing_report_stops_the_run(reports: list[Any]) -> None:
-    with pytest.raises(LivenessError, match="one: .* came without the report"):
+    with pytest.raises(LivenessError, match=r"one: .* came without the report"):
         ExtensionHooks([Nudge("one", {})]).judge(reports)
 
 

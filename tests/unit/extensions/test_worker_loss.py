@@ -36,12 +36,11 @@ def micro_batch(**columns: Tensor) -> tuple[dict[str, Tensor], TensorDict]:
     whole = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
     flat = (-torch.rand(sum(whole), generator=generator) - 1).requires_grad_()
     output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, torch.tensor([0, *whole]).cumsum(0))}
-    pi = [
-        row[len(p) - 1 : -1].detach()
-        for row, p in zip(output["log_probs"].unbind(), rollout.prompts, strict=True)
-    ]
+    pi = [row[len(p) - 1 : -1].detach() for row, p in zip(output["log_probs"].unbind(), rollout.prompts, strict=True)]
     rollout.old_log_probs = [row + 0.05 * torch.randn(row.shape, generator=generator) for row in pi]
-    rollout.rollout_log_probs = [row + 0.3 * torch.randn(row.shape, generator=generator) for row in rollout.old_log_probs]
+    rollout.rollout_log_probs = [
+        row + 0.3 * torch.randn(row.shape, generator=generator) for row in rollout.old_log_probs
+    ]
     data = rollout.to_tensordict()
     rows = [1.0 * mask for mask in rollout.response_mask]
     data[COLUMN] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
@@ -139,7 +138,7 @@ class Dead(OffPolicyLoss):
 
 def test_a_term_does_not_hide_a_dead_correction() -> None:
     extensions = {"one": NudgeWorker(COLUMN, 0.125)}
-    with pytest.raises(LivenessError, match="not weight x keep|does not act"):
+    with pytest.raises(LivenessError, match=r"not weight x keep|does not act"):
         verdict(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
     _, packet = run(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
     assert packet.proof is not None
