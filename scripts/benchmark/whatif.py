@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from recordings import drawn_rows, record  # noqa: E402
+from recordings import drawn_rows, record  # type: ignore[import-not-found]  # noqa: E402
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates  # noqa: E402
 from recipe.offpolicy.analysis.whatif.study import run_study  # noqa: E402
