@@ -29,7 +29,7 @@ SEAMS = (
         "fit",
         f"{_TRAINER}:PPOTrainer.fit",
         "(self, agent_loop_manager)",
-        names=("step", "_save_checkpoint"),
+        names=("step", "_save_checkpoint", "_validate"),
     ),
     _seam("step", f"{_TRAINER}:PPOTrainer.step", "(self, metrics, timing_raw)", names=("_step_once",)),
     _seam(
@@ -53,6 +53,19 @@ SEAMS = (
     ),
     # It notes the ranks of the actor's workers where the dealing of rows is read.
     _seam("_balance_batch", f"{_TRAINER}:PPOTrainer._balance_batch", None, names=("_dispatch_info",)),
+    _seam("_next_train_batch", f"{_TRAINER}:PPOTrainer._next_train_batch", "(self, num_prompts=None)"),
+    _seam(
+        "_add_batch_to_generate",
+        f"{_TRAINER}:PPOTrainer._add_batch_to_generate",
+        None,
+        names=("_next_train_batch",),
+    ),
+    _seam("_validate", f"{_TRAINER}:PPOTrainer._validate", "(self)", names=("_val_metrics_update",)),
+    _seam(
+        "_val_metrics_update",
+        f"{_TRAINER}:PPOTrainer._val_metrics_update",
+        "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=None)",
+    ),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
     _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)"),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What run_dense_fsdp.sh, run_moe_megatron.sh and run_async.sh have in common. They source it; it launches nothing.
 #
-# Takes MODEL_PATH, NNODES, ROLLOUT_TP, CORRECTION, TRAIN_BATCH, SEQUENCES (of full length in a packed micro-batch),
-# GPU_MEMORY (the rollout's share) and NAME, beside what a user may set; gives the array COMMON of Hydra overrides,
-# MAX_TOKENS (of a packed micro-batch), MINI_BATCH, and `verl`, the folder of the installed package.
+#   takes   MODEL_PATH, NNODES, ROLLOUT_TP and CORRECTION, whose defaults differ; TRAIN_BATCH, in prompts; SEQUENCES of
+#           full length in a packed micro-batch; GPU_MEMORY, the rollout's share; NAME of the experiment
+#   reads   TRAIN_FILE, VAL_FILE, GPUS_PER_NODE, MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH, as each script documents them
+#   gives   COMMON, an array of Hydra overrides; MAX_TOKENS of a packed micro-batch; MINI_BATCH; `verl`, the folder of
+#           the installed package
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment at the top of the script that was called
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"
     exit

@@ -30,12 +30,13 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from recordings import drawn_rows, record  # type: ignore[import-not-found]  # noqa: E402
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates  # noqa: E402
 from recipe.offpolicy.analysis.whatif.study import run_study  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
-from tests.support.recordings import drawn_rows, record  # noqa: E402
 
 CORRECTIONS = (
     "correction=tis_token",

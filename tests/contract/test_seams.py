@@ -67,7 +67,8 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
 
     names = overridden(OffPolicyTrainer, PPOTrainer)
-    assert names == {"on_init_end", "step", "_compute_old_log_prob", "_compute_advantage", "_update_actor"}
+    around_the_loss = {"_compute_old_log_prob", "_compute_advantage", "_update_actor"}
+    assert names == {"on_init_end", "step", "_next_train_batch", *around_the_loss}
     assert names <= {seam.name for seam in trainer_v1.SEAMS}
     assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
 
@@ -79,10 +80,10 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer
 
     names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
-    assert names == {"init_workers", "_load_checkpoint", "_compute_old_log_prob", "_update_actor"}
+    assert names == {"init_workers", "_load_checkpoint", "_get_gen_batch", "_compute_old_log_prob", "_update_actor"}
     assert names <= {seam.name for seam in trainer_v0.SEAMS}
     around = overridden(SupervisedRun, RayPPOTrainer)
-    assert around == {"fit", "_save_checkpoint", "_load_checkpoint"}
+    assert around == {"fit", "_save_checkpoint", "_load_checkpoint", "_validate", "_val_metrics_update"}
     assert around <= {seam.name for seam in trainer_v0.SEAMS}
 
 

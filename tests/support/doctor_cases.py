@@ -330,7 +330,7 @@ OF_VERL: dict[str, Case] = {
         "INERT",
         "rollout_correction.rollout_is",
         TIS_OF_VERL | {f"{ROLLOUT}.calculate_log_probs": False},
-        "verl skips its correction",
+        "verl silently skips its correction",
         TIS_OF_VERL,
     ),
     "no threshold": Case(
@@ -389,14 +389,14 @@ OF_VERL: dict[str, Case] = {
         "INERT",
         "rollout_correction.rollout_token_veto_threshold",
         TIS_OF_VERL | {f"{VERL}.rollout_token_veto_threshold": 1e-4},
-        "no key of this name",
+        "no longer reads a key of this name",
         TIS_OF_VERL,
     ),
     "a name before 0.6": Case(
         "INERT",
         "algorithm.rollout_is_threshold",
         {"algorithm.rollout_is_threshold": 2.0},
-        "no key of this name",
+        "no longer reads a key of this name",
         {},
     ),
     # k1 = -log(pi_old / mu): "0.5_5" bounds mu / pi_old, so that pi_old / mu is kept in [1/5, 1/0.5].

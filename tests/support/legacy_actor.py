@@ -143,13 +143,14 @@ def handed(
     ranks: int = 1,
     shadows: Mapping[str, Any] | None = None,
     record: str | None = None,
+    extensions: Mapping[str, Any] | None = None,
 ) -> Any:
     """The batch as the trainer sends it with the correction ``mapping``, to be recorded in the directory ``record``."""
     from tensordict import TensorDict
 
     from recipe.offpolicy.batch.plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.legacy_handover import Handover
+    from recipe.offpolicy.worker.legacy_handover import Handover, handover
 
     spec = CorrectionSpec.from_mapping(mapping)
     if spec.proximal != "recompute":
@@ -160,7 +161,7 @@ def handed(
     plan = SharedPlan(1, constants_of(spec, rows)) if spec.needs_constants else SharedPlan(1)
     others = {name: CorrectionSpec.from_mapping(shadow) for name, shadow in (shadows or {}).items()}
     if record is None:
-        return proto(batch, Handover(spec, plan, prove, others))
+        return proto(batch, handover(spec, plan, prove, others, extensions=extensions or {}))
     from recipe.offpolicy.recording.settings import RecordSettings
 
     count = len(rows)

@@ -18,7 +18,7 @@ ELSEWHERE = {
     *("find_zero_rows", "mini_batch_mean", "check_columns", "extension_states"),
     # By the commands that show or compose it.
     *("build_joint_table", "build_length_table", "build_overview_table", "build_json", "build_page"),
-    *("list_overrides", "run_from_arguments", "write_result", "unknown_to_verl"),
+    *("list_overrides", "run_from_arguments", "write_result"),
     # By the launches that it decides about.
     "check_by_verl",
     # By the launch, which asks them.

@@ -305,7 +305,7 @@ def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
     return changed
 
 
-def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+def _laid_out(values: Tensor, like: Any) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
 
 

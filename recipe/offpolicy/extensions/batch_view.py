@@ -37,7 +37,7 @@ class BatchView(Protocol):
         """(n, T) float, the raw scores by token, before any KL."""
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: by token (n, T), filled up behind a row's own; by row (n, ...); others as lists."""
+        """Read columns by verl's names: by token (n, T), filled up at the end; by row (n, ...); others as lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.

@@ -26,12 +26,18 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 class WorkerExtension:
     """The half that travels to the workers by value; it has to be picklable and holds settings alone."""
 
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of ``BatchView.put`` that are recorded and shown in the report -> what they are."""
+        return {}
+
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
         """Add a term beside or inside verl's policy loss.
 
         ``base_loss`` has to be called with the micro-batch as it comes, whose ``rollout_is_weights`` are the
-        correction's weight x keep, and what the term adds has to be linear in these, or leave them alone. Under
-        ``correction=none`` there are none on the engine path. The loss is wrapped anew at each micro-batch.
+        correction's weight x keep, and its loss has to be in the sum with a factor of 1: the proof demands verl's own
+        gradient whole, and the term's beside it. Under ``correction=none`` there are no weights on the engine path.
+        The loss is wrapped anew at each micro-batch.
         """
         return base_loss
 
@@ -53,8 +59,6 @@ class Extension:
 
     phase: ClassVar[str] = ""
     """The watchdog's name for the time that hooks take; empty: the section."""
-    columns: ClassVar[Mapping[str, str]] = {}
-    """Columns of ``BatchView.put`` that are recorded -> what they are, for the documentation of the recording."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         self.section = section

@@ -145,9 +145,9 @@ class ExtensionHooks:
                 found = [report[extension.section] for report in reports if extension.section in report]
                 if len(found) < len(reports) or not found:
                     raise LivenessError(
-                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches came without "
-                        f"the report of the extension, so that it did not run there. Something hands the workers another "
-                        f"loss, or drops its metrics."
+                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches came "
+                        f"without the report of the extension, so that it did not run there. Something hands the "
+                        f"workers another loss, or drops its metrics."
                     )
                 self._judged |= extension.judge(found)
 

@@ -49,7 +49,7 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
     return tuple(made)
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
+def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.extensions`` itself."""
     own = OmegaConf.select(config, KEY)
     if own is not None and not isinstance(own, DictConfig):

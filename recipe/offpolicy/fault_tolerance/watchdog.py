@@ -11,12 +11,13 @@ import contextlib
 import faulthandler
 import functools
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -111,6 +112,12 @@ class Phases:
             with self._lock:
                 self._stack.remove(entry)
                 self._idle_since = self.clock()
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the shortest limit; infinite where there is none."""
+        limits = [self.get_limit(name) for name in {*NAMES, *self._limits}]
+        return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
     def get_limit(self, name: str) -> float | None:
         """Return the time limit of a phase in seconds; None for no limit."""
@@ -239,9 +246,8 @@ class Watchdog:
             return None
 
     def _tick(self) -> float:
-        limits = [seconds for name in NAMES if (seconds := self.phases.get_limit(name)) is not None]
         # A quarter of the shortest limit: an overdue phase is noticed at most so much too late.
-        return max(0.05, min([self._poll, *(seconds / 4 for seconds in limits)]))
+        return max(0.05, min(self._poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
@@ -299,8 +305,12 @@ def watch(
     return watchdog
 
 
-def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find the problems of the keys ``offpolicy.watchdog``."""
+def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterator[Problem]:
+    """Find the problems of the keys ``offpolicy.watchdog``.
+
+    Args:
+        extensions: phases beside ``NAMES``.
+    """
     settings = OmegaConf.select(config, SECTION)
     if not isinstance(settings, DictConfig):
         yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
@@ -315,8 +325,8 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         yield _problem(key, limits, "not a mapping.", fix)
         limits = {}
     for name in map(str, limits):
-        if name not in NAMES:
-            given, fix = limits[name], f"Choose of {', '.join(NAMES)}."
+        if name not in (*NAMES, *extensions):
+            given, fix = limits[name], f"Choose of {', '.join((*NAMES, *extensions))}."
             yield _problem(f"{key}.{name}", given, "no phase has this name.", fix, *remove(f"{key}.{name}", given))
     seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
     seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}

@@ -12,6 +12,7 @@ from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
+from ..extensions.registry import load_extensions
 from . import fallbacks
 from .bound_pairs import find_pairs
 from .checks import (
@@ -120,9 +121,10 @@ def format_headline(spec: CorrectionSpec | None, options: Sequence[str], config:
         return "correction: not readable, so that nothing would be trained"
     asked = [f"{part.name} ({part.meaning})" for part in list_parts(config, spec) if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
+    beside = "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
     if asked:
-        return f"{chosen}: {', '.join(asked)}"
-    return f"UNCORRECTED: {chosen}, {describe_verls_loss(config)}"
+        return f"{chosen}: {', '.join(asked)}{beside}"
+    return f"UNCORRECTED: {chosen}, {describe_verls_loss(config)}{beside}"
 
 
 def describe_verls_loss(config: DictConfig) -> str:

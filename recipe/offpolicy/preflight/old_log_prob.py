@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction import CorrectionSpec, SpecError
 from ..correction.problem import format_value
 from ..correction.proximal import Proximal
+from ..extensions.registry import load_extensions
 from .dropout import describe_noise
 from .verl_keys.estimators import WITHOUT_PI_OLD
 from .verl_keys.keys import ACTOR, ROLLOUT, list_active
@@ -142,6 +143,9 @@ def _find_early_readers(config: DictConfig) -> Iterator[str]:
         yield f"{ACTOR}.calculate_sum_pi_squared=true is computed with it"
     if list_active(config):
         yield "verl's own correction reads it"
+    for extension in load_extensions(config):
+        if extension.reads_old_log_prob:
+            yield f"the extension {extension.section} reads it"
 
 
 def _find_correction_reasons(config: DictConfig, values: Mapping[str, Any]) -> Iterator[str]:

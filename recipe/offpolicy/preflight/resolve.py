@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, SpecError
+from ..extensions.registry import load_extensions
 from ..recording.settings import resolve_dir
 from . import fallbacks, old_log_prob
 from .auto_choice import Requirement, check_requirements, format_selection, select
@@ -28,6 +29,7 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
 
     Raises:
         SpecError: names the key, its value and the fix.
+        CheckError: an extension is not to be had, or its settings are malformed.
     """
     options = read_chosen_options()
     check_stack(options)
@@ -36,6 +38,9 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
         options, requires = _choose(config, say)
     else:
         refuse_setup(config)
+    for extension in load_extensions(config):
+        for line in extension.configure(config):
+            say(line)
     # In this order: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
     _resolve_shadows(config, say)
     fallbacks.resolve(config)

@@ -42,8 +42,7 @@ class CorrectedLoss(Protocol):
     base_loss: BoundLoss
     extensions: Mapping[str, Any]
 
-    @property
-    def extended_loss(self) -> BoundLoss: ...
+    def extended(self, base_loss: BoundLoss) -> BoundLoss: ...
 
     def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
 
@@ -78,7 +77,6 @@ class Proof:
         gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
             infinite when nothing of the loss was differentiated.
-        lost_tokens: of ``gradient_tokens``, those at which the loss with its extensions has none of that gradient.
     """
 
     tokens: int
@@ -89,7 +87,6 @@ class Proof:
     shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
     gradient_error: float | None = None
-    lost_tokens: int = 0
 
 
 def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
@@ -115,13 +112,11 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     factor = mb.factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
-    moved = policy != 0
-    proof.gradient_tokens = int(moved.sum())
+    proof.gradient_tokens = int((policy != 0).sum())
     if adapter.extensions:
-        # The gradient that arrives includes their terms; the correction's share is computed from verl's own loss alone.
-        predicted, extended = _demanded(adapter.extended_loss, seen, factor)
-        proof.lost_tokens = int((moved & (extended == 0)).sum())
-        policy = torch.maximum(policy.abs(), extended.abs())
+        # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
+        terms = adapter.extended(_without_gradient(adapter.base_loss))
+        predicted = predicted + _base_gradient(terms, seen, factor)
     _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
     for name, spec in isolate_parts(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, batch)
@@ -164,12 +159,12 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
 def _base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> Tensor:
     """Compute verl's gradient at the log-probs with ``factor`` (B, T) as its weights: (total tokens,)."""
     output, leaf = batch.leaf()
-    changed = batch.data_with(
-        old_log_probs=batch.old_log_prob,
-        advantages=batch.advantages,
-        **{mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype)},
-    )
-    loss, _ = base_loss(output, changed)
+    handed: dict[str, Any] = {
+        "old_log_probs": batch.old_log_prob,
+        "advantages": batch.advantages,
+        mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
+    }
+    loss, _ = base_loss(output, batch.data_with(**handed))
     return torch.autograd.grad(loss, leaf)[0]
 
 
@@ -182,6 +177,16 @@ def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tup
     rest = _base_gradient(base_loss, batch, torch.zeros_like(factor))
     policy = _base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
     return batch.spread(factor) * policy + rest, policy
+
+
+def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
+    """Give the base loss its value and its metrics, and a gradient of zero."""
+
+    def constant(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        loss, metrics = base_loss(*args, **kwargs)
+        return loss.detach() + 0.0 * loss, metrics
+
+    return constant
 
 
 def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, scale: Tensor) -> None:

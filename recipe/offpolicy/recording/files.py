@@ -20,6 +20,7 @@ from .declared import declared
 from .rows import Rows
 from .schema import (
     DIGEST_KEY,
+    EXTENSION_PREFIX,
     PROMPT_COLUMN,
     REASONS_KEY,
     ROW_COLUMNS,
@@ -28,6 +29,7 @@ from .schema import (
     TOKEN_COLUMNS,
     VERSION,
     VERSION_KEY,
+    extended,
 )
 
 COMPRESSION = "zstd"
@@ -89,13 +91,16 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
     columns[PROMPT_COLUMN] = _lists(rows.prompt_offsets, rows.prompt_ids, PROMPT_COLUMN)
     for name in TOKEN_COLUMNS:
         columns[name] = _lists(rows.offsets, getattr(rows, name), name)
+    schema = extended(rows.extensions)
+    for name, values in rows.extensions.items():
+        columns[name] = _lists(rows.offsets, values, name, schema)
     metadata = {
         VERSION_KEY: str(VERSION).encode(),
         SPEC_KEY: json.dumps(spec, sort_keys=True).encode(),
         REASONS_KEY: json.dumps(list(reasons)).encode(),
     }
     metadata[DIGEST_KEY] = digest(rows, metadata)
-    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA.with_metadata(metadata))
+    return pa.table([columns[name] for name in schema.names], schema=schema.with_metadata(metadata))
 
 
 def digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
@@ -109,6 +114,9 @@ def digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
             state.update(json.dumps(list(values)).encode())
         else:
             state.update(np.ascontiguousarray(values, dtype=_NUMPY.get(name, np.dtype(np.int64))).data)
+    for name, values in rows.extensions.items():
+        state.update(name.encode() + b"\0")
+        state.update(np.ascontiguousarray(values, dtype=np.float32).data)
     return state.hexdigest().encode()
 
 
@@ -154,8 +162,9 @@ def read(path: Path) -> Step:
         with pq.ParquetFile(path) as file:
             metadata = file.schema_arrow.metadata or {}
             _check_version(path, metadata)
-            _check_schema(path, file.schema_arrow)
-            table = file.read(columns=SCHEMA.names)
+            schema = extended(name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
+            _check_schema(path, file.schema_arrow, schema)
+            table = file.read(columns=schema.names)
             table.validate(full=True)
     except RecordingError:
         raise
@@ -184,15 +193,15 @@ def unreadable(path: Path, error: OSError) -> RecordingError:
     return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
 
 
-def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str) -> pa.Array:
-    kind = SCHEMA.field(name).type
+def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str, schema: pa.Schema = SCHEMA) -> pa.Array:
+    kind = schema.field(name).type
     return pa.ListArray.from_arrays(
         pa.array(offsets, type=pa.int32()), pa.array(values, type=kind.value_type), type=kind
     )
 
 
 def _rows(path: Path, table: pa.Table) -> Rows:
-    columns = {name: table.column(name).combine_chunks() for name in SCHEMA.names}
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     for name, column in columns.items():
         if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
             raise RecordingError(f"{path}: {name} has a value that is missing. {ASIDE}")
@@ -200,15 +209,17 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     for name in ROW_COLUMNS:
         values[name] = columns[name].to_numpy(zero_copy_only=False)
     values["prompt_offsets"], values["prompt_ids"] = _ragged(columns[PROMPT_COLUMN])
-    for name in TOKEN_COLUMNS:
-        offsets, values[name] = _ragged(columns[name])
+    extensions: dict[str, Any] = {}
+    for name in (*TOKEN_COLUMNS, *(each for each in columns if each.startswith(EXTENSION_PREFIX))):
+        offsets, tokens = _ragged(columns[name])
+        (values if name in TOKEN_COLUMNS else extensions)[name] = tokens
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
             raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. {ASIDE}")
     counted = np.add.reduceat(np.append(values["response_mask"], False).astype(np.int64), values["offsets"][:-1])
     counted[np.diff(values["offsets"]) == 0] = 0
     if not np.array_equal(counted, values["length"]):
         raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
-    return Rows(**values)
+    return Rows(**values, extensions=extensions)
 
 
 def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -236,8 +247,8 @@ def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
         )
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
-    for field in SCHEMA:
+def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
+    for field in expected:
         index = schema.get_field_index(field.name)
         if index < 0:
             raise RecordingError(f"{path}: the column {field.name} is missing. {ASIDE}")

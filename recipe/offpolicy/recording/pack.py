@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .rows import Rows
-from .schema import UNKNOWN_VERSION
+from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION
 
 _FLOATS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _MOST_TURNS = 2**15 - 1
@@ -29,6 +29,7 @@ class Seen:
         uids: of each row: B strings, or (B, L) uint8 of UTF-8 filled up with zeros; None where not known.
         reward: (B,), or None.
         versions: oldest and newest, (B,) each, or None.
+        extensions: column of an extension -> (B, T).
         prompts: token ids end to end, (P,), and the (B,) lengths of the prompts; None to leave them out.
     """
 
@@ -45,6 +46,7 @@ class Seen:
     reward: Tensor | None = None
     versions: tuple[Tensor, Tensor] | None = None
     prompts: tuple[Tensor, Tensor] | None = None
+    extensions: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
         "response_mask": mask.flatten()[index].to(torch.uint8),
         "rejected_by": tokens(_bits(seen), torch.int32),
         **{name: tokens(getattr(seen, name), torch.float32) for name in _FLOATS},
+        **{name: tokens(column, torch.float32) for name, column in seen.extensions.items()},
     }
     if isinstance(seen.uids, Tensor):
         columns["uids"] = seen.uids.to(mask.device)[rows].flatten()
@@ -148,6 +151,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         turn=turns(mask, offsets),
         prompt_offsets=_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
         prompt_ids=columns.get("prompt_ids", np.zeros(0, dtype=np.int32)),
+        extensions={name: columns[name] for name in sorted(columns) if name.startswith(EXTENSION_PREFIX)},
         **{name: columns[name] for name in _FLOATS},
     )
 

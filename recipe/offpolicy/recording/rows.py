@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class Rows:
             (M,).
         prompt_offsets: (N + 1,) int64, likewise for ``prompt_ids``.
         prompt_ids: (P,) int32; no prompt has a token where they were not recorded.
+        extensions: column of an extension -> (M,).
     """
 
     step: NDArray[np.int64]
@@ -47,6 +48,7 @@ class Rows:
     turn: NDArray[np.int16]
     prompt_offsets: NDArray[np.int64]
     prompt_ids: NDArray[np.int32]
+    extensions: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -78,6 +80,7 @@ class Rows:
         values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
         places, values["offsets"] = _places(self.offsets, index)
         values |= {name: getattr(self, name)[places] for name in TOKEN_COLUMNS}
+        values["extensions"] = {name: column[places] for name, column in self.extensions.items()}
         places, values["prompt_offsets"] = _places(self.prompt_offsets, index)
         values["prompt_ids"] = self.prompt_ids[places]
         return Rows(**values)
@@ -104,14 +107,20 @@ def concatenated(parts: Sequence[Rows]) -> Rows:
     if not parts:
         raise ValueError("no rows to put together: expected at least one part.")
     values: dict[str, Any] = {}
-    for field in fields(Rows):
-        arrays = [getattr(part, field.name) for part in parts]
-        if field.name.endswith("offsets"):
+    for name in (each.name for each in fields(Rows) if each.name != "extensions"):
+        arrays = [getattr(part, name) for part in parts]
+        if name.endswith("offsets"):
             lengths = np.concatenate([np.diff(array) for array in arrays])
-            values[field.name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+            values[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         else:
-            values[field.name] = np.concatenate(arrays)
-    return Rows(**values)
+            values[name] = np.concatenate(arrays)
+    names = dict.fromkeys(name for part in parts for name in part.extensions)
+    return Rows(**values, extensions={name: np.concatenate([_or_nan(part, name) for part in parts]) for name in names})
+
+
+def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
+    """A column of an extension; NaN in rows that it was not on for."""
+    return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
 
 
 def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -7,6 +7,8 @@ over the response, from its first token to its last valid one; tool outputs in b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
 
 VERSION = 1
@@ -52,6 +54,8 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     ),
     "turn": (pa.int16(), "number of the model's turn in its row, from 0; -1 off response_mask"),
 }
+EXTENSION_PREFIX = "offpolicy_"
+"""Of columns by token that extensions record beside those named here: lists of float32, behind the others."""
 PROMPT_COLUMN = "prompt_ids"
 _PROMPT = "token ids of the prompt; empty where prompts were not recorded"
 
@@ -65,6 +69,12 @@ SCHEMA = pa.schema(
         ),
     ]
 )
+
+
+def extended(names: Iterable[str]) -> pa.Schema:
+    """The schema with columns of extensions."""
+    kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    return pa.schema([*SCHEMA, *(pa.field(name, kind, nullable=False) for name in names)])
 
 
 def markdown() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb
+from ..batch.padding import dense
 from ..batch.plan import REWARD, UID
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
@@ -25,11 +26,16 @@ _SCORES = ("token_level_scores", "rm_scores")
 
 
 def recorded(
-    settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage
+    settings: RecordSettings,
+    spec: CorrectionSpec,
+    batch: mb.MicroBatch,
+    step: StepStage,
+    extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
     """Record what the loss sees of a micro-batch, if it is one to record.
 
     Args:
+        extensions: columns of theirs to record as well.
         batch: as the loss reads it; what the trainer's plan does not announce, such as a trial, is not recorded.
         step: what was decided on it.
 
@@ -49,7 +55,7 @@ def recorded(
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
             try:
-                seen = _seen(settings, spec, batch, step)
+                seen = _seen(settings, spec, batch, step, extensions)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on
@@ -72,7 +78,13 @@ def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     return found | {"record/stopped": Statistic(Reduction.MAX, (stopped, 1.0))}
 
 
-def _seen(settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, step: StepStage) -> Seen:
+def _seen(
+    settings: RecordSettings,
+    spec: CorrectionSpec,
+    batch: mb.MicroBatch,
+    step: StepStage,
+    extensions: Collection[str],
+) -> Seen:
     old_log_prob = mb.proximal(spec, batch)
     versions = batch.versions
     return Seen(
@@ -89,7 +101,14 @@ def _seen(settings: RecordSettings, spec: CorrectionSpec, batch: mb.MicroBatch, 
         reward=_reward(batch.data),
         versions=None if versions is None else (versions.oldest, versions.newest),
         prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
+        extensions={name: _of_extension(name, batch) for name in extensions},
     )
+
+
+def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
+    """(B, T) of a column by token or by row."""
+    column = batch.data[name] if batch.layout is None else dense(batch.data[name], batch.layout, name)
+    return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 
 
 def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:

@@ -58,8 +58,8 @@ class SupervisedRun:
     """Mixed into verl's V0 and V1 trainers.
 
     Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
-    ``_validate(self, ...)``, ``_val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, ...)``, and
-    what ``watchdog.PHASES`` lists.
+    ``_validate(self, ...)``, ``_val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, ...)``,
+    and what ``watchdog.PHASES`` lists.
     """
 
     fits: ClassVar[int] = 0

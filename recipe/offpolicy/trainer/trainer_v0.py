@@ -1,9 +1,9 @@
 """verl's V0 trainer, ``RayPPOTrainer``, with a correction: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
 
 Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
-``compute_advantage`` around which ``fit`` is one block, ``_get_gen_batch(self, batch)``, and ``update_actor`` / ``compute_log_prob`` / ``set_loss_fn``
-of the actor's worker group. Batches are DataProto; the engine's workers get the loss by ``set_loss_fn``, the legacy
-actors take it from a ``Handover`` in ``meta_info``.
+``compute_advantage`` around which ``fit`` is one block, ``_get_gen_batch(self, batch)``, and ``update_actor`` /
+``compute_log_prob`` / ``set_loss_fn`` of the actor's worker group. Batches are DataProto; the engine's workers get the
+loss by ``set_loss_fn``, the legacy actors take it from a ``Handover`` in ``meta_info``.
 """
 
 from __future__ import annotations

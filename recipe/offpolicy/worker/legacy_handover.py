@@ -67,4 +67,6 @@ class ExtendedHandover(Handover):
 
 def handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
     """Make a handover of these fields, extended where there is something to extend it with."""
-    return ExtendedHandover(*arguments, extensions=extensions) if extensions else Handover(*arguments)
+    if not extensions:
+        return Handover(*arguments)
+    return ExtendedHandover(*arguments, extensions=extensions)  # type: ignore[misc]

@@ -97,13 +97,11 @@ class OffPolicyLoss:
             self.extensions = dict(extensions)
             self.actor_config = actor_config
 
-    @property
-    def extended_loss(self) -> BoundLoss:
+    def extended(self, base_loss: BoundLoss) -> BoundLoss:
         """``base_loss`` with the terms of all extensions."""
-        loss = self.base_loss
         for extension in self.extensions.values():
-            loss = extension.wrap_loss(loss, self.actor_config)
-        return loss
+            base_loss = extension.wrap_loss(base_loss, self.actor_config)
+        return base_loss
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
@@ -115,7 +113,7 @@ class OffPolicyLoss:
                 backward pass.
         """
         if self.spec.is_none:
-            loss, metrics = self.extended_loss(model_output, data, dp_group)
+            loss, metrics = self.extended(self.base_loss)(model_output, data, dp_group)
             packet = self.uncorrected(model_output, data)
         else:
             batch = mb.read(model_output, data)
@@ -152,7 +150,7 @@ class OffPolicyLoss:
         batch = mb.read(model_output, data)
         packet = self.packet_of(batch)
         if self.record is not None:
-            packet.statistics = recorded(self.record, self.spec, batch, self._decided(batch))
+            packet.statistics = self._recorded(batch, self._decided(batch))
         return packet
 
     def corrected(
@@ -167,10 +165,16 @@ class OffPolicyLoss:
         step = self._decided(batch)
         # The one transfer of a micro-batch: what has to be known before the backward pass.
         fetch(self._guards(batch))
-        statistics = {} if self.record is None else recorded(self.record, self.spec, batch, step)
+        statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output
-        loss, metrics = self.extended_loss(model_output, self.hand_over(batch, step), dp_group)
+        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step), dp_group)
         return loss, metrics, statistics
+
+    def _recorded(self, batch: mb.MicroBatch, step: StepStage) -> dict[str, Statistic]:
+        if self.record is None:
+            return {}
+        columns = [name for extension in self.extensions.values() for name in extension.columns]
+        return recorded(self.record, self.spec, batch, step, columns)
 
     def for_trials(self) -> OffPolicyLoss:
         """The very same loss, for calls whose packets nobody is to see."""
@@ -183,7 +187,7 @@ class OffPolicyLoss:
         old_log_prob = mb.proximal(self.spec, batch)
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
-        handed = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        handed: dict[str, Any] = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
         if batch.data["advantages"].is_nested:
             # verl's loss pads these itself, and longer than this takes.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}

@@ -18,7 +18,7 @@ FALLBACK = CorrectionSpec()
 class Supervised:
     """Stands in for Supervision: a checkpoint that is restored puts the fallback in force."""
 
-    def __init__(self, spec: CorrectionSpec, config: Any) -> None:
+    def __init__(self, spec: CorrectionSpec, config: Any, extensions: Any) -> None:
         self.spec = spec
         self.steering = SimpleNamespace(restore=self._restore)
 

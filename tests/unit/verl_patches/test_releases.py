@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
 from verl_patches import releases
 from verl_patches.releases import attributes_of, specifiers
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ def build_page(found: ReportContents) -> Page:
     )
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
+    if names := found.timeline.extensions:
+        page.add_section("Extensions", *_extensions(found.timeline, names))
     page.add_section("Kept share by length", *_by_length(found.timeline))
     page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
     page.add_section("Calibration", *_calibration(found.studies))
@@ -164,6 +167,14 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         render_panels(figures.build_step_panels(timeline)),
         render_details(name, render_table(Table(columns, rows))),
     ]
+
+
+def _extensions(timeline: Timeline, names: Sequence[str]) -> list[Markup]:
+    shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
+    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in shown]
+    columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
+    sentence = "Means over response tokens of the columns that extensions sent."
+    return [render_paragraph(sentence), render_table(Table(columns, rows))]
 
 
 def _by_length(timeline: Timeline) -> list[Markup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class StepNumbers:
         kept_tokens, kept_rows: shares that the recorded correction kept.
         ess: (sum w)^2 / (n sum w^2) of its weight times keep.
         nonfinite: response tokens whose mu, pi_old or pi is not finite.
+        extensions: column of an extension -> its mean over response tokens at which it is finite.
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepNumbers:
     kept_rows: float
     ess: float
     nonfinite: int
+    extensions: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class Timeline:
     @property
     def rows(self) -> int:
         return sum(step.rows for step in self.steps)
+
+    @property
+    def extensions(self) -> list[str]:
+        """Columns of extensions that any step has."""
+        return list(dict.fromkeys(name for step in self.steps for name in step.extensions))
 
     def get_column(self, name: str) -> Floats:
         """Return one field of all steps, (steps,)."""
@@ -171,6 +178,7 @@ def _of_step(step: Step) -> StepNumbers:
         kept_rows=kept_rows.sum() / has_tokens.sum() if has_tokens.any() else math.nan,
         ess=float(applied.sum()) ** 2 / (int(valid.sum()) * square) if square > 0 else math.nan,
         nonfinite=int((mask & ~finite).sum()),
+        extensions={name: _mean(found[mask & np.isfinite(found)]) for name, found in rows.extensions.items()},
     )
 
 

@@ -18,6 +18,7 @@ from . import (
     batch_sizes,
     bounds,
     coverage,
+    extensions,
     gradient_steps,
     loss,
     rollout,
@@ -68,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     loss.check_distillation,
     *VERL_CHECKS,
     loss.check_base_loss,
+    extensions.check_extensions,
 )
 REMARKS: tuple[Check, ...] = (
     bounds.warn_bounds_never_seen,
@@ -77,6 +79,7 @@ REMARKS: tuple[Check, ...] = (
     warnings.warn_unlike_micro_batches,
     warnings.warn_kl_left_out,
     warnings.warn_collapsed_rewards,
+    extensions.warn_extensions,
 )
 
 

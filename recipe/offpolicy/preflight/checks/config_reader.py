@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ...correction.problem import format_value
+from ...extensions.registry import load_extensions
 from ..old_log_prob import read_correction
 from ..verl_keys.keys import list_active, name_part, read_rollout_correction
 from ..verl_keys.router_replay import ROUTER_REPLAY, find_router_replay
@@ -77,6 +78,8 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
         bound = values.get(f"{key}_threshold")
         within = f", {key}_threshold={format_value(bound)}" if f"{key}_threshold" in values else ""
         parts.append(ConfiguredPart(name_part(key), f"verl's own, {format_value(values[key])}{within}", ours=False))
+    for each in load_extensions(config):
+        parts.append(ConfiguredPart(each.section, each.meaning, reads_mu=False, ours=False))
     if asked := find_router_replay(config):
         parts.append(ConfiguredPart(ROUTER_REPLAY, asked, reads_mu=False, ours=False))
     return parts

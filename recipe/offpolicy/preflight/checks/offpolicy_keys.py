@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import remove, set_to
+from ...extensions.registry import find_problems as extension_problems
+from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.settings import find_problems as alarm_problems
 from ...monitor.bounds.settings import problems as calibrate_problems
@@ -41,16 +43,21 @@ def _checked_elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     return iter(())
 
 
+def _check_watchdog(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    return watchdog_problems(config, [extension.phase or extension.section for extension in load_extensions(config)])
+
+
 OWN_KEYS: dict[str, Validator] = {
     "allow_identical_log_probs": partial(_check_bool, "allow_identical_log_probs"),
     "allow_unrelated_log_probs": partial(_check_bool, "allow_unrelated_log_probs"),
     "resume_changed_correction": partial(_check_bool, "resume_changed_correction"),
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
+    "extensions": lambda config, spec: extension_problems(config),
     "record": lambda config, spec: record_problems(config),
     "shadow": _checked_elsewhere,
     "shadow_delta": _checked_elsewhere,
-    "watchdog": lambda config, spec: watchdog_problems(config),
+    "watchdog": _check_watchdog,
 }
 """Every key under ``offpolicy`` -> what may be wrong with its value."""
 

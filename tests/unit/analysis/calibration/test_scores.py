@@ -20,5 +20,5 @@ def test_it_is_read_from_the_file(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_none_is_named_by_its_step(tmp_path: Path) -> None:
     step = Recording(record(tmp_path, drawn_rows([2, 3], step=7), spec={"weight": 5})).step(7)
-    with pytest.raises(RecordingError, match="step 7: the correction in the metadata"):
+    with pytest.raises(RecordingError, match="step 7: its file's metadata holds no valid correction"):
         read_recorded_spec(step)

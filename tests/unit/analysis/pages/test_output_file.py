@@ -19,7 +19,7 @@ def test_a_place_that_can_be_written_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "example", "said"),
     [
-        ("a.txt", "out.png", "no kind of picture"),
+        ("a.txt", "out.png", "not a picture format"),
         ("a", "out.png", "no suffix"),
         (".", "out.png", "it is a directory"),
         ("file/below.html", "out.html", "no file can be written below"),

@@ -254,7 +254,7 @@ def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
 
 
 def test_a_bare_string_is_no_block() -> None:
-    with pytest.raises(TypeError, match="no block of a page"):
+    with pytest.raises(TypeError, match="not a block of a page"):
         Page("p").add_section("s", "<b>text</b>")  # type: ignore[arg-type]
 
 

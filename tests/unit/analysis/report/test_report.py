@@ -461,4 +461,4 @@ def test_no_response_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_what_acted_must_be_a_correction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = record(tmp_path / "run", drawn_rows([5] * 4), spec={"weight": 3})
     assert main([str(directory), "--out", str(tmp_path / "no.html")]) == 2
-    assert "step 1: the correction in the metadata of its file is none" in capsys.readouterr().err
+    assert "step 1: its file's metadata holds no valid correction" in capsys.readouterr().err

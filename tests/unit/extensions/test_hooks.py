@@ -1,0 +1,225 @@
+"""Hooks around verl's own estimator, on the batches of both trainers; expected numbers are worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from verl import DataProto
+
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from tests.support.nudge import Nudge
+
+LENGTHS = (3, 1, 2)
+SCORES = (1.0, 0.0, 3.0)
+
+
+def nested(rows: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def scores() -> list[Tensor]:
+    return [torch.cat([torch.zeros(n - 1), torch.tensor([s])]) for n, s in zip(LENGTHS, SCORES, strict=True)]
+
+
+@pytest.fixture
+def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three rows, two of them outputs of one session, and two rows of padding that look like the first."""
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.trainer import batch_view_v1
+
+    store: dict[str, Any] = {
+        "rm_scores": nested([*scores(), torch.zeros(1), torch.zeros(1)]),
+        "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in LENGTHS] + 2 * [torch.zeros(1).long()]),
+    }
+    queue = SimpleNamespace(
+        kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
+        kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
+    )
+    monkeypatch.setattr(batch_view_v1, "tq", queue)
+    keys = ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"]
+    meta = SimpleNamespace(keys=keys, tags=[{}, {}, {}, {"is_padding": True}, {"is_padding": True}], partition_id="")
+    return batch_view_v1.TransferQueueBatch(meta, 7), store
+
+
+@pytest.fixture
+def v0() -> Any:
+    padded = torch.nn.utils.rnn.pad_sequence(scores(), batch_first=True)
+    mask = (torch.arange(3) < torch.tensor(LENGTHS)[:, None]).long()
+    batch = DataProto.from_dict({"token_level_scores": padded, "response_mask": mask})
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    batch.non_tensor_batch["uid"] = np.array(["a", "a", "b"], dtype=object)
+    return DataProtoBatch(batch, 7), batch.batch
+
+
+@pytest.fixture(params=["v0", "v1"])
+def batch(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def estimator(view: Any, store: Any, seen: list[Tensor], fails: bool = False) -> Any:
+    """Advantages are the row's reward at each of its tokens."""
+
+    def run() -> None:
+        name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
+        seen.append(store[name])
+        if fails:
+            raise RuntimeError("verl's estimator failed")
+        rewards, mask = view.rows(name)[name], view.rows("response_mask")["response_mask"]
+        view.put_advantages(rewards.sum(-1, keepdim=True) * mask, returns=True)
+
+    return run
+
+
+def test_two_extensions_shape_in_their_order(batch: Any) -> None:
+    """bonus 0.5 and 0.25 a token: rewards 1 + 3 x 0.75, 0 + 0.75, 3 + 2 x 0.75; each advantage is tilted by 0.5."""
+    view, store = batch
+    hooks = ExtensionHooks([Nudge("one", {}), Nudge("two", {"bonus": 0.25})])
+    hooks.compute_advantages(view, estimator(view, store, []))
+    expected = torch.tensor([[3.75, 3.75, 3.75], [1.25, 0, 0], [5.0, 5.0, 0]])
+    torch.testing.assert_close(view.advantages, expected)
+    torch.testing.assert_close(view.rows("returns")["returns"], torch.tensor([[3.25] * 3, [0.75, 0, 0], [4.5, 4.5, 0]]))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_raw_scores_are_back_afterwards_to_the_bit(batch: Any, fails: bool) -> None:
+    view, store = batch
+    name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
+    raw, seen = store[name], []
+    try:
+        ExtensionHooks([Nudge("one", {})]).compute_advantages(view, estimator(view, store, seen, fails))
+    except RuntimeError:
+        assert fails
+    assert store[name] is raw
+    assert seen[0] is not raw
+    whole = raw.values() if raw.is_nested else raw
+    assert whole.sum() == sum(SCORES)
+
+
+class Raises(Extension):
+    def __init__(self, hook: str) -> None:
+        super().__init__("raises", {})
+
+        def fail(batch: Any, values: Tensor) -> Tensor:
+            values += 100  # what a hook is given is its own
+            raise RuntimeError(hook)
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize("hook", ["shape_rewards", "estimate", "shape_advantages"])
+def test_raw_scores_are_back_when_a_hook_raises(batch: Any, hook: str) -> None:
+    view, store = batch
+    name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
+    raw = store[name]
+    with pytest.raises(RuntimeError, match=hook):
+        ExtensionHooks([Nudge("one", {}), Raises(hook)]).compute_advantages(view, estimator(view, store, []))
+    assert store[name] is raw
+    assert (raw.values() if raw.is_nested else raw).sum() == sum(SCORES)
+
+
+class Estimates(Extension):
+    def estimate(self, batch: Any, rewards: Tensor) -> Tensor:
+        return 2 * rewards.sum(-1, keepdim=True) * batch.rows("response_mask")["response_mask"]
+
+
+def test_an_estimate_takes_the_place_of_verls_and_leaves_silent_rows_at_zero(batch: Any) -> None:
+    view, store = batch
+    view.regroup(
+        [*"abc", "pad", "pad"][: len(view.is_padding)], [False, False, True, True, True][: len(view.is_padding)]
+    )
+    ExtensionHooks([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
+    torch.testing.assert_close(view.advantages, torch.tensor([[2.0, 2.0, 2.0], [0, 0, 0], [0, 0, 0]]))
+    assert list(view.uids) == ["a", "b", "c"]
+
+
+def test_hooks_that_change_nothing_write_nothing(batch: Any) -> None:
+    view, store = batch
+    written: list[Any] = []
+    run = estimator(view, store, [])
+    view.put_advantages = lambda *args, **kwargs: written.append(args)  # the estimator's own, and no second one
+    store["advantages"] = store.get("rm_scores", store.get("token_level_scores"))
+    ExtensionHooks([Extension("idle", {})]).compute_advantages(view, run)
+    assert len(written) == 1
+
+
+def test_padding_rows_never_reach_an_extension_and_a_session_counts_once(v1: Any) -> None:
+    view, store = v1
+    extension = Nudge("one", {})
+    ExtensionHooks([extension]).on_rollout(view)
+    assert extension.sessions == 2
+    assert list(view.uids) == ["a", "a", "b"]
+    assert extension.shipped == (3, 6.0)
+    assert [row.tolist() for row in store["offpolicy_one"].unbind()] == [[1, 1, 1], [1], [1, 1], [0], [0]]
+
+
+def test_columns_have_a_name_that_reaches_every_worker(batch: Any) -> None:
+    view, _ = batch
+    with pytest.raises(ValueError, match="offpolicy_mine"):
+        view.put(mine=torch.zeros(3))
+    with pytest.raises(ValueError, match="2 rows and the batch 3"):
+        view.put(offpolicy_mine=torch.zeros(2))
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 3), torch.full((3, 3), torch.nan)])
+def test_what_a_hook_returns_is_looked_at(batch: Any, given: Tensor) -> None:
+    view, store = batch
+    extension = Extension("odd", {})
+    extension.shape_rewards = lambda batch, rewards: given  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="odd: shape_rewards"):
+        ExtensionHooks([extension]).compute_advantages(view, estimator(view, store, []))
+
+
+@pytest.mark.parametrize("reports", [[], [{"one": (3, 6.0)}, {}], [{"two": (3, 6.0)}]])
+def test_a_missing_report_stops_the_run(reports: list[Any]) -> None:
+    with pytest.raises(LivenessError, match=r"one: .* came without the report"):
+        ExtensionHooks([Nudge("one", {})]).judge(reports)
+
+
+def test_metrics_of_the_trainer_and_of_reports_come_together() -> None:
+    extension = Nudge("one", {})
+    extension.shipped = (3, 6.0)
+    hooks = ExtensionHooks([extension])
+    hooks.judge([{"one": (1, 3.0)}, {"one": (2, 3.0)}])
+    assert hooks.metrics() == {"one/live/rows": 3.0, "one/updates": 1.0, "one/prompts": 0.0}
+
+
+def test_prompts_are_seen_and_counted() -> None:
+    extension = Nudge("one", {})
+    prompts = DataProto.from_dict({"dummy": torch.zeros(2)})
+    prompts.non_tensor_batch["uid"] = np.array(["a", "b"], dtype=object)
+    view = DataProtoPrompts(prompts, 1)
+    ExtensionHooks([extension]).next_batch(view)
+    view.put(__rollout_n__=[4, 8])
+    assert extension.prompts == 2
+    assert view.rows("__rollout_n__") == {"__rollout_n__": [4, 8]}
+
+
+def test_state_goes_on_and_other_settings_are_named(tmp_path: Path) -> None:
+    first = Nudge("one", {})
+    first.updates, first.prompts = 5, 40
+    states = ExtensionHooks([first]).state(tmp_path)
+    again = Nudge("one", {})
+    hooks = ExtensionHooks([again])
+    assert hooks.differences(states) == []
+    hooks.restore(states, tmp_path)
+    assert (again.updates, again.prompts) == (5, 40)
+    (line,) = ExtensionHooks([Nudge("one", {"tilt": 1.0})]).differences(states)
+    assert line == "one.tilt: 0.25 in the checkpoint, 1.0 now"
+    assert len(ExtensionHooks().differences(states)) > 0
+
+
+def test_every_extension_ends_also_where_one_fails() -> None:
+    first, last = Nudge("one", {}), Nudge("two", {})
+    last.end = lambda: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        ExtensionHooks([first, last]).end()
+    assert first.ended

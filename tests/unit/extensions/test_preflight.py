@@ -1,0 +1,111 @@
+"""What launch, --check and doctor say of extensions, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
+from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.registry import KEY, load_extensions, registered
+from recipe.offpolicy.preflight import old_log_prob
+from recipe.offpolicy.preflight.examination import Preflight, examine
+from tests.support.applications import NEEDED, application
+from tests.support.nudge import Nudge
+
+ON = (f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=tests.support.nudge:Nudge", "+two.tilt=1")
+ONE_STEP = ("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+
+
+class Estimating(Nudge):
+    def estimate(self, batch: object, rewards: object) -> None:
+        return None
+
+
+def examined(*overrides: str) -> Preflight:
+    given = [f"++{each}" if each.startswith(KEY) else each for each in overrides]
+    with application(*given, *NEEDED) as config:
+        return examine(config, given)
+
+
+def keys(found: Preflight) -> list[str]:
+    return [problem.key for problem in found.problems if problem.verdict != "NOTE"]
+
+
+def test_sections_that_hold_keys_are_on_in_the_order_of_the_table() -> None:
+    with application(*(f"++{each}" if each.startswith(KEY) else each for each in ON), "+off=null") as config:
+        assert registered(config) == {"one": "tests.support.nudge:Nudge", "two": "tests.support.nudge:Nudge"}
+        one, two = load_extensions(config)
+    assert isinstance(one, Nudge)
+    assert (one.section, one.settings["bonus"], two.section, two.settings["tilt"]) == ("one", 0.5, "two", 1)
+
+
+@pytest.mark.parametrize("correction", ["none", "tis_token"])
+def test_the_headline_names_what_is_on(correction: str) -> None:
+    found = examined(f"correction={correction}", *ON)
+    assert keys(found) == []
+    assert "; one (bonus=0.5, " in found.headline
+    assert "; two (bonus=0.5, tilt=1, " in found.headline
+    assert found.headline.startswith("UNCORRECTED") == (correction == "none")
+
+
+def test_what_configure_sets_is_set_and_said() -> None:
+    with application(f"++{KEY}.one=tests.support.nudge:Nudge", "+one.experiment_name=nudged", *NEEDED) as config:
+        found = examine(config, [])
+        assert config.trainer.experiment_name == "nudged"
+    assert "one: trainer.experiment_name is nudged." in found.said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+        ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+        ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
+        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
+        ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
+        (
+            [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            "one acts on the loss",
+        ),
+    ],
+)
+def test_problems_name_key_reason_and_fix(overrides: list[str], key: str, said: str) -> None:
+    (problem,) = [each for each in examined(*overrides).problems if each.key == key]
+    assert said in problem.reason
+    assert problem.advice
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_reader_of_pi_old_is_a_reason_against_reuse(reads: bool) -> None:
+    given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token"]
+    with application(*given, *ONE_STEP, *NEEDED) as config:
+        choice = old_log_prob.choose_proximal(config)
+    assert ("the extension one reads it" in choice.said) == reads
+
+
+def diagnosed(*arguments: str) -> Diagnosis:
+    return diagnose(Launch(OURS, (*arguments, *NEEDED)))
+
+
+def test_the_doctor_has_a_row_for_each() -> None:
+    found = diagnosed("correction=tis_token", f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}")
+    verdicts = {row.name: row.verdict for row in found.rows}
+    assert verdicts == {"weight": "LIVE", "one": "INERT"}
+    assert found.status == 1
+
+
+def test_the_watchdog_takes_limits_of_their_phases() -> None:
+    limit = "+offpolicy.watchdog.phase_timeouts.one=60"
+    assert keys(examined(*ON, limit)) == []
+    (problem,) = [each for each in examined(limit).problems if each.verdict == "WRONG"]
+    assert "no phase has this name" in problem.reason
+
+
+def test_hooks_do_nothing_by_default() -> None:
+    extension = Extension("idle", {"a": 1, "b": {"c": 2}})
+    assert (extension.meaning, extension.worker(), extension.reads_old_log_prob) == ("a=1", None, False)

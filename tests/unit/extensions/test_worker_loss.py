@@ -1,0 +1,164 @@
+"""Terms and reports of extensions in the worker's loss, on a nested micro-batch as the V1 trainer ships it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from recipe.offpolicy.batch.micro_batch import sampled_checksums
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.extension import BoundLoss, WorkerExtension
+from recipe.offpolicy.proof.verify import LivenessError, verify
+from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, handover
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
+from tests.support import training_worker as tw
+from tests.support.corrections import TIS
+from tests.support.nudge import NudgeWorker
+
+CORRECTIONS = {"none": CorrectionSpec(), "tis": CorrectionSpec.from_mapping({"weight": TIS})}
+COLUMN = "offpolicy_nudge"
+
+
+def micro_batch(**columns: Tensor) -> tuple[dict[str, Tensor], TensorDict]:
+    """Five rows and one of padding: mu and pi are near pi_old."""
+    rollout = tw.make_rollout(6)
+    rollout.response_mask[5] = torch.zeros_like(rollout.response_mask[5])
+    generator = torch.Generator().manual_seed(3)
+    whole = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
+    flat = (-torch.rand(sum(whole), generator=generator) - 1).requires_grad_()
+    output = {"log_probs": torch.nested.nested_tensor_from_jagged(flat, torch.tensor([0, *whole]).cumsum(0))}
+    pi = [row[len(p) - 1 : -1].detach() for row, p in zip(output["log_probs"].unbind(), rollout.prompts, strict=True)]
+    rollout.old_log_probs = [row + 0.05 * torch.randn(row.shape, generator=generator) for row in pi]
+    rollout.rollout_log_probs = [
+        row + 0.3 * torch.randn(row.shape, generator=generator) for row in rollout.old_log_probs
+    ]
+    data = rollout.to_tensordict()
+    rows = [1.0 * mask for mask in rollout.response_mask]
+    data[COLUMN] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    tokens = int(data["response_mask"].values().sum())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6, **{PLAN: SharedPlan(1)})
+    return output, data
+
+
+def loss_of(spec: CorrectionSpec, extensions: dict[str, WorkerExtension], *, prove: bool = False) -> OffPolicyLoss:
+    return OffPolicyLoss(spec, tw.actor_config(), prove=prove, extensions=extensions)
+
+
+def run(loss: OffPolicyLoss) -> tuple[Tensor, Packet]:
+    value, metrics = loss(*micro_batch())
+    value.backward()
+    (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
+    return value.detach(), packet
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_terms_of_two_extensions_add_up(name: str) -> None:
+    """Each adds coef x the mean of -log pi x weight over response tokens."""
+    spec = CORRECTIONS[name]
+    plain, _ = run(loss_of(spec, {}))
+    both, packet = run(loss_of(spec, {"one": NudgeWorker(COLUMN, 0.125), "two": NudgeWorker(COLUMN, 0.5)}))
+    output, data = micro_batch()
+    terms = []
+    for place, row in enumerate(output["log_probs"].unbind()):
+        pi = row[len(data["prompts"][place]) - 1 : -1].detach()
+        ratio = (data["old_log_probs"][place] - data["rollout_log_probs"][place]).exp().clamp(max=TIS["upper"])
+        weight = ratio if name == "tis" else torch.ones_like(pi)
+        terms.append((-pi * weight)[data["response_mask"][place].bool()])
+    torch.testing.assert_close(both - plain, 0.625 * torch.cat(terms).mean())
+    tokens = float(data["response_mask"].values().sum())
+    assert packet.reports == {"one": (5, tokens), "two": (5, tokens)}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_coefficient_of_zero_is_the_loss_to_the_bit(name: str) -> None:
+    found = [run(loss_of(CORRECTIONS[name], each))[0] for each in ({}, {"one": NudgeWorker(COLUMN, 0.0)})]
+    assert torch.equal(*found)
+
+
+def verdict(loss: OffPolicyLoss) -> dict[str, float]:
+    _, packet = run(loss)
+    return verify([packet], loss.spec, sampled_rows=sampled_checksums(micro_batch()[1]))
+
+
+def test_a_correction_is_proved_live_beside_a_term_that_its_weights_multiply() -> None:
+    plain = verdict(loss_of(CORRECTIONS["tis"], {}, prove=True))
+    beside = verdict(loss_of(CORRECTIONS["tis"], {"one": NudgeWorker(COLUMN, 0.125)}, prove=True))
+    assert beside["proved"] == 1.0
+    assert beside["gradient_tokens"] == plain["gradient_tokens"]
+
+
+class OwnWeights(NudgeWorker):
+    """Hands the base loss ones in the place of weight x keep, and multiplies these into its own term alone."""
+
+    def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
+        def uncorrected(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            plain = data.copy()
+            plain["rollout_is_weights"] = torch.ones_like(data["rollout_is_weights"])
+            return base_loss(model_output, plain, dp_group)
+
+        return super().wrap_loss(uncorrected, actor_config)
+
+
+class Nothing(WorkerExtension):
+    """Has no use for verl's loss."""
+
+    def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
+        return lambda model_output, data, dp_group=None: (0.0 * model_output["log_probs"].values().sum(), {})
+
+
+def test_an_extension_that_leaves_out_the_base_loss_stops_the_run() -> None:
+    loss = loss_of(CORRECTIONS["tis"], {"one": Nothing()}, prove=True)
+    loss.takes_padded = False
+    with pytest.raises(LivenessError, match="plus terms of extensions"):
+        verdict(loss)
+
+
+def test_an_extension_that_takes_the_weights_from_the_base_loss_stops_the_run() -> None:
+    with pytest.raises(LivenessError, match="plus terms of extensions"):
+        verdict(loss_of(CORRECTIONS["tis"], {"one": OwnWeights(COLUMN, 0.125)}, prove=True))
+
+
+class Dead(OffPolicyLoss):
+    """Never hands its weights over."""
+
+    def hand_over(self, batch: Any, step: Any, data: TensorDict) -> TensorDict:
+        handed = super().hand_over(batch, step, data)
+        handed["rollout_is_weights"] = torch.ones_like(handed["rollout_is_weights"])
+        return handed
+
+
+def test_a_term_does_not_hide_a_dead_correction() -> None:
+    extensions = {"one": NudgeWorker(COLUMN, 0.125)}
+    with pytest.raises(LivenessError, match=r"not weight x keep|does not act"):
+        verdict(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
+    _, packet = run(Dead(CORRECTIONS["tis"], tw.actor_config(), prove=True, extensions=extensions))
+    assert packet.proof is not None
+    assert packet.proof.shifts["weight"].error > 0.1
+
+
+def test_without_extensions_nothing_of_them_travels() -> None:
+    assert "extensions" not in vars(loss_of(CORRECTIONS["tis"], {}))
+    assert "reports" not in Packet(1).__getstate__()
+    assert pickle.loads(pickle.dumps(Packet(1, reports={"one": 2}))).reports == {"one": 2}
+    plain = handover(CORRECTIONS["tis"], SharedPlan(1), extensions={})
+    assert type(plain) is Handover
+    assert "extensions" not in vars(plain)
+    assert not handover(CorrectionSpec(), SharedPlan(1), extensions={}).ours
+
+
+def test_a_handover_takes_extensions_along_by_value() -> None:
+    made = handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
+    assert isinstance(made, ExtendedHandover)
+    assert made.ours
+    again = pickle.loads(pickle.dumps(made))
+    assert again.extensions == {"one": NudgeWorker(COLUMN, 0.5)}
+    assert dataclasses.replace(made, prove=True).extensions == made.extensions

@@ -1,0 +1,76 @@
+"""Columns by token that extensions send are recorded beside the recorder's own, and come back to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording.files import RecordingError, read, write
+from recipe.offpolicy.recording.pack import Seen, pack, unpack
+from recipe.offpolicy.recording.rows import Rows, concatenated
+from recipe.offpolicy.recording.schema import SCHEMA
+from recipe.offpolicy.report import main as report
+from tests.support.recordings import drawn_rows, record
+
+COLUMN = "offpolicy_teacher"
+
+
+def extended_rows(step: int = 1) -> Rows:
+    rows = drawn_rows([3, 2], step=step)
+    return dataclasses.replace(rows, extensions={COLUMN: np.array([1, 2, 3, np.nan, 5], dtype=np.float32)})
+
+
+def test_a_column_is_packed_on_its_device_with_the_rows_that_are_chosen() -> None:
+    """Three rows of at most two tokens; the second is not chosen, the third has one token."""
+    floats = torch.zeros(3, 2)
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]]).bool()
+    column = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    seen = Seen(floats.long(), mask, *(5 * [floats]), mask, {}, extensions={COLUMN: column})
+    rows = unpack(pack(seen, torch.tensor([True, False, True])), step=1, rank=0, mini_batch=0)
+    assert rows.extensions[COLUMN].tolist() == [1.0, 2.0, 5.0]
+
+
+def test_a_file_holds_it_and_without_extensions_no_column_more(tmp_path: Path) -> None:
+    rows = extended_rows()
+    write(tmp_path / "with.parquet", rows, {}, [])
+    write(tmp_path / "without.parquet", dataclasses.replace(rows, extensions={}), {}, [])
+    assert pq.read_schema(tmp_path / "with.parquet").names == [*SCHEMA.names, COLUMN]
+    assert pq.read_schema(tmp_path / "without.parquet").names == SCHEMA.names
+    np.testing.assert_array_equal(read(tmp_path / "with.parquet").rows.extensions[COLUMN], rows.extensions[COLUMN])
+    assert read(tmp_path / "without.parquet").rows.extensions == {}
+
+
+def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", extended_rows(), {}, [])
+    table = pq.read_table(tmp_path / "a.parquet")
+    place = table.schema.get_field_index(COLUMN)
+    other = table.set_column(place, table.schema.field(place), table.column("weight"))
+    pq.write_table(other, tmp_path / "b.parquet")
+    with pytest.raises(RecordingError, match="not what was recorded"):
+        read(tmp_path / "b.parquet")
+
+
+def test_rows_that_an_extension_was_not_on_for_have_no_value() -> None:
+    both = concatenated([drawn_rows([2]), extended_rows()])
+    np.testing.assert_array_equal(both.extensions[COLUMN], [np.nan, np.nan, 1, 2, 3, np.nan, 5])
+    np.testing.assert_array_equal(both.take([2, 0]).extensions[COLUMN], [np.nan, 5, np.nan, np.nan])
+
+
+def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
+    """(1 + 2 + 3 + 5) / 4 = 2.75; NaN counts as not there."""
+    record(tmp_path / "run", extended_rows(1), extended_rows(2))
+    recording = Recording(tmp_path / "run")
+    timeline = build_timeline(part for step in recording.steps for part in recording.corrections(step))
+    assert [step.extensions for step in timeline.steps] == [{COLUMN: 2.75}, {COLUMN: 2.75}]
+    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Extensions" in page
+    assert "teacher" in page
+    assert "2.75" in page
