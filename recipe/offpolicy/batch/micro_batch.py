@@ -133,7 +133,7 @@ class MicroBatch:
         changed = torch.where(there > 0, values, leaf.detach())
         return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
 
-    def data_with(self, *, plan: SharedPlan | None = None, **tensors: Tensor | None) -> TensorDict:
+    def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
         """``with_tensors`` of verl's micro-batch, with another plan where one is given."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:

@@ -277,7 +277,7 @@ def _adapter_gradient(
 ) -> Tensor:
     output, leaf = moved.leaf()
     changed = moved.data_with(
-        plan=SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
+        SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
         old_log_probs=moved.old_log_prob,
         advantages=moved.advantages,
         **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},

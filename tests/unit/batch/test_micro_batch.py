@@ -39,7 +39,7 @@ def test_numbers_are_spread_to_where_log_probs_stand() -> None:
 
 def test_a_plan_and_tensors_are_put_into_a_copy() -> None:
     batch, plan = read(), SharedPlan(3)
-    changed = batch.data_with(plan=plan, advantages=torch.ones(2, 2), old_log_probs=None)
+    changed = batch.data_with(plan, advantages=torch.ones(2, 2), old_log_probs=None)
     assert changed[PLAN] == plan
     assert changed["advantages"].sum() == 4
     assert "old_log_probs" not in changed.keys()
