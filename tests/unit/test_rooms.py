@@ -14,8 +14,8 @@ ROOMS = sorted(path.parent.name for path in RECIPE.glob("*/__init__.py"))
 COMMANDS = "commands"
 ELSEWHERE = {
     # By a real model's gradient, and on real batches of both trainers.
-    *("prove", "verify", "verify_update", "planned", "padded", "dense", "groups_without_rejected", "handover"),
-    *("find_zero_rows", "mini_batch_mean", "check_columns", "extension_states"),
+    *("prove", "verify", "verify_update", "planned", "dense", "groups_without_rejected", "handover"),
+    *("find_problems", "find_zero_rows", "mini_batch_mean", "check_columns", "extension_states"),
     # By the commands that show or compose it.
     *("build_joint_table", "build_length_table", "build_overview_table", "build_json", "build_page"),
     *("list_overrides", "run_from_arguments", "write_result"),
