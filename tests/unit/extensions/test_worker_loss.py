@@ -130,8 +130,8 @@ def test_an_extension_that_takes_the_weights_from_the_base_loss_stops_the_run() 
 class Dead(OffPolicyLoss):
     """Never hands its weights over."""
 
-    def hand_over(self, batch: Any, step: Any, data: TensorDict) -> TensorDict:
-        handed = super().hand_over(batch, step, data)
+    def hand_over(self, *args: Any) -> TensorDict:
+        handed = super().hand_over(*args)
         handed["rollout_is_weights"] = torch.ones_like(handed["rollout_is_weights"])
         return handed
 
