@@ -72,14 +72,15 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def _class_of(section: str, target: str) -> type[Extension]:
+    key = f"{KEY}.{section}"
     module, _, name = str(target).partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         reason = f"there is no such class to import ({error})."
         fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
-        raise SpecError(reason, fix, key=f"{KEY}.{section}", value=target) from error
+        raise SpecError(reason, fix, key=key, value=target, removed={key: target}) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
         reason = "not a subclass of recipe.offpolicy.extensions.extension.Extension."
-        raise SpecError(reason, "Derive it from that one.", key=f"{KEY}.{section}", value=target)
+        raise SpecError(reason, "Derive it from that one, or remove it.", key=key, value=target, removed={key: target})
     return found
