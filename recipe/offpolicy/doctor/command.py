@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __doc__ as _HELP
-from .bash.shell_values import ScriptError
+from .bash import ScriptError
 
 _OURS = "recipe.offpolicy.main_offpolicy"
 

@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 
 from . import unknown_words
-from .bash.interpreter import ProgramCall
-from .bash.script import read_script
-from .bash.shell_values import Field, ScriptEnd, ScriptError, Unknown
+from .bash import Field, ProgramCall, ScriptEnd, ScriptError, Unknown, read_script
 from .launch import Launch
 from .unknown_words import KEY
 

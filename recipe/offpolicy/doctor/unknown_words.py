@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .bash.shell_values import Unknown
+from .bash import Unknown
 
 KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
 
