@@ -35,6 +35,16 @@ def alone() -> Iterator[None]:
     [
         pytest.param([], id="legacy", marks=pytest.mark.verl("==0.7.1")),
         pytest.param(
+            [
+                "offpolicy.extensions.nudge=tests.support.nudge:Nudge",
+                "offpolicy.extensions.sway=tests.support.nudge:Nudge",
+                "+nudge.coef=0.001",
+                "+sway.coef=0.002",
+            ],
+            id="extended",
+            marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended],
+        ),
+        pytest.param(
             ["trainer.use_legacy_worker_impl=disable"],
             id="engine",
             marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended],
