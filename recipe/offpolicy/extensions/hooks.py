@@ -52,6 +52,7 @@ class ExtensionHooks:
         self._extensions = tuple(extensions)
         self._phase = phase
         self._rollout_seen = False
+        self._advantages_seen = False
         self._judged: dict[str, float] = {}
 
     @classmethod
@@ -127,6 +128,7 @@ class ExtensionHooks:
                 advantages = _changed(shaped, advantages, extension, "shape_advantages")
         if advantages is not found:
             batch.put_advantages(advantages, returns=False)
+        self._advantages_seen = True
 
     def judge(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Let each extension with a worker half judge the reports of one update.
@@ -135,9 +137,14 @@ class ExtensionHooks:
             reports: of each micro-batch, by section.
 
         Raises:
-            LivenessError: one is missing, or an extension stops the run.
+            LivenessError: one is missing, the trainer went past the hooks around its estimator, or an extension stops
+                the run.
         """
         self._judged = {}
+        if self and not self._advantages_seen:
+            sections = ", ".join(extension.section for extension in self._extensions)
+            raise LivenessError(f"{sections}: verl's trainer went past the hooks around its advantage estimator.")
+        self._advantages_seen = False
         for extension in self._extensions:
             with self._within(extension):
                 if extension.worker() is None:

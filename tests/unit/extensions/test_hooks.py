@@ -179,15 +179,31 @@ def test_what_a_hook_returns_is_looked_at(batch: Any, given: Tensor) -> None:
 
 
 @pytest.mark.parametrize("reports", [[], [{"one": (3, 6.0)}, {}], [{"two": (3, 6.0)}]])
-def test_a_missing_report_stops_the_run(reports: list[Any]) -> None:
+def test_a_missing_report_stops_the_run(batch: Any, reports: list[Any]) -> None:
+    view, store = batch
+    hooks = ExtensionHooks([Nudge("one", {})])
+    hooks.compute_advantages(view, estimator(view, store, []))
     with pytest.raises(LivenessError, match=r"one: .* came without the report"):
-        ExtensionHooks([Nudge("one", {})]).judge(reports)
+        hooks.judge(reports)
 
 
-def test_metrics_of_the_trainer_and_of_reports_come_together() -> None:
+def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
+    """At every update: what was shaped for the last one is no evidence for this one."""
+    view, store = batch
     extension = Nudge("one", {})
-    extension.shipped = (3, 6.0)
     hooks = ExtensionHooks([extension])
+    hooks.compute_advantages(view, estimator(view, store, []))
+    hooks.judge([{"one": extension.shipped}])
+    with pytest.raises(LivenessError, match="one: verl's trainer went past the hooks"):
+        hooks.judge([{"one": extension.shipped}])
+
+
+def test_metrics_of_the_trainer_and_of_reports_come_together(batch: Any) -> None:
+    view, store = batch
+    extension = Nudge("one", {})
+    hooks = ExtensionHooks([extension])
+    hooks.compute_advantages(view, estimator(view, store, []))
+    extension.shipped = (3, 6.0)
     hooks.judge([{"one": (1, 3.0)}, {"one": (2, 3.0)}])
     assert hooks.metrics() == {"one/live/rows": 3.0, "one/updates": 1.0, "one/prompts": 0.0}
 
