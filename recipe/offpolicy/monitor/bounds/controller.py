@@ -17,7 +17,7 @@ from .settings import Settings, read_settings
 
 logger = logging.getLogger("verl.offpolicy")
 
-UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
+_UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
 
 
 class Calibration:
@@ -131,7 +131,7 @@ class Calibration:
                 f"offpolicy.calibrate.target_ess={target}."
             )
         mask = dict(self.spec.masks)[name]
-        units = UNITS["token" if mask.picks_tokens else mask.level]
+        units = _UNITS["token" if mask.picks_tokens else mask.level]
         return (
             f"Its bounds kept {outcome.value():.4f} of {float(outcome.parts[-1]):.0f} {units} that it looks at, in "
             f"{updates}; offpolicy.calibrate.target_kept={target}."

@@ -55,9 +55,9 @@ class Histogram:
     square: Sequence[float] = ()
 
     def resolves(self, target: float) -> bool:
-        """Return True if one unit alone can make up what a share of ``target`` gives up.
+        """Return True if there are so many units that one alone can be what a share of ``target`` leaves out.
 
-        As in n equal weights of which one is 0: their ESS is 1 - 1 / n.
+        Likewise of an ESS: that of n equal weights of which one is 0 is 1 - 1 / n.
         """
         return self.units * (1.0 - target) >= 1.0 - 1e-9
 

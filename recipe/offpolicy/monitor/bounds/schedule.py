@@ -24,6 +24,7 @@ class Schedule:
     Attributes:
         find_goal: the distance that meets the target, of a histogram; None where no bound that moves meets it.
         target: share that a mask keeps of what it looks at, or ESS of the weights.
+        side: bounds that move.
         rate: a distance changes by a factor of at most 1 + rate a time.
         floor, ceiling: range of a distance, in multiples of the configured one.
         noise_kept: share of units of equal weights that backend noise alone is not to drop, once the rate got there;
