@@ -37,7 +37,7 @@ KEY = "offpolicy.calibrate.target_ess"
 CAPPED = spec(weight=TIS)
 SCHEDULE = Schedule(find_widest_cap, target=0.9, side="upper", rate=0.2, floor=0.1, ceiling=10.0, noise_kept=None)
 SPREAD = [0.0, 0.0, 0.0, math.log(3.0)] * 5
-"""The ESS is 0.9 under a cap of 1.95325, see ``test_online_calibration_ess``."""
+"""The ESS is 0.9 under a cap of 1.95325, see ``test_the_cap_of_four_tokens_by_hand``."""
 EVEN, SMALL = [0.0] * 20, [0.0, -3.0] * 10
 
 
@@ -211,6 +211,8 @@ def test_metrics_are_of_the_update_that_was_seen() -> None:
     made.observe({})
     assert set(made.metrics()) == names
     assert math.isnan(made.metrics()["calibrate/weight/ess"])
+    # The lower bound of a weight never moves, and is not shown.
+    assert set(calibration(spec(weight=TIS | {"kind": "clip", "lower": 0.5})).metrics()) == names
 
 
 def test_a_mask_and_the_weight_each_go_their_own_way() -> None:
