@@ -165,7 +165,7 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     """The fallback of an alarm that had fired, or the bounds that had moved."""
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
-    from recipe.offpolicy.monitor.bounds.histogram import histogram
+    from tests.support.histograms import histogram
 
     def made() -> Any:
         trainer_ = trainer(legacy, masks={"gsm": GSM})

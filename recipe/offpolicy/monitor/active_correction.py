@@ -34,8 +34,8 @@ class Steering:
     def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
         self._configured = spec
         self._panel = Alarms.from_config(config)
-        self._calibration = Calibration.of(config, spec)
-        self._noted = settings.plain(config)
+        self._calibration = Calibration.from_config(config, spec)
+        self._noted = settings.read_noted_keys(config)
 
     @property
     def spec(self) -> CorrectionSpec:
@@ -61,7 +61,7 @@ class Steering:
 
         Args:
             values: statistics below ``offpolicy/``.
-            histograms: of the parts in ``moving``, see ``calibration.online_histogram``.
+            histograms: of the parts in ``moving``, see ``bounds.measurement``.
 
         Returns:
             Whether another correction is in force, which has to reach the workers and to be proved.
@@ -112,7 +112,7 @@ def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str
     """List the keys, with both values, in which a run differs from the checkpoint with this ``state``."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}
-    found = find_changes(unset | noted, unset | settings.plain(config), settings.SECTION)
+    found = find_changes(unset | noted, unset | settings.read_noted_keys(config), settings.SECTION)
     if state is None or state["fallback"] is None:
         return found
     name = state["alarms"]["in_force"]

@@ -21,7 +21,7 @@ from ..correction import CorrectionSpec
 from ..correction.deferred import DeferredValue, defer_statistics
 from ..correction.moving_bounds import Side
 from ..correction.proximal import OF_THE_TRAINER
-from ..monitor.bounds.histogram import measured
+from ..monitor.bounds.measurement import defer_histograms
 from ..monitor.mismatch.share_statistics import defer_share_statistics
 from ..proof.token_alignment import count_agreements
 
@@ -106,7 +106,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     if spec.proximal != "recompute":
         readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
     if observation.moving:
-        readings["histograms"] = measured(
+        readings["histograms"] = defer_histograms(
             spec,
             observation.moving,
             **policies,

@@ -41,7 +41,7 @@ class Packet:
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
         bounds: part -> the bounds that were used, of parts whose bounds move.
-        histograms: of these parts, see ``calibration.online_histogram``.
+        histograms: of these parts, see ``monitor.bounds.measurement``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
         reports: of extensions, by section.

@@ -9,12 +9,11 @@ import pytest
 from recipe.offpolicy.batch import shipped
 from recipe.offpolicy.monitor.alarms import settings as alarms
 from recipe.offpolicy.monitor.bounds import settings as bounds
-from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule
-from recipe.offpolicy.monitor.bounds.mask_schedule import Schedule
+from recipe.offpolicy.monitor.bounds.schedule import Schedule
 from recipe.offpolicy.recording.settings import RecordSettings
 
 
-@pytest.mark.parametrize("kind", [RecordSettings, alarms.AlarmSettings, bounds.Settings, Schedule, CapSchedule])
+@pytest.mark.parametrize("kind", [RecordSettings, alarms.AlarmSettings, bounds.Settings, Schedule])
 def test_settings_have_no_default_of_their_own(kind: type) -> None:
     found = [field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)]
     assert found == []

@@ -14,7 +14,8 @@ from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
-from recipe.offpolicy.monitor.bounds.mask_schedule import Evidence, Schedule, next_bounds
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, find_keeping_distance
+from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds
 from recipe.offpolicy.proof.trials import build_mask_trials
 from recipe.offpolicy.recording import Step
 from tests.support.corrections import run, spec, tensor
@@ -64,9 +65,9 @@ def test_it_is_scored_and_its_online_bound_moves() -> None:
     assert part.side == "upper"
     assert find_largest_radius(part) == pytest.approx(math.log(10))
     mask = correction.masks[0][1]
-    schedule = Schedule(target_kept=0.5, side="upper", rate=0.1, floor=0.1, ceiling=10.0, noise_kept=0.99)
-    counts = [0.0] * 1000
-    assert next_bounds(schedule, mask, mask, Evidence(counts)) == {"lower": None, "upper": 0.1}
+    schedule = Schedule(find_keeping_distance, 0.5, "upper", rate=0.1, floor=0.1, ceiling=10.0, noise_kept=0.99)
+    empty = Histogram(EDGES, [0.0] * (len(EDGES) + 1), units=0.0)
+    assert compute_next_bounds(schedule, mask, mask, empty) == {"lower": None, "upper": 0.1}
 
 
 def test_the_proof_asks_nobody_and_refuses_what_it_does_not_state() -> None:

@@ -17,8 +17,8 @@ from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bounds.histogram import histogram
 from tests.support.corrections import TIS, band, spec
+from tests.support.histograms import histogram
 
 CONFIGURED = spec(gsm=band(0.99, 1.01))
 SAFER = spec(weight=TIS)

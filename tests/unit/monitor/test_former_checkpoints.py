@@ -18,7 +18,7 @@ from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bounds.histogram import measured
+from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from tests.support.paths import ROOT
 
 FOLDERS = ROOT / "tests" / "data" / "checkpoints"
@@ -67,7 +67,7 @@ def seen(log_rho: list[float]) -> dict[str, Any]:
     """One update of rows of one token each, with these log-ratios."""
     old = torch.tensor(log_rho, dtype=torch.float64)[:, None]
     ones = torch.ones_like(old)
-    reading = measured(
+    reading = defer_histograms(
         CONFIGURED,
         {"correction.weight": "upper", "gsm": "both"},
         old_log_prob=old,

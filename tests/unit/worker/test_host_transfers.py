@@ -22,7 +22,7 @@ from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
 from recipe.offpolicy.correction import CorrectionSpec, deferred
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
-from recipe.offpolicy.monitor.bounds.cap_histogram import TOKENS
+from recipe.offpolicy.monitor.bounds.histogram import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets
 from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -191,7 +191,7 @@ def test_a_micro_batch_asks_once_and_an_update_once(name: str, monkeypatch: pyte
     assert "attribution/kl_share/drift" in arrived[0].statistics
     assert "shadow/shadowed/keep_token_share" in arrived[0].statistics
     assert ("gsm/distance" in arrived[0].histograms) == ("gsm" in loss.moving)
-    assert (TOKENS in arrived[0].histograms) == (WEIGHT in loss.moving) == (correction.weight is not None)
+    assert (UNITS in arrived[0].histograms) == (WEIGHT in loss.moving) == (correction.weight is not None)
     assert sum(len(packet.rows) for packet in arrived) == (0 if correction.is_none else 12)
 
 

@@ -1,196 +1,156 @@
-"""How far the units that a mask decides by lie from agreement, counted so that micro-batches and ranks add up.
+"""Sums by bin over distances from agreement, and the distance at which they meet a target; pure.
 
-The distance of a unit is how wide a bound has to be to keep it: in nats of log ratio for aggregates that are ratios,
-in the aggregate's own units for the others. A mask that picks tokens by the sign of their own advantage can keep some
-tokens of a unit and drop others, so that tokens are counted, each with the distance of its unit. Bins are the same
-everywhere, so that the histogram of a whole batch is the sum of those of its parts.
+The distance of a unit is how wide a bound has to be to keep it: in nats of log ratio for aggregates that are ratios, in
+the aggregate's own units for the others, and of a weight its log. Bins are the same everywhere, so that the histogram
+of a batch is the sum of those of its micro-batches and ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic
-from ...correction.deferred import DeferredValue, fetch
-from ...correction.masks import compute_extremes, find_applicable
-from ...correction.moving_bounds import WEIGHT, Side
-from ...correction.ratios import compute_log_ratio, find_valid_tokens
-from ...correction.units import Units, partition_units
-from .cap_histogram import ESS, cap_sums
+from ...correction import Reduction, Statistic
+from ...correction.moving_bounds import WEIGHT
+from ...correction.ratios import EXP_CLAMP
 
 _PER_DECADE: Final = 64
-_DECADES: Final = (-7, 3)
-EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(_PER_DECADE * _DECADES[0], _PER_DECADE * _DECADES[1] + 1))
-"""Greatest distance of each bin but the last, 1e-7 to 1e3, 3.7 % apart; the last bin holds what lies beyond."""
+EDGES: Final = tuple(10 ** (i / _PER_DECADE) for i in range(-7 * _PER_DECADE, 3 * _PER_DECADE + 1))
+"""Greatest distance of each bin of a mask but the last, 1e-7 to 1e3, 3.7 % apart; the last holds what lies beyond."""
+CAPS: Final = tuple(
+    10 ** (i / _PER_DECADE) for i in range(-5 * _PER_DECADE, math.floor(_PER_DECADE * math.log10(EXP_CLAMP)) + 1)
+)
+"""Log of the greatest weight of each bin but the last, in nats, 1e-5 to 19.8; the first holds what is smaller too."""
 
 DISTANCE, NOISE, KEPT = "distance", "noise", "kept"
-"""What is counted of a mask: a histogram of distances, one of backend noise, and the share that its bounds kept."""
+"""Statistics of a mask, below its name: distances and backend noise by bin, and the share that its bounds kept."""
+WEIGHT_SUMS = (f"{WEIGHT}/tokens", f"{WEIGHT}/total", f"{WEIGHT}/square")
+"""Statistics of the weight, by bin over tokens: sums of 1, of w and of w^2."""
+UNITS, ESS = f"{WEIGHT}/units", f"{WEIGHT}/ess"
+"""Statistics of the weight: the number of units that have a token, and the ESS under the cap in force."""
 
 
-@torch.no_grad()
-def measured(
-    spec: CorrectionSpec,
-    sides: Mapping[str, Side],
-    *,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    log_prob: Tensor,
-    response_mask: Tensor,
-    advantages: Tensor,
-    segment_ids: Tensor | None = None,
-    versions: Tensor | None = None,
-    staleness: Tensor | None = None,
-) -> DeferredValue[dict[str, Statistic]]:
-    """What rows of one update show of the parts that ``sides`` names, see the stages for the arguments.
+@dataclass(frozen=True)
+class Histogram:
+    """Sums by bin; the last bin lies beyond all edges.
 
-    What is counted, units or tokens (``MaskSpec.picks_tokens``), is counted where the mask looks: of a mask for
-    negative advantages, units of rows whose mean is, or tokens whose own is. What lies beyond a bound on the side that
-    does not move counts as infinitely far. Backend noise is the distance of pi_old / mu where both have the same
-    weights, staleness 0 or None, for masks on pi / mu; its rows count whatever their advantage is, but for those beyond
-    a bound that does not move, which no other bound can keep.
+    Attributes:
+        edges: greatest distance of each bin but the last.
+        counts: units or tokens by bin.
+        units: units, or tokens where a mask decides by them, in all bins.
+        total, square: of weights, sums of w and w^2 by bin over tokens.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[float]
+    units: float
+    total: Sequence[float] = ()
+    square: Sequence[float] = ()
+
+    def resolves(self, target: float) -> bool:
+        """Return True if there are so many units that one alone can be what a share of ``target`` leaves out.
+
+        Likewise of an ESS: that of n equal weights of which one is 0 is 1 - 1 / n.
+        """
+        return self.units * (1.0 - target) >= 1.0 - 1e-9
+
+
+def read_histogram(seen: Mapping[str, Statistic], name: str) -> Histogram | None:
+    """Read ``<mask>/distance``, ``<mask>/noise`` or ``WEIGHT`` of merged statistics; None if it was not reported."""
+    if (UNITS if name == WEIGHT else name) not in seen:
+        return None
+    if name != WEIGHT:
+        counts = _read_parts(seen[name])
+        return Histogram(EDGES, counts, sum(counts))
+    tokens, total, square = (_read_parts(seen[each]) for each in WEIGHT_SUMS)
+    return Histogram(CAPS, tokens, _read_parts(seen[UNITS])[0], total, square)
+
+
+def compute_quantile(histogram: Histogram, share: float) -> float:
+    """Compute the least edge that ``share`` or more of the counts lie within; infinite beyond all, NaN of nothing."""
+    total = sum(histogram.counts)
+    if not total:
+        return math.nan
+    # Counts are whole, so that a share of them is missed by rounding alone: 0.98 of 50 is 49.
+    wanted = share * total * (1 - 1e-12)
+    within = next(place for place, below in enumerate(accumulate(histogram.counts)) if below >= wanted)
+    return (*histogram.edges, math.inf)[within]
+
+
+def find_keeping_distance(histogram: Histogram, share: float) -> float | None:
+    """Find the distance that keeps ``share``; None where no bound keeps so much."""
+    distance = compute_quantile(histogram, share)
+    return distance if math.isfinite(distance) else None
+
+
+def compute_ess_by_cap(histogram: Histogram) -> list[float]:
+    """Compute the ESS under a cap at each edge, and at last without one; NaN of no token.
+
+    The ESS is that of ``offpolicy/weight/ess``, (sum w)^2 / (n sum w^2) over tokens (Kish 1965, Survey Sampling): each
+    token counts once, with the weight of its unit. A cap c replaces w by min(w, c). With c at an edge, weights below
+    enter by their sums and those above by their number: the ESS is exact. A higher cap makes weights more unequal in
+    the Lorenz order, in which the ESS is Schur-concave, so that it falls from each cap to the next.
+    """
+    count = sum(histogram.counts)
+    if not count:
+        return [math.nan] * (len(histogram.edges) + 1)
+    found = []
+    below = zip(*map(accumulate, (histogram.counts, histogram.total, histogram.square)), strict=True)
+    for cap, (inside, total, square) in zip((*map(math.exp, histogram.edges), 0.0), below, strict=True):
+        weights, squares = total + (count - inside) * cap, square + (count - inside) * cap * cap
+        found.append(weights * weights / (count * squares))
+    return found
+
+
+def find_widest_cap(histogram: Histogram, target: float) -> float:
+    """Find the log of the greatest cap under which the ESS is ``target`` or more.
 
     Returns:
-        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; of a weight, where
-        ``sides`` has ``WEIGHT``, what ``online_cap_histogram.cap_sums`` counts.
+        An edge; infinite where no cap is needed, 0 where no cap gets there, NaN where nothing was counted.
     """
-    valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
-    log_rho = compute_log_ratio(old_log_prob, rollout_log_prob, valid)
-    log_r = compute_log_ratio(log_prob, old_log_prob, valid)
-    operands = {
-        "rollout": (log_rho, old_log_prob, rollout_log_prob),
-        "full": (log_rho + log_r, log_prob, rollout_log_prob),
-        "ppo": (log_r, log_prob, old_log_prob),
-    }
-    ids = {"turn": segment_ids, "version": versions}
-    counted: dict[str, Tensor] = {}
-    if spec.weight is not None and WEIGHT in sides:
-        units = partition_units(spec.weight.level, valid, ids.get(spec.weight.level))
-        counted |= cap_sums(spec.weight, operands[spec.weight.ratio][0], units)
-    for name, mask in spec.masks:
-        if name not in sides:
-            continue
-        units = partition_units(mask.level, valid, ids.get(mask.level))
-        there = valid if mask.picks_tokens else units.tokens > 0
-        at = valid & find_applicable(mask, advantages, valid)
-        looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
-        below, above = _compared(mask, units, *operands[mask.ratio])
-        lower, upper = mask.limits
-        inside = (below >= lower) & (above <= upper)
-        counted[f"{name}/{KEPT}"] = torch.stack([(inside & looked).sum(), looked.sum()]).double()
-        fixed = _beyond_fixed(mask, sides[name], below, above)
-        distance = _distance(mask, sides[name], below, above)
-        counted[f"{name}/{DISTANCE}"] = _counts(distance.masked_fill(fixed, float("inf")), looked)
-        if mask.ratio == "full":
-            equal = there if staleness is None else there & (staleness == 0)[:, None]
-            noise = _compared(mask, units, *operands["rollout"])
-            movable = equal & ~_beyond_fixed(mask, sides[name], *noise)
-            counted[f"{name}/{NOISE}"] = _counts(_distance(mask, sides[name], *noise), movable)
-    return _read(counted)
+    if not sum(histogram.counts):
+        return math.nan
+    reached = (place for place, ess in enumerate(compute_ess_by_cap(histogram)) if ess >= target * (1 - 1e-12))
+    widest = max(reached, default=None)
+    return 0.0 if widest is None else (*histogram.edges, math.inf)[widest]
 
 
-def _compared(
-    mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``masks.compute_extremes`` in float32, as the mask compares: (B, U) each, (B, T) where it picks tokens."""
-    least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
-    if mask.picks_tokens:
-        least, greatest = units.spread(least), units.spread(greatest)
-    return least.float(), greatest.float()
-
-
-def moving_sides(mask: MaskSpec, side: Side) -> tuple[Literal["lower", "upper"], ...]:
-    """Which bounds of a mask move: those of ``side`` that are set, and away from agreement."""
-    lower, upper = mask.limits
-    numbers = {"lower": -lower, "upper": upper}
-    wanted: tuple[Literal["lower", "upper"], ...] = ("lower", "upper") if side == "both" else (side,)
-    return tuple(name for name in wanted if 0 < numbers[name] < float("inf"))
-
-
-def histogram(distance: Tensor, counted: Tensor) -> Statistic:
-    """How many of the ``counted`` units lie in each bin, in floats; a NaN is beyond them all.
+def sum_by_bin(edges: tuple[float, ...], distance: Tensor, columns: Tensor) -> Tensor:
+    """Sum columns by the bin of their distance, on the device and without waiting for it.
 
     Args:
-        distance: any shape, >= 0.
-        counted: bool of that shape.
+        distance: any shape; NaN lies beyond all edges.
+        columns: (K, *shape).
+
+    Returns:
+        (K, len(edges) + 1) float64.
     """
-    (counts,) = fetch([DeferredValue(_counts(distance, counted), tuple)])
-    return Statistic(Reduction.SUM, counts)
-
-
-def _counts(distance: Tensor, counted: Tensor) -> Tensor:
-    """As ``histogram``: (len(EDGES) + 1,) float64, where the distances are."""
-    edges = _edges(distance.device)
-    where = torch.bucketize(distance.double().nan_to_num(float("inf"), posinf=float("inf")), edges)
+    where = torch.bucketize(
+        distance.double().nan_to_num(math.inf, posinf=math.inf), _build_edges(edges, distance.device)
+    )
     # bincount would wait for the device, to see the greatest bin.
-    counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=distance.device)
-    return counts.scatter_add_(0, where.flatten(), counted.flatten().double())
+    sums = torch.zeros(len(columns), len(edges) + 1, dtype=torch.float64, device=distance.device)
+    return sums.scatter_add_(1, where.flatten().expand(len(columns), -1), columns.flatten(1).double())
 
 
-@cache
-def _edges(device: torch.device) -> Tensor:
-    return torch.tensor(EDGES, dtype=torch.float64, device=device)
-
-
-def _read(counted: Mapping[str, Tensor]) -> DeferredValue[dict[str, Statistic]]:
-    """Vectors of counts as statistics."""
-    sizes = {name: len(counts) for name, counts in counted.items()}
-
-    def decode(numbers: list[float]) -> dict[str, Statistic]:
-        found, start = {}, 0
-        for name, size in sizes.items():
-            found[name], start = Statistic(reduction_of(name), tuple(numbers[start : start + size])), start + size
-        return found
-
-    return DeferredValue(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), decode)
-
-
-def reduction_of(name: str) -> Reduction:
-    """How what is counted under this name adds up."""
+def get_reduction(name: str) -> Reduction:
+    """Return the rule by which the statistic of this name is merged."""
     if name == ESS:
         return Reduction.ESS
     return Reduction.MEAN if name.endswith(f"/{KEPT}") else Reduction.SUM
 
 
-def quantile(counts: Sequence[float | Tensor], share: float) -> float:
-    """The least edge that ``share`` or more of what was counted lies within.
-
-    Returns:
-        Infinite for what lies beyond the last edge, NaN where nothing was counted.
-    """
-    numbers = [float(count) for count in counts]
-    total = sum(numbers)
-    if not total:
-        return float("nan")
-    # Counts are whole, so that a share of them is missed by rounding alone: 0.98 of 50 is 49.
-    wanted = share * total * (1 - 1e-12)
-    within = next(place for place, below in enumerate(accumulate(numbers)) if below >= wanted)
-    return EDGES[within] if within < len(EDGES) else float("inf")
+@cache
+def _build_edges(edges: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(edges, dtype=torch.float64, device=device)
 
 
-def _distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> Tensor:
-    """How wide the bounds that move have to be, by unit."""
-    moving = moving_sides(mask, side)
-    distance = torch.zeros_like(above)
-    if "upper" in moving:
-        distance = torch.maximum(distance, above)
-    if "lower" in moving:
-        distance = torch.maximum(distance, -below)
-    return distance
-
-
-def _beyond_fixed(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> Tensor:
-    """Whether a bound that does not move rejects, by unit."""
-    moving = moving_sides(mask, side)
-    lower, upper = mask.limits
-    beyond = torch.zeros_like(above, dtype=torch.bool)
-    if "upper" not in moving:
-        beyond = beyond | (above > upper)
-    if "lower" not in moving:
-        beyond = beyond | (below < lower)
-    return beyond
+def _read_parts(statistic: Statistic) -> list[float]:
+    return [float(part) for part in statistic.parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
@@ -13,17 +13,25 @@ from ...batch.shipped import shipped
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
-from . import cap_settings
-from .cap_schedule import CapSchedule
-from .histogram import moving_sides
-from .mask_schedule import Schedule, distances_of
+from .histogram import find_keeping_distance, find_widest_cap
+from .schedule import Schedule, compute_distances, find_moving_sides
 
 SECTION = "offpolicy.calibrate"
 DEFAULTS: Final = shipped("calibrate")
 _COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
-
+_PACE: Final = ("rate", "floor", "ceiling")
 _OF_MASKS: Final = ("of", "side", "noise_kept")
-_PACE: Final = ("every", "window", "warmup", "rate", "floor", "ceiling")
+_DISTANCE: Final = "a multiple of the configured bound's distance from agreement"
+_RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
+    "target_kept": (lambda x: 0.5 <= x < 1, "a share of what a mask looks at, from 0.5 to below 1."),
+    "target_ess": (lambda x: 0 < x < 1, "an effective sample size as a share of the weights, above 0 and below 1."),
+    "rate": (lambda x: 0 < x <= 1, "a factor less one, above 0 and at most 1."),
+    "floor": (lambda x: 0 < x <= 1, f"{_DISTANCE}, above 0 and at most 1."),
+    "ceiling": (lambda x: 1 <= x < math.inf, f"{_DISTANCE}, 1 or more."),
+    "noise_kept": (lambda x: 0.5 <= x < 1, "a share of rows, from 0.5 to below 1."),
+}
+_TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
+"""Keys that switch calibration on -> the value that a message proposes."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +39,13 @@ class Settings:
     """What is calibrated, and how.
 
     Attributes:
-        schedule: of masks; None where none moves.
-        masks: names of the masks whose bounds move; empty for none.
-        cap: of the weight; None where it does not move.
+        schedules: by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
         every: updates between two changes.
         window: the latest updates that a change looks at.
         warmup: updates before the first change.
     """
 
-    schedule: Schedule | None
-    masks: tuple[str, ...]
-    cap: CapSchedule | None
+    schedules: Mapping[str, Schedule]
     every: int
     window: int
     warmup: int
@@ -49,36 +53,35 @@ class Settings:
     @property
     def moving(self) -> dict[str, Side]:
         """Parts whose bounds come with each update, and the sides that move."""
-        masks = {} if self.schedule is None else dict.fromkeys(self.masks, self.schedule.side)
-        return masks if self.cap is None else {**masks, WEIGHT: "upper"}
+        return {name: schedule.side for name, schedule in self.schedules.items()}
 
 
-def settings_of(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
-    """The settings of a configuration without ``problems``; None where nothing is calibrated."""
-    values = _values(config)
-    if not _on(values):
+def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
+    """Read the settings of a configuration without problems; None where nothing is calibrated."""
+    values = _read_values(config)
+    if not _is_on(values):
         return None
-    pace = {name: float(values[name]) for name in ("rate", "floor", "ceiling")}
-    schedule, cap = None, None
-    if values["target_kept"] is not None:
-        noise_kept = float(values["noise_kept"])
-        schedule = Schedule(float(values["target_kept"]), side=values["side"], noise_kept=noise_kept, **pace)
+    pace = {name: float(values[name]) for name in _PACE}
+    schedules = {}
+    for name in _choose_masks(values, spec):
+        target, noise_kept = float(values["target_kept"]), float(values["noise_kept"])
+        schedules[name] = Schedule(find_keeping_distance, target, values["side"], noise_kept=noise_kept, **pace)
     if values["target_ess"] is not None:
-        cap = CapSchedule(float(values["target_ess"]), **pace)
-    return Settings(schedule, _masks(values, spec), cap, **{name: int(values[name]) for name in _COUNTS})
+        schedules[WEIGHT] = Schedule(find_widest_cap, float(values["target_ess"]), "upper", noise_kept=None, **pace)
+    return Settings(schedules, **{name: int(values[name]) for name in _COUNTS})
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The keys as a checkpoint notes them; where nothing is calibrated, the one that says so."""
-    values = _values(config)
-    if not _on(values):
+def read_noted_keys(config: DictConfig) -> dict[str, Any]:
+    """Read the keys as a checkpoint notes them; where nothing is calibrated, the one that says so."""
+    values = _read_values(config)
+    if not _is_on(values):
         return {"target_kept": None}
-    noted = values | {"of": _named(values["of"]) or None}
+    noted = values | {"of": _list_names(values["of"]) or None}
     # A target that is not set is not noted, so that checkpoints from before there was one go on.
-    return noted if values["target_ess"] is not None else {key: noted[key] for key in noted if key != "target_ess"}
+    return {key: value for key, value in noted.items() if (key, value) != ("target_ess", None)}
 
 
-def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.calibrate`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
@@ -88,115 +91,78 @@ def problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         if name not in DEFAULTS:
             key, given = f"{SECTION}.{name}", section[name]
             yield Problem(key, given, "unknown key.", parts=(), overrides=remove(key, given))
-    values = _values(config)
-    if wrong := list(_malformed(values)):
+    values = _read_values(config)
+    if wrong := list(_find_malformed(values)):
         yield from wrong
         return
-    yield from _unread(values)
-    if not _on(values):
-        return
+    yield from _find_unread(values)
     if values["target_kept"] is not None:
-        yield from _misplaced(values, spec)
+        yield from _find_immovable_masks(values, spec)
     if values["target_ess"] is not None:
-        yield from cap_settings.misplaced(values["target_ess"], spec, _masks(values, spec))
+        for reason, fix in _find_immovable_cap(spec, _choose_masks(values, spec)):
+            fix = f"Set {SECTION}.target_ess=null, or {fix}."
+            yield _problem("target_ess", values["target_ess"], reason, fix, target_ess=None)
 
 
 def _problem(name: str, value: Any, reason: str, fix: str = "", **mend: Any) -> Problem:
-    """A problem of one key; ``mend`` holds the keys of the section that mend it, by default what is shipped."""
+    """Build a problem of one key; ``mend`` holds the keys of the section that mend it, by default what is shipped."""
     mend = mend or {name: DEFAULTS[name]}
     overrides = tuple(set_to(f"{SECTION}.{key}", wanted) for key, wanted in mend.items())
     return Problem(f"{SECTION}.{name}", value, reason, fix, parts=(), overrides=overrides)
 
 
-def _unread(values: dict[str, Any]) -> Iterator[Problem]:
-    """Keys that are set and that nothing reads, because no target, or none of masks, is set."""
+def _find_unread(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find keys that are set and that nothing reads, because no target, or none of masks, is set."""
     if values["target_kept"] is not None:
         return
-    needed = "target_kept" if _on(values) else "target_kept or target_ess"
-    for name in _OF_MASKS if _on(values) else (*_OF_MASKS, *_PACE):
+    needed = "target_kept" if _is_on(values) else "target_kept or target_ess"
+    for name in _OF_MASKS if _is_on(values) else (*_OF_MASKS, *_COUNTS, *_PACE):
         if values[name] != DEFAULTS[name]:
             reason = f"nothing reads it without {SECTION}.{needed}."
             fix = f"Set {SECTION}.target_kept=0.98 for example, or {SECTION}.{name}={format_value(DEFAULTS[name])}."
             yield _problem(name, values[name], reason, fix)
 
 
-def _values(config: DictConfig) -> dict[str, Any]:
-    section: Any = OmegaConf.select(config, SECTION)
-    return DEFAULTS | (dict(section) if isinstance(section, DictConfig) else {})
-
-
-def _on(values: dict[str, Any]) -> bool:
-    return values["target_kept"] is not None or values["target_ess"] is not None
-
-
-def _masks(values: dict[str, Any], spec: CorrectionSpec) -> tuple[str, ...]:
-    """Names of the masks whose bounds move."""
-    if values["target_kept"] is None:
-        return ()
-    return tuple(sorted(_named(values["of"]))) or tuple(_movable(spec, values["side"]))
-
-
-def _malformed(values: dict[str, Any]) -> Iterator[Problem]:
-    target = values["target_kept"]
-    if target is not None and not (_number(target) and 0.5 <= target < 1):
-        reason = "a share of what a mask looks at, from 0.5 to below 1."
-        yield _problem("target_kept", target, reason, "Set 0.98, or null.", target_kept=0.98)
-    yield from cap_settings.malformed(values["target_ess"])
+def _find_malformed(values: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, proposed in _TARGETS.items():
+        if values[name] is not None and not _is_in_range(name, values[name]):
+            fix = f"Set {proposed}, or null."
+            yield _problem(name, values[name], _RANGES[name][1], fix, **{name: proposed})
     if values["side"] not in get_args(Side):
         yield _problem("side", values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}.")
-    names = values["of"]
-    if not (names is None or isinstance(names, str | ListConfig | list)):
+    if not isinstance(values["of"], str | ListConfig | list | None):
         fix = f"Set {SECTION}.of=[gsm] for example, or null for the one there is."
-        yield _problem("of", names, "not a list of masks.", fix)
+        yield _problem("of", values["of"], "not a list of masks.", fix)
     for name, least in _COUNTS.items():
         if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < least:
             yield _problem(name, values[name], f"a count of updates, a whole number of at least {least}.")
-    ranges = {
-        "rate": (0.0, 1.0, "a factor less one, above 0 and at most 1"),
-        "floor": (0.0, 1.0, "a multiple of the configured bound's distance from agreement, above 0 and at most 1"),
-        "ceiling": (1.0, math.inf, "a multiple of the configured bound's distance from agreement, 1 or more"),
-        "noise_kept": (0.5, 1.0, "a share of rows, from 0.5 to below 1"),
-    }
-    for name, (low, high, what) in ranges.items():
-        value = values[name]
-        inside = (
-            _number(value)
-            and {
-                "rate": low < value <= high,
-                "floor": low < value <= high,
-                "ceiling": low <= value < high,
-                "noise_kept": low <= value < high,
-            }[name]
-        )
-        if not inside:
-            yield _problem(name, value, f"{what}.")
+    for name in (*_PACE, "noise_kept"):
+        if not _is_in_range(name, values[name]):
+            yield _problem(name, values[name], _RANGES[name][1])
 
 
-def _misplaced(values: dict[str, Any], spec: CorrectionSpec) -> Iterator[Problem]:
-    of, target = f"{SECTION}.of", f"{SECTION}.target_kept"
-    masks, movable = dict(spec.masks), _movable(spec, values["side"])
-    names = _named(values["of"])
+def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> Iterator[Problem]:
+    of, target, kept = f"{SECTION}.of", f"{SECTION}.target_kept", values["target_kept"]
+    masks, movable = dict(spec.masks), _list_movable(spec, values["side"])
+    names = _list_names(values["of"])
     if not masks:
-        reason = "the correction has no mask whose bounds could move."
-        fix = f"Set {target}=null; {cap_settings.KEY} moves the cap of a weight."
-        yield _problem("target_kept", values["target_kept"], reason, fix)
+        fix = f"Set {target}=null; {SECTION}.target_ess moves the cap of a weight."
+        yield _problem("target_kept", kept, "the correction has no mask whose bounds could move.", fix)
         return
     if spec.skyrl_compat:
         reason = "correction.skyrl_compat=true lets one mask decide what another sees, so that no share is its own."
-        fix = f"Set {target}=null, or correction.skyrl_compat=false."
-        yield _problem("target_kept", values["target_kept"], reason, fix)
+        yield _problem("target_kept", kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
+    first: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None, "of": None}
     if not names and len(movable) != 1:
         reason = f"{len(movable)} masks have bounds that could move: {', '.join(movable) or 'none'}."
         fix = f"Set {of}=[{movable[0]}] for example." if movable else f"Set {target}=null."
-        mend: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None}
-        yield _problem("of", None, reason, fix, **mend)
+        yield _problem("of", None, reason, fix, **(first if movable else {"target_kept": None}))
     for name in names or movable:
-        first: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None, "of": None}
         if name not in masks:
             yield _problem("of", name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", **first)
         elif name not in movable:
             fix = f"Choose of {', '.join(movable)}." if movable else f"Set {target}=null."
-            yield _problem("of", name, _unmovable(masks[name], values["side"]), fix, **first)
+            yield _problem("of", name, _explain_immovable(masks[name], values["side"]), fix, **first)
         elif masks[name].ratio == "full" and spec.proximal in ("bypass", "loglinear"):
             reason = (
                 f"with correction.proximal={spec.proximal} nothing tells backend noise from drift, and the bound must "
@@ -206,23 +172,66 @@ def _misplaced(values: dict[str, Any], spec: CorrectionSpec) -> Iterator[Problem
             yield _problem("of", name, reason, fix, target_kept=None, of=None)
 
 
-def _movable(spec: CorrectionSpec, side: Side) -> list[str]:
-    return [name for name, mask in spec.masks if mask.budget is None and moving_sides(mask, side)]
+def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
+    """Find why the cap of the weight cannot follow an ESS, with what would clear it; ``masks`` move as well.
+
+    ``normalize`` is no reason: it divides all weights by one number, after the cap, which leaves the ESS as it is.
+    """
+    weight, key = spec.weight, "correction.weight"
+    if weight is None:
+        option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
+        yield f"{key}=null: there is no cap that could move.", option
+        return
+    if weight.kind == "reject":
+        yield f"{key}.kind=reject drops what lies beyond its bounds, and has no cap.", f"{key}.kind=truncate"
+    elif weight.upper is None:
+        yield f"{key}.upper=null: there is no cap that could move.", f"give {key}.upper"
+    elif weight.upper <= 1:
+        reason = "a cap moves by factors of its distance from 1, and lies above."
+        yield f"{key}.upper={weight.upper:g}: {reason}", f"{key}.upper=2.0"
+    if weight.kind != "reject" and weight.lower is not None and weight.lower >= 1:
+        yield f"{key}.lower={weight.lower:g}: the cap comes near to 1, and would cross it.", f"{key}.lower=0.5"
+    if spec.skyrl_compat and weight.level != "token":
+        reason = f"correction.skyrl_compat=true lets masks decide what a weight of level {weight.level} sees."
+        yield reason, "correction.skyrl_compat=false"
+    if "weight" in masks:
+        reason = "the bounds of correction.masks.weight move too, and both would be offpolicy/calibrate/weight."
+        yield reason, "rename the mask"
 
 
-def _unmovable(mask: MaskSpec, side: Side) -> str:
+def _explain_immovable(mask: MaskSpec, side: Side) -> str:
     if mask.budget is not None:
         return "budget is cut by batch, and no bound stands still between two batches."
-    zero = [name for name, distance in distances_of(mask).items() if distance == 0]
+    zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
     return f"it has no bound that could move with side={side}{at}."
 
 
-def _named(value: Any) -> list[str]:
+def _list_movable(spec: CorrectionSpec, side: Side) -> list[str]:
+    return [name for name, mask in spec.masks if mask.budget is None and find_moving_sides(mask, side)]
+
+
+def _choose_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> list[str]:
+    if values["target_kept"] is None:
+        return []
+    return sorted(_list_names(values["of"])) or _list_movable(spec, values["side"])
+
+
+def _read_values(config: DictConfig) -> dict[str, Any]:
+    section: Any = OmegaConf.select(config, SECTION)
+    return DEFAULTS | (dict(section) if isinstance(section, DictConfig) else {})
+
+
+def _is_on(values: Mapping[str, Any]) -> bool:
+    return any(values[target] is not None for target in _TARGETS)
+
+
+def _list_names(value: Any) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else [str(name) for name in value]
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_in_range(name: str, value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and _RANGES[name][0](value)

@@ -15,7 +15,7 @@ from ...extensions.registry import find_problems as extension_problems
 from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.settings import find_problems as alarm_problems
-from ...monitor.bounds.settings import problems as calibrate_problems
+from ...monitor.bounds.settings import find_problems as calibrate_problems
 from ...recording.settings import problems as record_problems
 from ...recording.settings import too_many_parts
 

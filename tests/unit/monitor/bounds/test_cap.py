@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import Steering, differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bounds.cap_histogram import CAPS, CapSums, widest_cap
-from recipe.offpolicy.monitor.bounds.cap_schedule import CapSchedule, cap_obstacles, next_cap
 from recipe.offpolicy.monitor.bounds.controller import Calibration
-from recipe.offpolicy.monitor.bounds.histogram import measured
-from recipe.offpolicy.monitor.bounds.settings import plain, problems
+from recipe.offpolicy.monitor.bounds.histogram import CAPS, Histogram, find_widest_cap, read_histogram
+from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
+from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds, find_obstacles
+from recipe.offpolicy.monitor.bounds.settings import find_problems, read_noted_keys
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS, band, spec
@@ -34,9 +35,9 @@ from tests.support.drawn import examples
 
 KEY = "offpolicy.calibrate.target_ess"
 CAPPED = spec(weight=TIS)
-SCHEDULE = CapSchedule(target_ess=0.9, rate=0.2, floor=0.1, ceiling=10.0)
+SCHEDULE = Schedule(find_widest_cap, target=0.9, side="upper", rate=0.2, floor=0.1, ceiling=10.0, noise_kept=None)
 SPREAD = [0.0, 0.0, 0.0, math.log(3.0)] * 5
-"""The ESS is 0.9 under a cap of 1.95325, see ``test_online_calibration_ess``."""
+"""The ESS is 0.9 under a cap of 1.95325, see ``test_the_cap_of_four_tokens_by_hand``."""
 EVEN, SMALL = [0.0] * 20, [0.0, -3.0] * 10
 
 
@@ -47,7 +48,7 @@ def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
 
 
 def calibration(correction: CorrectionSpec = CAPPED, **values: Any) -> Calibration:
-    made = Calibration.of(config(correction, **values), correction)
+    made = Calibration.from_config(config(correction, **values), correction)
     assert made is not None
     return made
 
@@ -57,7 +58,7 @@ def seen(log_rho: list[float], correction: CorrectionSpec = CAPPED, **sides: Any
     old = torch.tensor(log_rho, dtype=torch.float64)[:, None]
     ones = torch.ones_like(old)
     moving: dict[str, Side] = {WEIGHT: "upper", **sides}
-    reading = measured(
+    reading = defer_histograms(
         correction,
         moving,
         old_log_prob=old,
@@ -77,25 +78,33 @@ def cap(made: Calibration) -> float:
 
 def after(log_rho: list[float], times: int = 1, upper: float = 2.0, **changes: Any) -> float:
     """Log of the cap after ``times`` changes on the same evidence."""
-    schedule = CapSchedule(**(vars(SCHEDULE) | changes))
+    schedule = replace(SCHEDULE, **changes)
     configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
     sums = sums_of(log_rho)
     for _ in range(times):
-        current = WeightSpec.from_mapping(current.to_mapping() | next_cap(schedule, configured, current, sums))
+        current = WeightSpec.from_mapping(
+            current.to_mapping() | compute_next_bounds(schedule, configured, current, sums)
+        )
     return math.log(current.upper or math.nan)
 
 
-def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> CapSums:
-    sums = CapSums.of(seen(log_rho, correction))
+def sums_of(log_rho: list[float], correction: CorrectionSpec = CAPPED) -> Histogram:
+    sums = read_histogram(seen(log_rho, correction), WEIGHT)
     assert sums is not None
     return sums
+
+
+def obstacles(log_rho: list[float]) -> dict[str, str]:
+    """What is in the way of a cap that is as configured."""
+    weight = WeightSpec.from_mapping(TIS)
+    return find_obstacles(SCHEDULE, weight, weight, sums_of(log_rho))
 
 
 # The schedule -----------------------------------------------------------------------------------------------
 
 
 def test_a_change_is_limited_by_the_rate_and_ends_where_the_ess_is_the_target() -> None:
-    goal = widest_cap(sums_of(SPREAD), 0.9)
+    goal = find_widest_cap(sums_of(SPREAD), 0.9)
     assert goal == pytest.approx(math.log(1.95325), rel=0.037)
     # From a cap of e^1 down by 1.2 a time: 0.833, 0.694, then the edge; and from e^0.5 up.
     start = math.e
@@ -109,31 +118,38 @@ def test_weights_more_even_than_asked_for_take_the_cap_to_its_ceiling() -> None:
     assert after(EVEN, 30, ceiling=3.0) == pytest.approx(math.log(2.0) * 3)
     # And no further than where weights are clamped themselves.
     assert after(EVEN, 60, upper=100.0) == pytest.approx(CAPS[-1])
-    assert cap_obstacles(SCHEDULE, WeightSpec.from_mapping(TIS), sums_of(EVEN)) == {}
+    assert obstacles(EVEN) == {}
 
 
 def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:
     assert after(SMALL) == pytest.approx(math.log(2.0) / 1.2)
     assert after(SMALL, 30) == pytest.approx(math.log(2.0) * 0.1)
-    weight = WeightSpec.from_mapping(TIS)
-    found = cap_obstacles(SCHEDULE, weight, sums_of(SMALL))
+    found = obstacles(SMALL)
     assert set(found) == {"floor"}
     assert "even a cap of 1.072, the lowest in range, leaves an ESS below 0.9" in found["floor"]
-    assert cap_obstacles(SCHEDULE, weight, sums_of(SPREAD)) == {}
+    assert obstacles(SPREAD) == {}
 
 
 def test_too_few_units_say_nothing() -> None:
     """One of nine weights alone is more than the tenth that may be given up."""
     assert after([3.0] * 9) == math.log(2.0)
     assert after([3.0] * 10) == pytest.approx(math.log(2.0) * 1.2)
-    assert cap_obstacles(SCHEDULE, WeightSpec.from_mapping(TIS), sums_of(SMALL[:8])) == {}
+    assert obstacles(SMALL[:8]) == {}
+
+
+def test_a_cap_that_a_resume_left_out_of_range_waits_for_units() -> None:
+    """1.05 under a configured cap of 5, which reaches down to 5^0.5."""
+    configured, current = (WeightSpec.from_mapping(TIS | {"upper": upper}) for upper in (5.0, 1.05))
+    schedule = replace(SCHEDULE, floor=0.5)
+    assert compute_next_bounds(schedule, configured, current, sums_of([0.0] * 9)) == {"upper": 1.05}
+    assert compute_next_bounds(schedule, configured, current, sums_of([0.0] * 10)) == {"upper": pytest.approx(5**0.5)}
 
 
 def test_what_has_not_moved_stays_to_the_bit() -> None:
     for upper in (1.01, 2.0, 5.0, 1234.5):
         weight = WeightSpec.from_mapping(TIS | {"upper": upper})
-        schedule = CapSchedule(0.9, 0.2, 1.0, 1.0)
-        assert next_cap(schedule, weight, weight, sums_of(SPREAD)) == {"upper": upper}
+        schedule = replace(SCHEDULE, floor=1.0, ceiling=1.0)
+        assert compute_next_bounds(schedule, weight, weight, sums_of(SPREAD)) == {"upper": upper}
 
 
 @examples
@@ -146,17 +162,19 @@ def test_what_has_not_moved_stays_to_the_bit() -> None:
 def test_a_cap_stays_in_range_and_near_the_last_one(
     upper: float, updates: list[list[float]], target: float, rate: float
 ) -> None:
-    schedule = CapSchedule(target, rate, 0.1, 10.0)
+    schedule = replace(SCHEDULE, target=target, rate=rate)
     configured = current = WeightSpec.from_mapping(TIS | {"upper": upper})
     start = math.log(upper)
     for update in updates:
         sums = sums_of(update)
         before = math.log(current.upper or math.nan)
-        current = WeightSpec.from_mapping(current.to_mapping() | next_cap(schedule, configured, current, sums))
+        current = WeightSpec.from_mapping(
+            current.to_mapping() | compute_next_bounds(schedule, configured, current, sums)
+        )
         now = math.log(current.upper or math.nan)
         assert abs(math.log(now / before)) <= math.log1p(rate) + 1e-9
         assert 0.1 * start * (1 - 1e-9) <= now <= 10.0 * start * (1 + 1e-9)
-        goal = widest_cap(sums, target)
+        goal = find_widest_cap(sums, target)
         # Never away from where the ESS is the target.
         assert now == before or (now > before) == (goal > before)
 
@@ -193,6 +211,8 @@ def test_metrics_are_of_the_update_that_was_seen() -> None:
     made.observe({})
     assert set(made.metrics()) == names
     assert math.isnan(made.metrics()["calibrate/weight/ess"])
+    # The lower bound of a weight never moves, and is not shown.
+    assert set(calibration(spec(weight=TIS | {"kind": "clip", "lower": 0.5})).metrics()) == names
 
 
 def test_a_mask_and_the_weight_each_go_their_own_way() -> None:
@@ -347,9 +367,9 @@ def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> Non
 def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
     """Its keys have no target_ess, as those of a run today that does not set it."""
     masked = config(spec(gsm=GSM), target_kept=0.9, target_ess=None)
-    assert "target_ess" not in plain(masked)
-    assert plain(config(CAPPED))["target_ess"] == 0.9
-    state = {"calibrate": plain(masked), "fallback": None, "alarms": {"in_force": "configured"}}
+    assert "target_ess" not in read_noted_keys(masked)
+    assert read_noted_keys(config(CAPPED))["target_ess"] == 0.9
+    state = {"calibrate": read_noted_keys(masked), "fallback": None, "alarms": {"in_force": "configured"}}
     assert differences(masked, state) == []
 
 
@@ -358,7 +378,7 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
     made = config(correction, **values)
-    return [(problem.key, str(problem)) for problem in problems(made, read_spec(made))]
+    return [(problem.key, str(problem)) for problem in find_problems(made, read_spec(made))]
 
 
 @pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])

@@ -15,27 +15,27 @@ from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.moving_bounds import WEIGHT
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.monitor.bounds.cap_histogram import (
+from recipe.offpolicy.monitor.bounds.histogram import (
     CAPS,
     ESS,
-    SQUARE,
-    TOKENS,
-    TOTAL,
     UNITS,
-    CapSums,
-    ess_by_cap,
-    widest_cap,
+    WEIGHT_SUMS,
+    Histogram,
+    compute_ess_by_cap,
+    find_widest_cap,
+    read_histogram,
 )
-from recipe.offpolicy.monitor.bounds.histogram import measured
+from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from tests.support.corrections import TIS, spec, tensor
 from tests.support.drawn import Rows, batches, decide, examples, weights
 
+TOKENS, TOTAL, SQUARE = WEIGHT_SUMS
 CLIP = dict(level="token", kind="clip", lower=0.5, upper=2.0)
 
 
 def shown(correction: CorrectionSpec, rows: Rows) -> dict[str, Statistic]:
     """What a worker measures of the weight."""
-    reading = measured(
+    reading = defer_histograms(
         correction,
         {WEIGHT: "upper"},
         old_log_prob=rows.old,
@@ -58,8 +58,8 @@ def rows_of(log_rho: list[list[float]], drift: float = 0.0, mask: Any = None) ->
     return Rows(mu, old, old + drift, there, ones, ones.long(), ones.long())
 
 
-def sums_of(values: dict[str, Any] | None, log_rho: list[list[float]], **given_: Any) -> CapSums:
-    sums = CapSums.of(shown(spec(weight=values or TIS), rows_of(log_rho, **given_)))
+def sums_of(values: dict[str, Any] | None, log_rho: list[list[float]], **given_: Any) -> Histogram:
+    sums = read_histogram(shown(spec(weight=values or TIS), rows_of(log_rho, **given_)), WEIGHT)
     assert sums is not None
     return sums
 
@@ -78,23 +78,23 @@ def test_the_cap_of_four_tokens_by_hand() -> None:
     """Weights 1, 1, 1 and 3. Under a cap c in [1, 3] the ESS is (3 + c)^2 / (4 (3 + c^2)); it is 0.9 at c = 1.95325,
     the greater root of 2.6 c^2 - 6 c + 1.8, and 0.75 without a cap."""
     sums = sums_of(None, [[0.0, 0.0, 0.0, math.log(3.0)]])
-    goal = widest_cap(sums, 0.9)
+    goal = find_widest_cap(sums, 0.9)
     assert goal <= math.log(1.953254) < goal * 10 ** (1 / 64)
     assert goal in CAPS
-    assert ess_by_cap(sums)[-1] == pytest.approx(0.75)
-    assert widest_cap(sums, 0.75) == math.inf
-    assert widest_cap(sums, 0.7) == math.inf
+    assert compute_ess_by_cap(sums)[-1] == pytest.approx(0.75)
+    assert find_widest_cap(sums, 0.75) == math.inf
+    assert find_widest_cap(sums, 0.7) == math.inf
     # At c = 1 all are alike: only just above it, at the first edges, is the ESS above 1 - 1e-6.
-    assert 0 < widest_cap(sums, 1 - 1e-6) < 0.01
+    assert 0 < find_widest_cap(sums, 1 - 1e-6) < 0.01
 
 
 def test_small_weights_that_no_cap_lifts() -> None:
     # Weights 1 and e^-3: (1 + 0.0498)^2 / (2 (1 + 0.0025)) = 0.55 under every cap above 1.
     log_rho = [[0.0, -3.0]]
-    assert widest_cap(sums_of(None, log_rho), 0.6) == 0.0
-    assert widest_cap(sums_of(None, log_rho), 0.5) == math.inf
+    assert find_widest_cap(sums_of(None, log_rho), 0.6) == 0.0
+    assert find_widest_cap(sums_of(None, log_rho), 0.5) == math.inf
     # The lower bound of 0.5 makes it 1.5^2 / (2 * 1.25) = 0.9.
-    assert ess_by_cap(sums_of(CLIP, log_rho))[-1] == pytest.approx(0.9)
+    assert compute_ess_by_cap(sums_of(CLIP, log_rho))[-1] == pytest.approx(0.9)
 
 
 def test_what_is_summed_by_hand() -> None:
@@ -118,15 +118,15 @@ def test_what_is_summed_by_hand() -> None:
 def test_a_weight_on_the_whole_ratio_sees_the_drift() -> None:
     full = TIS | {"ratio": "full"}
     log_rho = [[0.2, 0.2]]
-    first = next(place for place, n in enumerate(sums_of(full, log_rho, drift=0.3).tokens) if n)
+    first = next(place for place, n in enumerate(sums_of(full, log_rho, drift=0.3).counts) if n)
     assert CAPS[first - 1] < 0.5 <= CAPS[first]
-    first = next(place for place, n in enumerate(sums_of(None, log_rho, drift=0.3).tokens) if n)
+    first = next(place for place, n in enumerate(sums_of(None, log_rho, drift=0.3).counts) if n)
     assert CAPS[first - 1] < 0.2 <= CAPS[first]
 
 
 def test_nothing_is_known_of_no_token() -> None:
-    assert math.isnan(widest_cap(sums_of(None, [[0.5]], mask=[[False]]), 0.9))
-    assert CapSums.of({}) is None
+    assert math.isnan(find_widest_cap(sums_of(None, [[0.5]], mask=[[False]]), 0.9))
+    assert read_histogram({}, WEIGHT) is None
 
 
 def capped() -> Any:
@@ -148,10 +148,12 @@ def test_the_ess_under_another_cap_is_the_metric_of_a_run_with_that_cap(
     batch: Rows, values: dict[str, Any], place: int
 ) -> None:
     assume(batch.mask.any())
-    sums = CapSums.of(shown(spec(weight=values), batch))
+    sums = read_histogram(shown(spec(weight=values), batch), WEIGHT)
     assert sums is not None
     other = spec(weight=values | {"upper": math.exp(CAPS[place])})
-    assert ess_by_cap(sums)[place] == pytest.approx(decide(other, batch).statistics["weight/ess"].value(), rel=1e-5)
+    assert compute_ess_by_cap(sums)[place] == pytest.approx(
+        decide(other, batch).statistics["weight/ess"].value(), rel=1e-5
+    )
 
 
 @examples
@@ -164,10 +166,10 @@ def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
     log_rho: list[float], values: dict[str, Any], target: float
 ) -> None:
     sums = sums_of(values, [log_rho])
-    course = ess_by_cap(sums)
+    course = compute_ess_by_cap(sums)
     assert len(course) == len(CAPS) + 1
     assert all(after <= before * (1 + 1e-9) for before, after in pairwise(course))
-    goal = widest_cap(sums, target)
+    goal = find_widest_cap(sums, target)
     edges = (*CAPS, math.inf)
     for edge, value in zip(edges, course, strict=True):
         assert value >= target * (1 - 1e-9) if edge <= goal else value < target
@@ -177,7 +179,7 @@ def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
 @given(draw.lists(draw.floats(-3.0, 6.0), min_size=1, max_size=40), draw.floats(0.01, 0.98), draw.floats(0.0, 0.01))
 def test_a_higher_target_has_no_wider_cap(log_rho: list[float], target: float, more: float) -> None:
     sums = sums_of(None, [log_rho])
-    assert widest_cap(sums, target + more) <= widest_cap(sums, target)
+    assert find_widest_cap(sums, target + more) <= find_widest_cap(sums, target)
 
 
 @examples

@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
 from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.bounds.controller import Calibration
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram
-from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, plain, problems
+from recipe.offpolicy.monitor.bounds.histogram import EDGES
+from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+from tests.support.histograms import histogram
 
 KEY = "offpolicy.calibrate"
 
@@ -30,7 +31,7 @@ def config(correction: CorrectionSpec, **values: Any) -> DictConfig:
 
 
 def calibration(correction: CorrectionSpec, **values: Any) -> Calibration:
-    made = Calibration.of(config(correction, **({"target_kept": 0.9, "warmup": 1} | values)), correction)
+    made = Calibration.from_config(config(correction, **({"target_kept": 0.9, "warmup": 1} | values)), correction)
     assert made is not None
     return made
 
@@ -52,8 +53,8 @@ SYMMETRIC = spec(gsm=band(math.exp(-0.01), math.exp(0.01)))
 
 
 def test_without_a_target_there_is_nothing() -> None:
-    assert Calibration.of(config(SYMMETRIC), SYMMETRIC) is None
-    assert Calibration.of(OmegaConf.create({}), SYMMETRIC) is None
+    assert Calibration.from_config(config(SYMMETRIC), SYMMETRIC) is None
+    assert Calibration.from_config(OmegaConf.create({}), SYMMETRIC) is None
 
 
 def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +241,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
-    return [str(problem) for problem in problems(made, read_spec(made))]
+    return [str(problem) for problem in find_problems(made, read_spec(made))]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -248,7 +249,7 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
     assert shipped == DEFAULTS
     assert found(SYMMETRIC, target_kept=None) == []
     assert found(SYMMETRIC) == []
-    assert plain(config(SYMMETRIC)) == {"target_kept": None}
+    assert read_noted_keys(config(SYMMETRIC)) == {"target_kept": None}
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_keys_that_nothing_reads_without_a_target(values: dict[str, Any], needed
 def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
-    (problem,) = problems(made, read_spec(made))
+    (problem,) = find_problems(made, read_spec(made))
     assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
 
 

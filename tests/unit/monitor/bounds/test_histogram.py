@@ -17,14 +17,18 @@ from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
+from recipe.offpolicy.correction.moving_bounds import Side
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, Side, histogram, measured, moving_sides, quantile
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile
+from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
+from recipe.offpolicy.monitor.bounds.schedule import find_moving_sides
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor
 from tests.support.drawn import Rows, batches, examples
+from tests.support.histograms import histogram
 from tests.support.recordings import NONE
 
 AGGREGATES = [
@@ -48,14 +52,14 @@ AGGREGATES = [
 
 
 def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> dict[str, Statistic]:
-    """``measured`` of rows given as nested lists, advantages by row or token; all tokens are in the mask by default."""
+    """Those of rows as nested lists, advantages by row or token; all tokens are in the mask by default."""
     mu, old = tensor(given["mu"]), tensor(given["old"])
     pi = tensor(given.get("pi", given["old"]))
     advantages = tensor(given.get("advantages", [1.0] * len(mu)))
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(mu.shape)
     staleness = given.get("staleness")
-    reading = measured(
+    reading = defer_histograms(
         correction,
         sides,
         old_log_prob=old,
@@ -76,6 +80,11 @@ def bins(statistic: Statistic) -> dict[int, float]:
 
 def bin_of(distance: float) -> int:
     return next((place for place, edge in enumerate(EDGES) if distance <= edge), len(EDGES))
+
+
+def counts_of(distance: torch.Tensor, counted: torch.Tensor) -> Histogram:
+    counts = [float(count) for count in histogram(distance, counted).parts]
+    return Histogram(EDGES, counts, sum(counts))
 
 
 def test_edges() -> None:
@@ -165,7 +174,9 @@ def test_a_run_and_a_recording_count_the_same(sign: str, level: str) -> None:
     (part,) = list_parts(correction)
     offline = compute_scores([Step(rows, NONE, ())], correction, [part])[0][part.key]
     padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
-    (online,) = fetch([measured(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)])
+    (online,) = fetch(
+        [defer_histograms(correction, {"opsm": "lower"}, segment_ids=padded.pop("turn").long(), **padded)]
+    )
     kept = offline.looked & ~offline.find_outside(correction.masks[0][1].limits)
     assert online["opsm/kept"].parts == (float(kept.sum()), float(offline.looked.sum()))
     assert 0 < kept.sum() < offline.looked.sum() < len(offline)
@@ -211,7 +222,7 @@ def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
     sides: dict[str, Side] = {"gsm": "both", "opsm": "both", "icepop": "upper"}
 
     def of(part: Rows) -> dict[str, Statistic]:
-        reading = measured(
+        reading = defer_histograms(
             correction,
             sides,
             old_log_prob=part.old,
@@ -236,7 +247,7 @@ def test_the_quantile_keeps_the_share_and_no_edge_below_does(
     distances: list[float], chosen: list[bool], share: float
 ) -> None:
     counted = torch.tensor(chosen[: len(distances)])
-    edge = quantile(histogram(torch.tensor(distances, dtype=torch.float64), counted).parts, share)
+    edge = compute_quantile(counts_of(torch.tensor(distances, dtype=torch.float64), counted), share)
     inside = [d for d, c in zip(distances, counted.tolist(), strict=True) if c]
     if not inside:
         assert math.isnan(edge)
@@ -249,7 +260,9 @@ def test_the_quantile_keeps_the_share_and_no_edge_below_does(
 def test_a_share_of_whole_counts_is_not_missed_by_rounding() -> None:
     # 0.98 x 50 is 49.00000000000001 in floats; 49 rows at 0.01 and one at 1.
     distances = torch.tensor([0.01] * 49 + [1.0])
-    assert quantile(histogram(distances, torch.ones(50, dtype=torch.bool)).parts, 0.98) == pytest.approx(0.01, rel=0.04)
+    assert compute_quantile(counts_of(distances, torch.ones(50, dtype=torch.bool)), 0.98) == pytest.approx(
+        0.01, rel=0.04
+    )
 
 
 def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,4 +302,4 @@ def test_nan_lies_beyond_all() -> None:
     ],
 )
 def test_which_bounds_move(mask: dict[str, Any], side: Side, expected: tuple[str, ...]) -> None:
-    assert moving_sides(spec(m=mask).masks[0][1], side) == expected
+    assert find_moving_sides(spec(m=mask).masks[0][1], side) == expected

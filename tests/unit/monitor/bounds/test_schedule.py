@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,28 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import MaskSpec
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, histogram, quantile
-from recipe.offpolicy.monitor.bounds.mask_schedule import (
-    Evidence,
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile, find_keeping_distance
+from recipe.offpolicy.monitor.bounds.schedule import (
     Schedule,
-    distances_of,
-    next_bounds,
-    obstacles,
-    written,
+    build_bounds,
+    compute_distances,
+    compute_next_bounds,
+    find_obstacles,
 )
 from tests.support.corrections import band, opsm, spec
 from tests.support.drawn import examples
+from tests.support.histograms import histogram
 
-SCHEDULE = Schedule(target_kept=0.9, side="both", rate=0.5, floor=0.1, ceiling=10.0, noise_kept=0.9)
+SCHEDULE = Schedule(find_keeping_distance, 0.9, "both", rate=0.5, floor=0.1, ceiling=10.0, noise_kept=0.9)
 
 
 def mask_of(values: dict[str, Any]) -> MaskSpec:
     return spec(m=values).masks[0][1]
 
 
-def counts(*distances: float) -> list[float]:
+def counts(*distances: float) -> Histogram:
     values = torch.tensor(distances, dtype=torch.float64)
-    return [float(n) for n in histogram(values, torch.ones(len(distances), dtype=torch.bool)).parts]
+    parts = histogram(values, torch.ones(len(distances), dtype=torch.bool)).parts
+    return Histogram(EDGES, [float(n) for n in parts], units=len(distances))
 
 
 def moved(mask: MaskSpec, bounds: dict[str, float | None]) -> MaskSpec:
@@ -43,12 +45,12 @@ def after(
     values: dict[str, Any], distances: list[float], noise: list[float] | None = None, times: int = 1, **changes: Any
 ) -> dict[str, float]:
     """Distances of the bounds after ``times`` changes on the same evidence."""
-    schedule = Schedule(**(vars(SCHEDULE) | changes))
+    schedule = replace(SCHEDULE, **changes)
     configured = current = mask_of(values)
-    evidence = Evidence(counts(*distances), None if noise is None else counts(*noise))
+    evidence = (counts(*distances), None if noise is None else counts(*noise))
     for _ in range(times):
-        current = moved(current, next_bounds(schedule, configured, current, evidence))
-    return distances_of(current)
+        current = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+    return compute_distances(current)
 
 
 SYMMETRIC = band(math.exp(-0.1), math.exp(0.1))
@@ -57,7 +59,7 @@ SYMMETRIC = band(math.exp(-0.1), math.exp(0.1))
 def test_a_change_is_limited_by_the_rate_and_ends_at_the_quantile() -> None:
     # Nine rows at 0.3 nats and one at 5: 0.3 keeps nine of ten. From 0.1: 0.15, 0.225, then 0.3 to the bin's edge.
     rows = [0.3] * 9 + [5.0]
-    edge = quantile(counts(*rows), 0.9)
+    edge = compute_quantile(counts(*rows), 0.9)
     assert 0.3 <= edge < 0.3 * 10 ** (1 / 64)
     for times, expected in ((1, 0.15), (2, 0.225), (3, edge), (9, edge)):
         assert after(SYMMETRIC, rows, times=times) == pytest.approx({"lower": expected, "upper": expected})
@@ -65,7 +67,7 @@ def test_a_change_is_limited_by_the_rate_and_ends_at_the_quantile() -> None:
 
 def test_it_narrows_as_it_widens() -> None:
     # From 0.1 by 1.5 a time: 0.0667, 0.0444, then the floor of a tenth of 0.1 is further than the rows at 0.03.
-    edge = quantile(counts(*[0.03] * 10), 0.9)
+    edge = compute_quantile(counts(*[0.03] * 10), 0.9)
     for times, expected in ((1, 0.1 / 1.5), (2, 0.1 / 2.25), (3, edge)):
         assert after(SYMMETRIC, [0.03] * 10, times=times)["upper"] == pytest.approx(expected)
 
@@ -77,9 +79,9 @@ def test_range_around_what_was_configured() -> None:
 
 def hindered(values: dict[str, Any], distances: list[float], noise: list[float] | None = None, **changes: Any) -> str:
     """Kinds of what is in the way of bounds that are as configured."""
-    mask, schedule = mask_of(values), Schedule(**(vars(SCHEDULE) | changes))
-    evidence = Evidence(counts(*distances), None if noise is None else counts(*noise))
-    return " ".join(sorted(obstacles(schedule, mask, mask, evidence)))
+    mask, schedule = mask_of(values), replace(SCHEDULE, **changes)
+    evidence = (counts(*distances), None if noise is None else counts(*noise))
+    return " ".join(sorted(find_obstacles(schedule, mask, mask, *evidence)))
 
 
 def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
@@ -89,32 +91,32 @@ def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
     assert hindered(SYMMETRIC, rows, side="upper") == "share"
     # One of ten may be lost to it: then the bound has to keep all the others.
     rows = [0.3] * 9 + [math.inf]
-    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(quantile(counts(0.3), 0.9))
+    assert after(SYMMETRIC, rows, times=20, side="upper")["upper"] == pytest.approx(compute_quantile(counts(0.3), 0.9))
     assert hindered(SYMMETRIC, rows, side="upper") == ""
 
 
 def test_both_sides_become_symmetric() -> None:
     # [0.5, 5] is -0.69 and 1.61 nats; both go to where nine of ten rows lie.
     rows = [1.0] * 9 + [7.0]
-    edge = quantile(counts(*rows), 0.9)
+    edge = compute_quantile(counts(*rows), 0.9)
     assert after(band(0.5, 5.0), rows, times=5) == pytest.approx({"lower": edge, "upper": edge})
 
 
 def test_one_side_leaves_the_other_to_the_bit() -> None:
     mask = mask_of(band(0.5, 5.0))
-    bounds = next_bounds(Schedule(**(vars(SCHEDULE) | {"side": "upper"})), mask, mask, Evidence(counts(*[0.1] * 10)))
+    bounds = compute_next_bounds(replace(SCHEDULE, side="upper"), mask, mask, counts(*[0.1] * 10))
     assert bounds == {"lower": 0.5, "upper": pytest.approx(math.exp(math.log(5.0) / 1.5))}
 
 
 def test_bounds_that_are_differences_move_as_they_are() -> None:
     mask = band(None, 0.01, aggregate="k3_mean")
     assert after(mask, [0.02] * 10)["upper"] == pytest.approx(0.015)
-    assert distances_of(mask_of(mask))["lower"] == math.inf
+    assert compute_distances(mask_of(mask))["lower"] == math.inf
 
 
 def test_delta_moves_as_delta() -> None:
     mask = mask_of(opsm(0.1))
-    bounds = next_bounds(SCHEDULE, mask, mask, Evidence(counts(*[0.5] * 10), counts(*[0.01] * 10)))
+    bounds = compute_next_bounds(SCHEDULE, mask, mask, counts(*[0.5] * 10), counts(*[0.01] * 10))
     assert bounds == {"delta": pytest.approx(0.15)}
 
 
@@ -128,7 +130,7 @@ def test_not_below_the_backend_noise() -> None:
     """OPSM's delta is to tell stale rows from fresh ones, which noise alone is not to drop."""
     # The target would let 0.1 shrink to 0.0667, and nine of ten fresh rows lie within 0.08.
     noise = [0.08] * 9 + [3.0]
-    edge = quantile(counts(*noise), 0.9)
+    edge = compute_quantile(counts(*noise), 0.9)
     assert after(opsm(0.1), [0.01] * 10, noise, times=9)["lower"] == pytest.approx(edge)
     # A delta below the noise goes up to it, by 1.5 a time: 0.02, 0.03, 0.045, 0.0675, the edge.
     course = [after(opsm(0.02), [0.001] * 10, noise, times=n)["lower"] for n in range(6)]
@@ -165,7 +167,7 @@ def test_without_rows_of_equal_weights_a_bound_does_not_narrow() -> None:
 def test_what_has_not_moved_stays_to_the_bit() -> None:
     for values in (band(0.99, 1.01), band(None, 1.01), opsm(0.1), band(-0.3, 0.1, aggregate="k1_mean")):
         mask = mask_of(values)
-        assert moved(mask, written(mask, distances_of(mask))) == mask
+        assert moved(mask, build_bounds(mask, compute_distances(mask))) == mask
 
 
 MASKS = draw.sampled_from(
@@ -187,14 +189,14 @@ LOG_DISTANCES = draw.lists(draw.floats(-8.0, 4.0) | draw.just(math.inf), min_siz
 def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
     values: dict[str, Any], updates: list[tuple[list[float], list[float]]], rate: float
 ) -> None:
-    schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate}))
+    schedule = replace(SCHEDULE, rate=rate)
     configured = current = mask_of(values)
-    start = distances_of(configured)
+    start = compute_distances(configured)
     for update, fresh in updates:
         noise = counts(*(10**d for d in fresh)) if configured.ratio == "full" else None
-        bounds = next_bounds(schedule, configured, current, Evidence(counts(*(10**d for d in update)), noise))
+        bounds = compute_next_bounds(schedule, configured, current, counts(*(10**d for d in update)), noise)
         following = moved(current, bounds)
-        before, now = distances_of(current), distances_of(following)
+        before, now = compute_distances(current), compute_distances(following)
         for side, distance in now.items():
             if math.isinf(start[side]):
                 assert math.isinf(distance)
@@ -208,7 +210,7 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
             assert start[side] * schedule.floor <= distance * (1 + 1e-9)
             assert distance <= start[side] * schedule.ceiling * (1 + 1e-9)
             if noise is not None and distance < before[side]:
-                assert distance >= quantile(noise, 0.9) * (1 - 1e-9)
+                assert distance >= compute_quantile(noise, 0.9) * (1 - 1e-9)
         current = following
 
 
@@ -224,13 +226,13 @@ def test_bounds_stay_in_order_in_range_and_near_the_last_ones(
 def test_no_noise_moves_a_bound_faster_than_the_rate_or_past_the_ceiling(
     values: dict[str, Any], updates: list[tuple[float, float]], rate: float, side: Any
 ) -> None:
-    schedule = Schedule(**(vars(SCHEDULE) | {"rate": rate, "side": side}))
+    schedule = replace(SCHEDULE, rate=rate, side=side)
     configured = current = mask_of(values)
-    start = distances_of(configured)
+    start = compute_distances(configured)
     for goal, noise in updates:
-        evidence = Evidence(counts(*[10**goal] * 10), counts(*[10**noise] * 10))
-        following = moved(current, next_bounds(schedule, configured, current, evidence))
-        before, now = distances_of(current), distances_of(following)
+        evidence = (counts(*[10**goal] * 10), counts(*[10**noise] * 10))
+        following = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+        before, now = compute_distances(current), compute_distances(following)
         for name in ("lower", "upper"):
             if math.isfinite(start[name]):
                 assert abs(math.log(now[name] / before[name])) <= math.log1p(rate) + 1e-9
@@ -245,13 +247,13 @@ def test_on_a_stationary_distribution_it_converges_to_the_quantile_monotonously(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sample = 10 ** (center + 0.3 * torch.randn(500, generator=generator, dtype=torch.float64))
-    schedule = Schedule(target, "both", 0.3, 1e-4, 1e4, 0.99)
+    schedule = Schedule(find_keeping_distance, target, "both", 0.3, 1e-4, 1e4, 0.99)
     configured = current = mask_of(SYMMETRIC)
-    evidence = Evidence(counts(*sample.tolist()))
+    evidence = (counts(*sample.tolist()),)
     course = [0.1]
     for _ in range(60):
-        current = moved(current, next_bounds(schedule, configured, current, evidence))
-        course.append(distances_of(current)["upper"])
+        current = moved(current, compute_next_bounds(schedule, configured, current, *evidence))
+        course.append(compute_distances(current)["upper"])
     assert course in (sorted(course), sorted(course, reverse=True))
     exact = float(sample.sort().values[math.ceil(target * 500 - 1e-9) - 1])
     assert exact * (1 - 1e-9) <= course[-1] <= exact * 10 ** (1 / 64) * (1 + 1e-9)

@@ -1,0 +1,140 @@
+"""Histograms of one update, measured by the worker: distances by bin of masks, weights by bin of the weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...correction import CorrectionSpec, MaskSpec, Statistic, WeightSpec
+from ...correction.deferred import DeferredValue
+from ...correction.masks import compute_extremes, find_applicable
+from ...correction.moving_bounds import WEIGHT, Side
+from ...correction.ratios import clamp_and_exp, compute_excess, compute_log_ratio, find_valid_tokens
+from ...correction.units import Units, partition_units
+from ...correction.weights import compute_log_weight
+from .histogram import CAPS, DISTANCE, EDGES, ESS, KEPT, NOISE, UNITS, WEIGHT_SUMS, get_reduction, sum_by_bin
+from .schedule import find_moving_sides
+
+
+@torch.no_grad()
+def defer_histograms(
+    spec: CorrectionSpec,
+    sides: Mapping[str, Side],
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    segment_ids: Tensor | None = None,
+    versions: Tensor | None = None,
+    staleness: Tensor | None = None,
+) -> DeferredValue[dict[str, Statistic]]:
+    """Measure rows of one update for the parts that ``sides`` names; see the stages for the arguments.
+
+    Units, or tokens (``MaskSpec.picks_tokens``: a mask that picks them by their own sign can split a unit), are counted
+    where the mask looks: for negative advantages, units of rows whose mean is, or tokens whose own is. What a bound on
+    the side that does not move rejects counts as infinitely far. Backend noise is the distance of pi_old / mu where
+    both have the same weights, staleness 0 or None, for masks on pi / mu; its rows count whatever their advantage is,
+    but for those beyond a bound that does not move, which no other bound can keep.
+
+    Returns:
+        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
+        ``sides`` the sums of weights.
+    """
+    valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
+    log_rho = compute_log_ratio(old_log_prob, rollout_log_prob, valid)
+    log_r = compute_log_ratio(log_prob, old_log_prob, valid)
+    operands = {
+        "rollout": (log_rho, old_log_prob, rollout_log_prob),
+        "full": (log_rho + log_r, log_prob, rollout_log_prob),
+        "ppo": (log_r, log_prob, old_log_prob),
+    }
+    ids = {"turn": segment_ids, "version": versions}
+    counted: dict[str, Tensor] = {}
+    if spec.weight is not None and WEIGHT in sides:
+        units = partition_units(spec.weight.level, valid, ids.get(spec.weight.level))
+        counted |= _sum_weights(spec.weight, operands[spec.weight.ratio][0], units)
+    for name, mask in spec.masks:
+        if name not in sides:
+            continue
+        units = partition_units(mask.level, valid, ids.get(mask.level))
+        at = valid & find_applicable(mask, advantages, valid)
+        looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
+        below, above = _compute_extremes(mask, units, *operands[mask.ratio])
+        lower, upper = mask.limits
+        inside = (below >= lower) & (above <= upper)
+        counted[f"{name}/{KEPT}"] = torch.stack([(inside & looked).sum(), looked.sum()]).double()
+        distance, fixed = _compute_distance(mask, sides[name], below, above)
+        counted[f"{name}/{DISTANCE}"] = _count(distance.masked_fill(fixed, math.inf), looked)
+        if mask.ratio == "full":
+            there = valid if mask.picks_tokens else units.tokens > 0
+            equal = there if staleness is None else there & (staleness == 0)[:, None]
+            noise, fixed = _compute_distance(mask, sides[name], *_compute_extremes(mask, units, *operands["rollout"]))
+            counted[f"{name}/{NOISE}"] = _count(noise, equal & ~fixed)
+    return _defer(counted)
+
+
+def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:
+    """Sum the weights of some rows by bin, under the lower bound and without the cap; and for the ESS under the cap.
+
+    Args:
+        spec: of a kind that truncates or clips.
+        log_ratio: (B, T) float64, log r_t in nats, 0 where not valid.
+        units: of ``spec.level``.
+    """
+    value = compute_log_weight(spec, log_ratio, units)
+    if spec.lower is not None:
+        value = value.clamp(min=math.log(spec.lower))
+    count = units.tokens
+    raw = clamp_and_exp(value)
+    sums = sum_by_bin(CAPS, value, torch.stack([count, count * raw, count * raw.square()]))
+    capped = value if spec.upper is None else value.clamp(max=math.log(spec.upper))
+    above = compute_excess(capped)
+    return {
+        **dict(zip(WEIGHT_SUMS, sums, strict=True)),
+        UNITS: (count > 0).sum(dtype=torch.float64)[None],
+        ESS: torch.stack([(count * above).sum(), (count * above.square()).sum(), count.sum()]),
+    }
+
+
+def _compute_extremes(
+    mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``masks.compute_extremes`` in float32, as the mask compares: (B, U), or (B, T) where it picks tokens."""
+    least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
+    if mask.picks_tokens:
+        least, greatest = units.spread(least), units.spread(greatest)
+    return least.float(), greatest.float()
+
+
+def _compute_distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute how wide the bounds that move have to be, and find what a bound that does not move rejects, by unit."""
+    moving = find_moving_sides(mask, side)
+    lower, upper = mask.limits
+    distance, fixed = torch.zeros_like(above), torch.zeros_like(above, dtype=torch.bool)
+    for name, outward, limit in (("upper", above, upper), ("lower", -below, -lower)):
+        if name in moving:
+            distance = torch.maximum(distance, outward)
+        else:
+            fixed = fixed | (outward > limit)
+    return distance, fixed
+
+
+def _count(distance: Tensor, counted: Tensor) -> Tensor:
+    return sum_by_bin(EDGES, distance, counted[None])[0]
+
+
+def _defer(counted: Mapping[str, Tensor]) -> DeferredValue[dict[str, Statistic]]:
+    sizes = {name: len(numbers) for name, numbers in counted.items()}
+
+    def decode(numbers: list[float]) -> dict[str, Statistic]:
+        found, start = {}, 0
+        for name, size in sizes.items():
+            found[name], start = Statistic(get_reduction(name), tuple(numbers[start : start + size])), start + size
+        return found
+
+    return DeferredValue(torch.cat(list(counted.values())) if counted else torch.zeros(0, dtype=torch.float64), decode)
