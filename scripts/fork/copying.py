@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,21 +52,15 @@ def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
     """Path -> content and mode of every file to copy; `recipe/offpolicy/config` is read through its link."""
     files = {}
     for package in PACKAGES:
-        for path in _walk(source / package):
-            mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-            files[path.relative_to(source).as_posix()] = (path.read_bytes(), mode)
+        for folder, folders, names in os.walk(source / package, followlinks=True):
+            folders[:] = [name for name in folders if name not in ("__pycache__", "outputs") and name[0] != "."]
+            for path in (Path(folder, name) for name in names if name[0] != "." and Path(name).suffix in _SUFFIXES):
+                mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+                files[path.relative_to(source).as_posix()] = (path.read_bytes(), mode)
     for needed in (*PACKAGES, "recipe/offpolicy/config"):
         if not any(path.startswith(f"{needed}/") for path in files):
             raise Refused(f"{source / needed} holds nothing to copy. Fix: call the script of a whole checkout.")
-    return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_dir() and entry.name not in ("__pycache__", "outputs") and not entry.name.startswith("."):
-            yield from _walk(entry)
-        elif entry.suffix in _SUFFIXES and not entry.name.startswith(".") and entry.is_file():
-            yield entry
+    return dict(sorted(files.items()))
 
 
 def read_origin(source: Path) -> tuple[str, str | None]:
@@ -111,13 +105,10 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
         if there == digest:
             continue
         plan.write[path] = file
-        if there is not None and path not in known:
-            foreign.append(path)
-        elif there is not None and there not in known[path].values():
-            edited.append(path)
+        if there is not None and there not in known.get(path, {}).values():
+            (edited if path in known else foreign).append(path)
     if foreign:
-        fix = "rename or remove them"
-        raise Refused(_list("these exist with other content, and are not of a copy", foreign, fix))
+        raise Refused(_list("these exist with other content, and are not of a copy", foreign, "rename or remove them"))
     if edited and not force:
         fix = "--force, which replaces them and keeps each beside itself as FILE.orig"
         raise Refused(_list("these were edited since they were copied", edited, fix))
@@ -153,13 +144,13 @@ def apply_copy(root: Path, plan: Plan) -> None:
     # Before the manifest: after it an edit counts as known, and a second call would replace it.
     for path, kept in plan.kept.items():
         (root / path).rename(root / kept)
-    put(root / MANIFEST, _to_json(plan.unfinished), 0o644)
+    put(root / MANIFEST, _to_json(plan.unfinished))
     for path, (content, mode) in plan.write.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         put(root / path, content, mode)
     for path in plan.remove:
         remove(root, path)
-    put(root / MANIFEST, _to_json(plan.manifest), 0o644)
+    put(root / MANIFEST, _to_json(plan.manifest))
 
 
 def apply_undo(root: Path, plan: Plan) -> None:
@@ -203,8 +194,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
     """Raise Refused where a folder of `paths` or of the manifest takes no writing."""
     existing = {next(folder for folder in (root / path).parents if folder.is_dir()) for path in (MANIFEST, *paths)}
     effective = os.access in os.supports_effective_ids
-    closed = sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective))
-    if closed:
+    if closed := sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective)):
         raise Refused(
             f"nothing was written: no permission to write in {', '.join(closed)}. Fix: chmod, or another user."
         )
@@ -231,7 +221,7 @@ def find_obstacle(root: Path, path: str) -> str | None:
     return None
 
 
-def put(path: Path, content: bytes, mode: int) -> None:
+def put(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that it is there whole or not at all."""
     new = path.with_name(f"{path.name}{NEW}")
     try:
