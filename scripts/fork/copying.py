@@ -32,20 +32,20 @@ class Plan:
     """Changes that may go ahead, none of which has been made.
 
     Attributes:
-        manifest: of the finished copy.
-        write: files to write.
+        manifest: that holds in the end; None where nothing is left to know.
+        unfinished: that holds until then; None where the manifest stays as it is.
+        write: files to write, with mode.
         kept: edited files that `--force` replaces -> the path under which each is kept.
         remove: copied files that are no longer wanted.
         edited: the same, but not as they were copied: they stay, and are the user's.
-        unfinished: manifest that holds until everything is done; None where nothing is to be done.
     """
 
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] | None = None
+    unfinished: dict[str, Any] | None = None
     write: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
-    unfinished: dict[str, Any] | None = None
 
 
 def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
@@ -90,23 +90,18 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     wanted = {fork.place + path: file for path, file in read_shipped(source).items()}
     if blocked := {why for path in wanted if (why := find_obstacle(root, path))}:
         raise Refused(_list("these are in the way", blocked, "move them away, then copy again"))
-    version, commit = read_origin(source)
-    about = {"about": ABOUT, "format": 1, "version": version, "commit": commit, "verl": fork.release}
-    final: Entries = {}
-    unfinished: Entries = {}
-    plan = Plan(about | {"place": fork.place.rstrip("/"), "state": "complete", "files": final})
-    foreign, edited = [], []
+    plan, final = Plan(), Entries()
+    unfinished, foreign, edited = Entries(), [], []
     for path, file in wanted.items():
         there, digest = digest_of(root / path), hashlib.sha256(file[0]).hexdigest()
         # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
         if path in known or there is None:
             final[path] = {"sha256": digest}
             unfinished[path] = final[path] | ({"before": there} if there not in (None, digest) else {})
-        if there == digest:
-            continue
-        plan.write[path] = file
-        if there is not None and there not in known.get(path, {}).values():
-            (edited if path in known else foreign).append(path)
+        if there != digest:
+            plan.write[path] = file
+            if there is not None and there not in known.get(path, {}).values():
+                (edited if path in known else foreign).append(path)
     if foreign:
         raise Refused(_list("these exist with other content, and are not of a copy", foreign, "rename or remove them"))
     if edited and not force:
@@ -116,15 +111,19 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     _plan_removal(root, {path: entry for path, entry in known.items() if path not in wanted}, plan)
     # Files on their way out are known until they are gone, so that an interruption forgets none.
     unfinished.update({path: known[path] for path in plan.remove})
+    version, commit = read_origin(source)
+    about = {"about": ABOUT, "format": 1, "version": version, "commit": commit, "verl": fork.release}
+    about["place"] = fork.place.rstrip("/")
+    plan.manifest = about | {"state": "complete", "files": final}
     if plan.write or plan.remove or plan.manifest != earlier:
-        plan.unfinished = plan.manifest | {"state": "copying", "files": unfinished}
+        plan.unfinished = about | {"state": "copying", "files": unfinished}
     check_writable(root, [*plan.write, *plan.remove])
     return plan
 
 
 def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
     """Plan to remove a copy."""
-    plan = Plan(manifest)
+    plan = Plan(unfinished=manifest)
     _plan_removal(root, manifest["files"], plan)
     check_writable(root, plan.remove)
     return plan
@@ -132,33 +131,29 @@ def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
 
 def _plan_removal(root: Path, entries: Entries, plan: Plan) -> None:
     for path, entry in entries.items():
-        if (there := digest_of(root / path)) is not None:
-            ours = there in entry.values() and not find_obstacle(root, path)
-            (plan.remove if ours else plan.edited).append(path)
+        there = digest_of(root / path)
+        ours = there is None or (there in entry.values() and not find_obstacle(root, path))
+        (plan.remove if ours else plan.edited).append(path)
 
 
-def apply_copy(root: Path, plan: Plan) -> None:
-    """Carry a copy out. The manifest goes first and is finished last, so that an interruption forgets nothing."""
+def apply(root: Path, plan: Plan) -> None:
+    """Carry a plan out. The manifest goes first and is finished last, so that an interruption forgets nothing."""
     if plan.unfinished is None:
         return
     # Before the manifest: after it an edit counts as known, and a second call would replace it.
     for path, kept in plan.kept.items():
         (root / path).rename(root / kept)
-    put(root / MANIFEST, _to_json(plan.unfinished))
+    if plan.manifest is not None:
+        put(root / MANIFEST, _to_json(plan.unfinished))
     for path, (content, mode) in plan.write.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         put(root / path, content, mode)
     for path in plan.remove:
         remove(root, path)
-    put(root / MANIFEST, _to_json(plan.manifest))
-
-
-def apply_undo(root: Path, plan: Plan) -> None:
-    """Carry an undo out, the manifest last."""
-    for path in plan.manifest["files"]:
-        if path in plan.remove or digest_of(root / path) is None:
-            remove(root, path)
-    (root / MANIFEST).unlink()
+    if plan.manifest is None:
+        (root / MANIFEST).unlink()
+    else:
+        put(root / MANIFEST, _to_json(plan.manifest))
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:

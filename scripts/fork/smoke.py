@@ -104,5 +104,5 @@ def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
         return Failure("\n".join(dict.fromkeys(own)), "as each line says, in the checkout")
     # Of a traceback the last line says it.
     traceback = "Traceback (most recent call last):" in done.stderr
-    said = done.stderr.strip().splitlines()[-1:] if traceback else lines[-12:]
+    said = done.stderr.strip().splitlines()[-1:] if traceback else lines[-20:]
     return Failure("\n".join(said) or f"exit {done.returncode}", fix)
