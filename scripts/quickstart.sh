@@ -9,12 +9,11 @@
 #   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
 #   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)
-#   QUICKSTART_TIME_LIMIT   seconds for the whole run (default 900; with MODEL 7200)
 #
 # A run that hangs is ended by its watchdog: offpolicy.watchdog.* in configs/quickstart.yaml.
 #
 # Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
-# was not live, 5 the time limit struck, 128 + n ended by signal n.
+# was not live, 128 + n ended by signal n.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

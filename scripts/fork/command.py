@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checkout import Fork, Refused, find_ignored, open_fork
-from .copying import MANIFEST, Plan, apply_copy, apply_undo, plan_copy, plan_undo, read_manifest
+from .copying import MANIFEST, Plan, apply, plan_copy, plan_undo, read_manifest
 from .smoke import smoke_test
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -70,15 +70,16 @@ def _copy(options: argparse.Namespace) -> int:
     fork = open_fork(options.path)
     plan = plan_copy(fork, SOURCE, force=options.force)
     _say(f"{fork.root}: verl {fork.release}")
-    _say(f"from:  verl-offpolicy {plan.manifest['version']}, commit {plan.manifest['commit'] or 'unknown'}")
+    manifest = plan.manifest or {}
+    _say(f"from:  verl-offpolicy {manifest['version']}, commit {manifest['commit'] or 'unknown'}")
     _say(f"place: {fork.place or 'the root'}, because {fork.reason}")
     if not options.dry_run:
-        apply_copy(fork.root, plan)
+        apply(fork.root, plan)
     _say_plan(plan, done=not options.dry_run)
     if options.dry_run:
         print("".join([f"    + {path}\n" for path in plan.write] + [f"    - {path}\n" for path in plan.remove]), end="")
         return DONE
-    if unseen := find_ignored(fork.root, [*plan.manifest["files"], MANIFEST]):
+    if unseen := find_ignored(fork.root, [*manifest["files"], MANIFEST]):
         _say(f"git ignores {len(unseen)} of these files here; to commit them: git add -f {' '.join(unseen)}")
     status = DONE if options.no_smoke else _smoke(fork)
     if status == DONE:
@@ -127,7 +128,7 @@ def _undo(options: argparse.Namespace) -> int:
         return DONE
     plan = plan_undo(root, manifest)
     if not options.dry_run:
-        apply_undo(root, plan)
+        apply(root, plan)
     _say(f"{root}: {'would remove' if options.dry_run else 'removed'} {_count(plan.remove)}")
     for path in plan.edited:
         print(f"    kept {path}: not as it was copied, so that it is yours from now on")

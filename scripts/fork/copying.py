@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,41 +32,35 @@ class Plan:
     """Changes that may go ahead, none of which has been made.
 
     Attributes:
-        manifest: of the finished copy.
-        write: files to write.
+        manifest: that holds in the end; None where nothing is left to know.
+        unfinished: that holds until then; None where the manifest stays as it is.
+        write: files to write, with mode.
         kept: edited files that `--force` replaces -> the path under which each is kept.
         remove: copied files that are no longer wanted.
         edited: the same, but not as they were copied: they stay, and are the user's.
-        unfinished: manifest that holds until everything is done; None where nothing is to be done.
     """
 
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] | None = None
+    unfinished: dict[str, Any] | None = None
     write: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
-    unfinished: dict[str, Any] | None = None
 
 
 def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
     """Path -> content and mode of every file to copy; `recipe/offpolicy/config` is read through its link."""
     files = {}
     for package in PACKAGES:
-        for path in _walk(source / package):
-            mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-            files[path.relative_to(source).as_posix()] = (path.read_bytes(), mode)
+        for folder, folders, names in os.walk(source / package, followlinks=True):
+            folders[:] = [name for name in folders if name not in ("__pycache__", "outputs") and name[0] != "."]
+            for path in (Path(folder, name) for name in names if name[0] != "." and Path(name).suffix in _SUFFIXES):
+                mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+                files[path.relative_to(source).as_posix()] = (path.read_bytes(), mode)
     for needed in (*PACKAGES, "recipe/offpolicy/config"):
         if not any(path.startswith(f"{needed}/") for path in files):
             raise Refused(f"{source / needed} holds nothing to copy. Fix: call the script of a whole checkout.")
-    return files
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_dir() and entry.name not in ("__pycache__", "outputs") and not entry.name.startswith("."):
-            yield from _walk(entry)
-        elif entry.suffix in _SUFFIXES and not entry.name.startswith(".") and entry.is_file():
-            yield entry
+    return dict(sorted(files.items()))
 
 
 def read_origin(source: Path) -> tuple[str, str | None]:
@@ -96,28 +90,20 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     wanted = {fork.place + path: file for path, file in read_shipped(source).items()}
     if blocked := {why for path in wanted if (why := find_obstacle(root, path))}:
         raise Refused(_list("these are in the way", blocked, "move them away, then copy again"))
-    version, commit = read_origin(source)
-    about = {"about": ABOUT, "format": 1, "version": version, "commit": commit, "verl": fork.release}
-    final: Entries = {}
-    unfinished: Entries = {}
-    plan = Plan(about | {"place": fork.place.rstrip("/"), "state": "complete", "files": final})
-    foreign, edited = [], []
+    plan, final = Plan(), Entries()
+    unfinished, foreign, edited = Entries(), [], []
     for path, file in wanted.items():
         there, digest = digest_of(root / path), hashlib.sha256(file[0]).hexdigest()
         # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
         if path in known or there is None:
             final[path] = {"sha256": digest}
             unfinished[path] = final[path] | ({"before": there} if there not in (None, digest) else {})
-        if there == digest:
-            continue
-        plan.write[path] = file
-        if there is not None and path not in known:
-            foreign.append(path)
-        elif there is not None and there not in known[path].values():
-            edited.append(path)
+        if there != digest:
+            plan.write[path] = file
+            if there is not None and there not in known.get(path, {}).values():
+                (edited if path in known else foreign).append(path)
     if foreign:
-        fix = "rename or remove them"
-        raise Refused(_list("these exist with other content, and are not of a copy", foreign, fix))
+        raise Refused(_list("these exist with other content, and are not of a copy", foreign, "rename or remove them"))
     if edited and not force:
         fix = "--force, which replaces them and keeps each beside itself as FILE.orig"
         raise Refused(_list("these were edited since they were copied", edited, fix))
@@ -125,15 +111,19 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     _plan_removal(root, {path: entry for path, entry in known.items() if path not in wanted}, plan)
     # Files on their way out are known until they are gone, so that an interruption forgets none.
     unfinished.update({path: known[path] for path in plan.remove})
+    version, commit = read_origin(source)
+    about = {"about": ABOUT, "format": 1, "version": version, "commit": commit, "verl": fork.release}
+    about["place"] = fork.place.rstrip("/")
+    plan.manifest = about | {"state": "complete", "files": final}
     if plan.write or plan.remove or plan.manifest != earlier:
-        plan.unfinished = plan.manifest | {"state": "copying", "files": unfinished}
+        plan.unfinished = about | {"state": "copying", "files": unfinished}
     check_writable(root, [*plan.write, *plan.remove])
     return plan
 
 
 def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
     """Plan to remove a copy."""
-    plan = Plan(manifest)
+    plan = Plan(unfinished=manifest)
     _plan_removal(root, manifest["files"], plan)
     check_writable(root, plan.remove)
     return plan
@@ -141,33 +131,29 @@ def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
 
 def _plan_removal(root: Path, entries: Entries, plan: Plan) -> None:
     for path, entry in entries.items():
-        if (there := digest_of(root / path)) is not None:
-            ours = there in entry.values() and not find_obstacle(root, path)
-            (plan.remove if ours else plan.edited).append(path)
+        there = digest_of(root / path)
+        ours = there is None or (there in entry.values() and not find_obstacle(root, path))
+        (plan.remove if ours else plan.edited).append(path)
 
 
-def apply_copy(root: Path, plan: Plan) -> None:
-    """Carry a copy out. The manifest goes first and is finished last, so that an interruption forgets nothing."""
+def apply(root: Path, plan: Plan) -> None:
+    """Carry a plan out. The manifest goes first and is finished last, so that an interruption forgets nothing."""
     if plan.unfinished is None:
         return
     # Before the manifest: after it an edit counts as known, and a second call would replace it.
     for path, kept in plan.kept.items():
         (root / path).rename(root / kept)
-    put(root / MANIFEST, _to_json(plan.unfinished), 0o644)
+    if plan.manifest is not None:
+        put(root / MANIFEST, _to_json(plan.unfinished))
     for path, (content, mode) in plan.write.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         put(root / path, content, mode)
     for path in plan.remove:
         remove(root, path)
-    put(root / MANIFEST, _to_json(plan.manifest), 0o644)
-
-
-def apply_undo(root: Path, plan: Plan) -> None:
-    """Carry an undo out, the manifest last."""
-    for path in plan.manifest["files"]:
-        if path in plan.remove or digest_of(root / path) is None:
-            remove(root, path)
-    (root / MANIFEST).unlink()
+    if plan.manifest is None:
+        (root / MANIFEST).unlink()
+    else:
+        put(root / MANIFEST, _to_json(plan.manifest))
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
@@ -203,8 +189,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
     """Raise Refused where a folder of `paths` or of the manifest takes no writing."""
     existing = {next(folder for folder in (root / path).parents if folder.is_dir()) for path in (MANIFEST, *paths)}
     effective = os.access in os.supports_effective_ids
-    closed = sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective))
-    if closed:
+    if closed := sorted(str(f) for f in existing if not os.access(f, os.W_OK | os.X_OK, effective_ids=effective)):
         raise Refused(
             f"nothing was written: no permission to write in {', '.join(closed)}. Fix: chmod, or another user."
         )
@@ -231,7 +216,7 @@ def find_obstacle(root: Path, path: str) -> str | None:
     return None
 
 
-def put(path: Path, content: bytes, mode: int) -> None:
+def put(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that it is there whole or not at all."""
     new = path.with_name(f"{path.name}{NEW}")
     try:

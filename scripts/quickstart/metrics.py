@@ -15,7 +15,7 @@ KEPT = ("offpolicy/keep/token_share",)
 PROVED = "offpolicy/live/proved"
 SECONDS = ("timing_s/step",)
 
-OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE, TIME_LIMIT = range(6)
+OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)
 """Exit codes of scripts/quickstart.sh; an interrupted run ends with 128 + the signal's number."""
 REQUIRED_RISE = 0.1
 

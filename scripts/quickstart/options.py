@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +50,14 @@ class Options:
     Attributes:
         model: folder of a Hugging Face model to train; None for the quickstart's own.
         platform: one of PLATFORMS.
-        time_limit: seconds for the whole run.
     """
 
     model: Path | None
     platform: str
-    time_limit: float
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL, QUICKSTART_TIME_LIMIT and the override `platform=`.
+        """Read MODEL and the override `platform=`.
 
         Raises:
             ValueError: names the variable, its value and the fix.
@@ -71,15 +68,7 @@ class Options:
         platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        # The quickstart's own model takes 3 to 4 minutes on two cores; nothing is known about another one.
-        text = env.get("QUICKSTART_TIME_LIMIT") or ("7200" if model else "900")
-        try:
-            limit = float(text)
-        except ValueError:
-            limit = math.nan
-        if not limit > 0:
-            raise ValueError(f"QUICKSTART_TIME_LIMIT={text}: give a number of seconds above 0")
-        return cls(model, platform, limit)
+        return cls(model, platform)
 
 
 def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:

@@ -14,13 +14,6 @@ from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, heldout_sc
 
 HEARTBEAT = 15.0
 """Seconds after which a log that is not a terminal gets a sign of life."""
-MILESTONES = {
-    "Started a local Ray instance": "Ray is up, its workers import verl",
-    "create worker group": "starting the trainer's worker",
-    "actor and ref model engine initialized": "the trainer's worker is ready, starting vLLM",
-    "checkpoint engine manager initialized": "vLLM is ready, starting the rollout's workers",
-}
-"""What verl writes on its way to the first step -> what it means."""
 
 
 class Progress:
@@ -74,13 +67,10 @@ class TrainingView:
     def __init__(self, progress: Progress, history: History, steps: int, corrected: bool, scored: bool) -> None:
         self._progress, self._history = progress, history
         self._steps, self._corrected, self._scored = steps, corrected, scored
-        self._milestones = dict(MILESTONES)
         progress.stage("starting Ray and vLLM", "about a minute on two cores")
 
     def log_line(self, text: str) -> None:
         """Tell of a line of the training's log."""
-        for sign in [sign for sign in self._milestones if sign in text]:
-            self._progress.line(f"  {self._milestones.pop(sign)}")
         if "Creating file logger at" in text:
             self._progress.stage("held-out score before training" if self._scored else "first step")
 

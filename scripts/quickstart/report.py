@@ -54,6 +54,7 @@ def summary_table(history: History, *, corrected: bool) -> Table:
 
 def draw(history: History, path: Path, title: str) -> None:
     """Reward, mismatch and kept share over the steps, as a PNG."""
+    import pandas
     from matplotlib.ticker import MaxNLocator
 
     steps = history.steps
@@ -61,7 +62,9 @@ def draw(history: History, path: Path, title: str) -> None:
     def reward(axes: Axes) -> None:
         values = history.series(REWARD)
         axes.plot(steps, values, color="C0", alpha=0.35, label="sampled, each step")
-        axes.plot(steps, smooth(values), color="C0", label="sampled, running mean")
+        # NaN does not count.
+        smooth = pandas.Series(values, dtype=float).rolling(5, min_periods=1).mean()
+        axes.plot(steps, smooth, color="C0", label="sampled, running mean")
         for step, score in history.heldout:
             axes.annotate(f"{score:.2f}", (step, score), textcoords="offset points", xytext=(-10, -15), color="C1")
         axes.plot(*np.array(history.heldout).reshape(-1, 2).T, "o", color="C1", label="held out, greedy")
@@ -87,9 +90,3 @@ def draw(history: History, path: Path, title: str) -> None:
         return FigurePanel(draw_all, "")
 
     save(draw_panels([panel(lines) for lines in (reward, mismatch, kept)], columns=3, title=title), path, dpi=150)
-
-
-def smooth(values: list[float], width: int = 5) -> list[float]:
-    """Mean of each value and up to width - 1 before it; NaN does not count."""
-    windows = ([v for v in values[max(0, end - width) : end] if not math.isnan(v)] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) if window else math.nan for window in windows]

@@ -1,4 +1,4 @@
-"""The quickstart's supervisor: prepares, trains under a time limit, reports, and leaves nothing behind.
+"""The quickstart's supervisor: prepares, trains, reports, and leaves nothing behind.
 
 scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for
 the environment variables it reads and metrics.py for its exit codes.
@@ -25,7 +25,7 @@ from verl_patches.contract import installed_release
 
 from .child import Child, StageFailed, Tail
 from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
-from .metrics import FAILED, REFUSED, TIME_LIMIT, History, judge
+from .metrics import FAILED, REFUSED, History, judge
 from .options import ANY_MODEL_OVERRIDES, Options, child_environment, quote, release_overrides
 from .prepare import find_made, folder
 from .progress import Progress, TrainingView
@@ -43,7 +43,7 @@ WATCH_EVERY = 2.0
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; SIGALRM is that of the time limit."""
+    """A signal asked the run to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -201,17 +201,13 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[int, str]:
     """Exit code and sentence for a run that did not end by itself; shows the end of the log."""
-    late = isinstance(error, Interrupted) and error.number == signal.SIGALRM
-    if isinstance(error, Interrupted) and not late:
+    if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:
-        # Hydra lists every correction that there is, a traceback is shorter, and a time limit needs a few lines.
-        lines = 8 if late else 120 if quickstart.checking else 40
+        # Hydra lists every correction that there is; a traceback is shorter.
+        lines = 120 if quickstart.checking else 40
         quickstart.progress.line(f"the end of {quickstart.current.log}:")
         quickstart.progress.console.print(quickstart.current.end_of_log(lines), markup=False, soft_wrap=True)
-    if late:
-        limit = quickstart.options.time_limit
-        return TIME_LIMIT, f"the time limit of {limit:.0f} s struck; QUICKSTART_TIME_LIMIT=seconds raises it"
     if quickstart.checking:
         return REFUSED, "the configuration was refused, see above"
     return FAILED, f"failed with {error}, see above"
@@ -226,13 +222,12 @@ def main(overrides: Sequence[str]) -> int:
         print(f"quickstart: {error}", file=sys.stderr)
         return REFUSED
     become_subreaper()
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with Progress() as progress:
         quickstart = Quickstart(options, overrides, progress)
         try:
             for number in signals:
                 signal.signal(number, _interrupt)
-            signal.setitimer(signal.ITIMER_REAL, options.time_limit)
             code, sentence = quickstart.run()
         except (StageFailed, Interrupted) as error:
             code, sentence = _explain(error, quickstart)

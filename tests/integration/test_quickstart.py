@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.recording import Recording, Step
-from tests.support.whole_runs import LIMIT, LIMITS, ROOT
+from tests.support.whole_runs import LIMIT, ROOT
 
 QUICKSTART = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def environment() -> dict[str, str]:
-    return {"VENV": os.environ.get("VENV") or sys.prefix, **LIMITS}
+    return {"VENV": os.environ.get("VENV") or sys.prefix}
 
 
 @pytest.mark.parametrize(

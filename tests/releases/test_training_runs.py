@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import LIMITS, ROOT
+from tests.support.whole_runs import ROOT
 
 pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow]
 
@@ -59,7 +59,7 @@ def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     done = subprocess.run(
         ["bash", "scripts/quickstart.sh", *settings, *overrides],
         cwd=ROOT,
-        env={**os.environ, "VENV": sys.prefix, **LIMITS},
+        env={**os.environ, "VENV": sys.prefix},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -19,8 +19,6 @@ SOON = 10.0 + PATIENCE + GRACE + 300.0
 UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LIMIT = 1200.0
 """Seconds after which a run hangs; most take 80 to 150 on a machine that does nothing else."""
-LIMITS = {"QUICKSTART_TIME_LIMIT": f"{LIMIT:g}"}
-"""The quickstart's own limit, which is for people, as a variable of its environment."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ def train(run_program: Callable[..., Any], *overrides: str, **environment: str) 
         limit=LIMIT,
         cwd=ROOT,
         VENV=os.environ.get("VENV") or sys.prefix,
-        **LIMITS,
         **environment,
     )
     ended = time.time()

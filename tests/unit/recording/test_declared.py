@@ -56,6 +56,40 @@ def test_an_empty_table(tmp_path: Path) -> None:
     assert declared(path).rows == 0
 
 
+def zigzag(count: int) -> bytes:
+    """A count in Thrift's compact protocol: doubled, seven bits a byte, the lowest first."""
+    doubled = 2 * count
+    size = max(1, -(-doubled.bit_length() // 7))
+    return bytes([doubled >> 7 * i & 0x7F | 0x80 * (i < size - 1) for i in range(size)])
+
+
+def test_a_page_that_unpacks_to_more_than_the_footer_says(tmp_path: Path) -> None:
+    """535 bytes, of which Arrow makes a million values: runs of equal levels and indices, well formed.
+
+    The footer says 18 values and 66 bytes, so that neither a bound on pyarrow's metadata nor reading row group by row
+    group would notice; with runs of 2^31 - 1 values the same bytes take the memory of the machine.
+    """
+    count = 2**20 + 100
+    kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
+    column = pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.array(np.zeros(count, np.float32)), type=kind
+    )
+    path = tmp_path / "some.parquet"
+    options = {"compression": "none", "write_statistics": False, "data_page_size": 2**30}
+    pq.write_table(pa.table({"weight": column}), path, store_schema=False, **options)
+    content = path.read_bytes()
+    end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer_says = content[end:-8].replace(zigzag(count), zigzag(18), 1)
+    path.write_bytes(content[:end] + footer_says + len(footer_says).to_bytes(4, "little") + b"PAR1")
+
+    assert path.stat().st_size < 1000
+    with pq.ParquetFile(path) as file:
+        chunk = file.metadata.row_group(0).column(0)
+        assert (chunk.num_values, chunk.total_uncompressed_size < 100) == (18, True)
+        assert len(file.read_row_group(0).column(0).combine_chunks().flatten()) == count
+    assert declared(path).values == count + 1  # and the one word of the dictionary
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"PAR1PAR1", b"PAR1" + b"\xff" * 8 + b"PAR1", b"PAR1\0\1\0\0\0PAR1"], ids=range(4)
 )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import to_rich
 from scripts.quickstart.metrics import FAILED, KEPT, NOT_LIVE, NOT_RISEN, OK, REWARD, History, judge
-from scripts.quickstart.report import describe, draw, smooth, summary_table
+from scripts.quickstart.report import describe, draw, summary_table
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
 
@@ -99,8 +99,3 @@ def test_the_correction_in_words():
     assert describe({"weight": None, "masks": {"gsm": {}}}) == "mask gsm"
     both = {"weight": {"level": "token", "kind": "truncate"}, "masks": {"gsm": {}, "opsm": {}}}
     assert describe(both) == "token weights (truncate), masks gsm and opsm"
-
-
-def test_the_running_mean_leaves_gaps_out():
-    # (1), (1 + 3) / 2, (1 + 3 + 5) / 3, then NaN is left out: (3 + 5) / 2
-    assert smooth([1.0, 3.0, 5.0, math.nan], width=3) == [1.0, 2.0, 3.0, 4.0]
