@@ -190,6 +190,8 @@ def log_probs(model: Any, data: TensorDict) -> Tensor:
 
 def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
     """Gradients of each mini-batch, and its metrics as they leave the worker."""
+    from verl_patches.sent_metrics import complete
+
     clock = _clock(next(model.parameters()).device)
     in_loss, start = 0.0, clock()
     for micro_batches in mini_batches:
@@ -203,6 +205,8 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
             metrics.append(found)
             value.backward()
         called = clock()
+        for each in metrics:
+            complete(each)
         pickle.dumps(metrics)
         in_loss += clock() - called
     return Spent(whole=clock() - start, loss=in_loss)

@@ -41,7 +41,7 @@ def contract(patch: Any, name: str) -> Any:
 
 def test_these_are_the_contracts(patch: Any) -> None:
     assert [each.name for each in patch.CONTRACTS] == names()
-    assert {each.releases for each in patch.CONTRACTS} == {"==0.7.1"}
+    assert {each.releases for each in patch.CONTRACTS} == {("==0.7.1",)}
 
 
 @pytest.mark.parametrize("name", names())

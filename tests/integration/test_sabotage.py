@@ -120,7 +120,7 @@ def stops(match: str, engine: Any, **kwargs: Any) -> None:
 def test_adapter_switched_off(engine: Any) -> None:
     from verl.workers.utils.losses import ppo_loss
 
-    stops("not ours", engine, loss=partial(ppo_loss, config=tw.actor_config()))
+    stops("the worker ran another loss function", engine, loss=partial(ppo_loss, config=tw.actor_config()))
 
 
 def test_proof_switched_off(engine: Any) -> None:

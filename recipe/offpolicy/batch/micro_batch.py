@@ -231,7 +231,7 @@ def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> St
 
 
 def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
-    """What each token's policy term is multiplied by: weight x keep, (B, T), with the denominator's scale in it.
+    """Compute the factor of each token's policy term: weight x keep, (B, T), with the denominator's scale in it.
 
     Raises:
         KeyError: ``denominator=kept``, and the trainer's scale did not arrive.
@@ -341,7 +341,7 @@ def sampled_checksums(data: TensorDict) -> list[int]:
 
 
 def _is_padded(log_probs: Tensor) -> bool:
-    """Whether the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
+    """True if the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
     return not log_probs.is_nested and log_probs.dim() == 2
 
 
@@ -352,7 +352,7 @@ def _plan(batch: MicroBatch) -> SharedPlan:
 
 
 def _counted(data: TensorDict) -> DeferredValue[None] | None:
-    """Whether the count behind ``denominator=kept`` is the engine's own."""
+    """Check that the count behind ``denominator=kept`` is the engine's own."""
     if SCALE not in data.keys():
         return None
     engine = tu.get_non_tensor_data(data, "batch_num_tokens", None)

@@ -1,4 +1,4 @@
-"""Where the responses of a micro-batch stand in verl's two layouts, and how they come out of them padded.
+"""Positions of a micro-batch's responses in verl's two layouts, nested and packed, and their padding.
 
 verl's own ``no_padding_2_padding`` cuts row by row, by lengths that it asks the device for, and nested columns take
 torch a pass each. Here one table of places serves every column, without a word to the host.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one micro-batch.
+    """Layout of one micro-batch.
 
     Attributes:
         prompts, responses: (B,) int64, tokens of each row.

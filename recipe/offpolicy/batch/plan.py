@@ -1,4 +1,4 @@
-"""What has to be known of a whole batch before its first gradient step: made by the trainer, read by the workers.
+"""Batch-level constants, made by the trainer before the first gradient step and shipped to the workers.
 
 The plan travels beside the batch: what is one number for all rows as a non-tensor, what differs by row as a column.
 """
@@ -38,7 +38,7 @@ COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
 
 @dataclass(frozen=True)
 class UpdateRows:
-    """How the rows of one update reach the loss: what a recorder has to know of it.
+    """Order in which the rows of one update reach the loss, for the recorder.
 
     Attributes:
         ranks: data-parallel ranks.
@@ -59,7 +59,7 @@ class UpdateRows:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """What is the same for every row of a batch.
+    """Values shared by every row of a batch.
 
     Attributes:
         step: the trainer's step, from which the age of a row's weights is counted.
@@ -78,7 +78,7 @@ class SharedPlan:
 
 @dataclass(frozen=True)
 class Dealing:
-    """How verl deals a batch to ranks and mini-batches.
+    """verl's split of a batch into ranks and mini-batches.
 
     Attributes:
         ranks: data-parallel ranks.

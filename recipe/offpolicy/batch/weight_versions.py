@@ -1,4 +1,4 @@
-"""Which version of the weights sampled a row, as verl's agent loop notes it."""
+"""Versions of the weights that sampled each row, as verl's agent loop notes them."""
 
 from __future__ import annotations
 

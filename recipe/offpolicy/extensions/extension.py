@@ -1,4 +1,4 @@
-"""What an extension is: a trainer-side object of hooks that do nothing by default, and a half that travels to workers.
+"""The extension interface: trainer-side hooks that do nothing by default, and a half that travels to the workers.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate`` and
 ``shape_advantages``, then in the workers ``wrap_loss`` and ``report``, and ``judge`` of what these reported.
@@ -68,12 +68,12 @@ class Extension:
 
     @property
     def meaning(self) -> str:
-        """What it is configured to do, in a few words."""
+        """A description of the settings in a few words."""
         return ", ".join(f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, Mapping))
 
     @property
     def reads_old_log_prob(self) -> bool:
-        """Whether pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
+        """True if pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
         return False
 
     def configure(self, config: DictConfig) -> Sequence[str]:

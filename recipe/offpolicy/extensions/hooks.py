@@ -23,7 +23,7 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 
 class TrainerBatch(BatchView, Protocol):
-    """What the hooks need of a batch and extensions do not get."""
+    """The part of a batch that the hooks need and extensions do not get."""
 
     @property
     def silent(self) -> Tensor | None:
@@ -152,7 +152,7 @@ class ExtensionHooks:
                 self._judged |= extension.judge(found)
 
     def metrics(self) -> dict[str, float]:
-        """What extensions report of the last update, by full names."""
+        """Collect the metrics of the last update, by full names."""
         found = dict(self._judged)
         for extension in self._extensions:
             with self._within(extension):
@@ -178,7 +178,7 @@ class ExtensionHooks:
         return found
 
     def state(self, folder: Path) -> dict[str, Any]:
-        """What a checkpoint has to hold, by section, with the settings that it was made under."""
+        """Return each section's state for a checkpoint, with the settings that it was made under."""
         return {
             extension.section: {
                 "settings": dict(extension.noted),
@@ -211,7 +211,7 @@ def _validation(
 
 
 def _changed(given: Tensor | None, before: Tensor, extension: Extension, hook: str) -> Tensor:
-    """What a hook returned, or what was there before it.
+    """Return a hook's result after checking it, or ``before`` where it gave none.
 
     Raises:
         ValueError: it has another shape, or values that are not finite.

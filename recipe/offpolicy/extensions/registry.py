@@ -1,4 +1,4 @@
-"""Which extensions a configuration switches on: sections of it -> classes, imported only then.
+"""The table of extensions: section of the configuration -> class, imported when the section is on.
 
 A section is on when it holds keys, be they none (``{}``); null or absent, it is off.
 """

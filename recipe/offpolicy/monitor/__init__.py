@@ -1,1 +1,1 @@
-"""What is watched while a run trains: alarms, moving bounds, mismatch, the active correction and its cost."""
+"""Monitoring during training: alarms, moving bounds, mismatch, the active correction and its cost."""

@@ -1,4 +1,4 @@
-"""Which correction the workers are to run at the next update, and under which bounds: decided between updates.
+"""The correction and bounds of the next update, decided by alarms and calibration between updates.
 
 The configured correction, or the fallback of an alarm; the configured bounds, or those that a schedule has moved. One
 trainer decides for all ranks.
@@ -24,7 +24,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class Steering:
-    """What is in force.
+    """The correction and bounds in force.
 
     Args:
         spec: the configured correction.
@@ -78,12 +78,12 @@ class Steering:
         return switched
 
     def metrics(self) -> dict[str, float]:
-        """What is in force and what moved, below ``offpolicy/``; the same keys at every update of a run."""
+        """Return the metrics of alarms and bounds, below ``offpolicy/``; the same keys at every update of a run."""
         calibrated = {} if self._calibration is None else self._calibration.metrics()
         return self._panel.metrics() | calibrated
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, in plain values."""
+        """Return the state for a checkpoint, in plain values."""
         fallback = self._panel.fallback
         return {
             "alarms": self._panel.state(),
@@ -109,7 +109,7 @@ class Steering:
 
 
 def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
-    """Where a run would not go on as the checkpoint with this ``state`` was left: keys, with both values."""
+    """List the keys, with both values, in which a run differs from the checkpoint with this ``state``."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}
     found = find_changes(unset | noted, unset | settings.plain(config), settings.SECTION)

@@ -1,4 +1,4 @@
-"""What a step costs beside verl's own work: forward passes for pi_old, and bytes that travel to the workers."""
+"""Cost of a step beside verl's own work: forward passes for pi_old, and bytes that travel to the workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepCost:
             self._of_pi_old = False
 
     def add(self, columns: Mapping[str, Tensor], handed: object) -> None:
-        """What one update sends beside verl's own batch.
+        """Add what one update sends beside verl's own batch.
 
         Args:
             columns: of all rows, each row to one rank, dense or nested.
@@ -54,7 +54,7 @@ class StepCost:
         self._bytes += len(pickle.dumps(handed))
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """What else travels in columns, of all rows."""
+        """Add columns of all rows that travel as well."""
         self._bytes += sum(bytes_of(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:

@@ -68,7 +68,7 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """What was recorded of one step, or of those updates of it that one correction acted in.
+    """The record of one step, or of those of its updates that one correction acted in.
 
     Attributes:
         rows: its responses.

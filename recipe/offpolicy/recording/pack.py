@@ -20,7 +20,7 @@ _MOST_TURNS = 2**15 - 1
 
 @dataclass(frozen=True)
 class Seen:
-    """What the loss saw of one micro-batch; see ``schema`` for the meaning of each.
+    """Tensors of one micro-batch as the loss saw them; see ``schema`` for the meaning of each.
 
     Attributes:
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, T).

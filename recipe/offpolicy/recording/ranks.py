@@ -1,4 +1,4 @@
-"""Which of the ranks that see the same rows writes them, and under which number."""
+"""Choice of the rank that writes rows which several ranks see, and its number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
 
 
 def place(dp_size: int) -> Place:
-    """Of this process, which has computed a loss; Megatron computes it on the last pipeline stage alone.
+    """Return the place of this process, which has computed a loss; Megatron does so on the last pipeline stage alone.
 
     Args:
         dp_size: data-parallel ranks.
@@ -40,5 +40,5 @@ def place(dp_size: int) -> Place:
 
 
 def among(global_rank: int, *, copies: int) -> Place:
-    """Where ``copies`` neighbouring ranks hold the same rows."""
+    """Return the place of a rank where ``copies`` neighbouring ranks hold the same rows."""
     return Place(global_rank // copies, global_rank % copies == 0)

@@ -27,7 +27,7 @@ _NICE = 10
 
 @dataclass
 class Counters:
-    """What happened since it was last asked.
+    """Counts of recorded and dropped rows since they were last taken.
 
     Attributes:
         rows: handed to the writer.
@@ -145,7 +145,7 @@ class Recorder:
             self._counters.seconds += seconds
 
     def take(self) -> Counters:
-        """What happened since the last call."""
+        """Return the counts since the last call, and start anew."""
         with self._condition:
             counters, self._counters = self._counters, Counters()
         return counters

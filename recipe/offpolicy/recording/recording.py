@@ -20,7 +20,7 @@ _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
 
 def file_name(step: int, rank: int, update: int | None = None) -> str:
-    """Of what ``rank`` recorded of ``step``; of the one ``update``, from 0, where the step makes several."""
+    """Return the file name of a rank's record of ``step``, or of its one ``update``, from 0, if it makes several."""
     part = "" if update is None else f".update_{update:04d}"
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
@@ -73,7 +73,7 @@ class Recording:
         return sorted(self.files)
 
     def parts(self, step: int) -> list[Step]:
-        """What each rank recorded of each update of ``step``, in the order of ``files``.
+        """Read the record of each rank and update of ``step``, in the order of ``files``.
 
         Raises:
             RecordingError: a file of it is damaged, or ranks recorded different corrections.
@@ -130,7 +130,7 @@ class Recording:
 
     @property
     def card(self) -> Mapping[str, Any]:
-        """What was run, see ``CARD``; empty where it was not written.
+        """The description of the run, see ``CARD``; empty where it was not written.
 
         Raises:
             RecordingError: it is not readable.

@@ -63,7 +63,7 @@ def redacted_text(text: str) -> str:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether ``value`` is a secret by the name ``key``, which may be dotted; what is empty or a flag is none."""
+    """True if ``value`` is a secret by the name ``key``, which may be dotted; what is empty or a flag is none."""
     if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
         return False
     names = [_words(part) for part in re.split(r"[./@]", key)]

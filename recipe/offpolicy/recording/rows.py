@@ -124,7 +124,7 @@ def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
 
 
 def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the elements of ``rows`` lie, and the offsets that they have once put end to end."""
+    """Return the positions of the elements of ``rows``, and their offsets once put end to end."""
     lengths = np.diff(offsets)[rows]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends

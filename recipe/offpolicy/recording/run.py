@@ -31,7 +31,7 @@ POLL = 0.05
 
 
 class RunRecord:
-    """Of one run, in the trainer's process; does nothing where nothing is recorded.
+    """The trainer's record of one run; does nothing where nothing is recorded.
 
     Args:
         config: composed and checked.
@@ -130,7 +130,7 @@ class RunRecord:
         return sum(update_of(path.name) == self._last for path in self._files(self._step, self._step))
 
     def _files(self, first: int, last: int) -> list[Path]:
-        """Of these steps."""
+        """List the files of these steps."""
         steps = ((path, step_of(path.name)) for path in self._directory.iterdir())
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 

@@ -48,7 +48,7 @@ def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, Corr
 
 
 def sampling_of(config: DictConfig) -> dict[str, Any]:
-    """How responses were sampled: engine, and the keys that are set, the engine's own last."""
+    """Describe how responses were sampled: engine, and the keys that are set, the engine's own last."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
         for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
@@ -70,7 +70,7 @@ def resumed_from(config: DictConfig) -> str | None:
 
 
 def foreign(directory: str, config: DictConfig) -> str | None:
-    """Why a run may not record into ``directory``; None where it may.
+    """Say why a run may not record into ``directory``; None where it may.
 
     Raises:
         RecordingError: its card is not readable.
@@ -87,7 +87,7 @@ def foreign(directory: str, config: DictConfig) -> str | None:
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
-    """Whether the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
+    """True if the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
     there = resumed_from(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)
@@ -96,7 +96,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """Whether the run of the card was to leave a checkpoint: it was cut short where there is none."""
+    """True if the run of the card was to leave a checkpoint: it was cut short where there is none."""
     found: Any = card
     for key in ("config", "trainer", "save_freq"):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -104,7 +104,7 @@ def _saves(card: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, without environment variables."""
+    """Convert to what JSON can hold, without environment variables."""
     if isinstance(value, Mapping):
         return {str(key): HIDDEN if key == "env_vars" else _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

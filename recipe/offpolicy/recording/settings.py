@@ -58,7 +58,7 @@ class RecordSettings:
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
 
     def records(self, step: int) -> bool:
-        """Whether ``step``, from 1, is one to record."""
+        """True if ``step``, from 1, is one to record."""
         return (step - 1) % self.every == 0
 
 
@@ -141,7 +141,7 @@ def _place(directory: str) -> Iterator[Problem]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a folder can be made there; it is made and taken away, as permissions alone do not tell."""
+    """True if a folder can be made there; it is made and taken away, as permissions alone do not tell."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

@@ -1,4 +1,4 @@
-"""How much of a step recording may take from the training thread, and which micro-batches fit into that; pure."""
+"""The share of a step that recording may take from the training thread, and the micro-batches that fit into it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TimeBudget:
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
 
     def admits(self, rows: int) -> bool:
-        """Whether a micro-batch of ``rows`` rows is to be recorded."""
+        """True if a micro-batch of ``rows`` rows is to be recorded."""
         self._open = 0
         self._credit += self._share * rows
         if self._credit < rows * (1 - _ROUNDING):

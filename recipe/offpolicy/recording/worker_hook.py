@@ -1,4 +1,4 @@
-"""What of verl's micro-batch is recorded: the adapter between the worker's loss and the recorder."""
+"""The adapter between the worker's loss and the recorder."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def recorded(
 
 
 def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
-    """What the recorder did since it was last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
+    """Return the recorder's counts since they were last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
     counters = recorder.take()
     sums = {
         "rows": counters.rows,
@@ -159,6 +159,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 
 def chosen(uid: str, share: float) -> bool:
-    """Whether the prompt ``uid`` is among the ``share`` of all that are recorded."""
+    """True if the prompt ``uid`` is among the ``share`` of all that are recorded."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -36,7 +36,7 @@ class Item:
 
 @dataclass
 class Outcome:
-    """What became of items.
+    """Results of written and dropped items.
 
     Attributes:
         released: bytes of rows that wait no more.
@@ -120,7 +120,7 @@ class StepWriter:
             self.outcome.dropped_rows += lost
 
     def why(self, error: Exception) -> str:
-        """What is wrong and what to do, in sentences that name key and value."""
+        """Say what is wrong and what to do, in sentences that name key and value."""
         settings = self._settings
         if isinstance(error, OverLimit):
             return (

@@ -1,4 +1,4 @@
-"""What every corrected trainer does around verl's own: it is watched over, and its checkpoints stay loadable."""
+"""Mixin of every corrected trainer: the watchdog around verl's own, and checkpoints that stay loadable."""
 
 from __future__ import annotations
 

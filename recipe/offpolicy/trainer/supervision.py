@@ -1,4 +1,4 @@
-"""What a trainer keeps between updates: whether the correction is proved yet, and what the last update showed.
+"""State of a trainer between updates: the proof of the correction, and the metrics of the last update.
 
 The same for every trainer; where batches and metrics come from is the trainer's.
 """
@@ -66,7 +66,7 @@ class Supervision:
 
     @property
     def wants_sampled(self) -> bool:
-        """Whether ``sampled`` and ``aligned`` have to see each batch."""
+        """True if ``sampled`` and ``aligned`` have to see each batch."""
         return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
@@ -131,7 +131,7 @@ class Supervision:
         self._step = {}
 
     def step_metrics(self) -> dict[str, float]:
-        """What all updates since ``begin_step`` showed together; empty where there was none."""
+        """Return the metrics of all updates since ``begin_step`` together; empty where there was none."""
         return {f"offpolicy/{name}": value for name, value in self._values(self._step).items()} if self._step else {}
 
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
@@ -144,7 +144,7 @@ class Supervision:
         self._statistics = {}
 
     def metrics(self) -> dict[str, float]:
-        """What the update since ``begin`` showed, by the names that the logger gets.
+        """Return the metrics of the update since ``begin``, by the names that the logger gets.
 
         Raises:
             LivenessError: nothing was collected.

@@ -87,7 +87,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     @cached_property
     def cost(self) -> StepCost:
-        """Of the running step."""
+        """The cost of the running step."""
         return StepCost()
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:

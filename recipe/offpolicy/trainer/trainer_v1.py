@@ -67,7 +67,7 @@ class OffPolicyTrainer(SupervisedRun):
 
     @cached_property
     def cost(self) -> StepCost:
-        """Of the running step."""
+        """The cost of the running step."""
         return StepCost()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:

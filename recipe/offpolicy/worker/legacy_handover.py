@@ -48,7 +48,7 @@ class Handover:
 
     @property
     def ours(self) -> bool:
-        """Whether the actor trains with our loss, and not with verl's own."""
+        """True if the actor trains with our loss, and not with verl's own."""
         return not self.spec.is_none or bool(self.extensions)
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:

@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 def _same_scale(upstream: Callable[[], float], gradient: Tensor) -> None:
-    """Whether the actor multiplied by what was divided out."""
+    """Check that the actor multiplied by what was divided out."""
     expected = upstream()
     if not math.isclose(float(gradient), expected, rel_tol=1e-3):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What micro-batches show of mu, pi_old and pi, measured on the device, of several micro-batches at a time.
+"""Statistics of mu, pi_old and pi, measured on the device, of several micro-batches at a time.
 
 On a small micro-batch the number of operations is what measuring costs, and not the tokens: rows of many micro-batches
 measured together take little longer than those of one. Everything here adds up over rows but for the agreement of mu
@@ -49,7 +49,7 @@ class Observation:
     trained: bool
 
     def fits(self, other: Observation) -> bool:
-        """Whether both can be measured as one."""
+        """True if both can be measured as one."""
         mine, its = self.batch, other.batch
         return (
             (self.spec, self.shadows, self.moving, self.trained)

@@ -1,4 +1,4 @@
-"""What the worker's loss reports to the trainer, past verl's own reduction of metrics.
+"""Metrics that the worker's loss sends to the trainer, past verl's own reduction.
 
 verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet
 rides along as one opaque object a micro-batch and is taken out before that reduction.
@@ -34,7 +34,7 @@ AT_ONCE = 1 << 18
 
 @dataclass
 class Packet:
-    """What one micro-batch reports: plain Python once it is settled.
+    """One micro-batch's metrics packet: plain Python once it is settled.
 
     Attributes:
         fingerprint: of the spec that the worker holds.
@@ -135,7 +135,7 @@ class Ledger:
             self._kept.append(packet)
 
     def keeps(self, packet: Packet) -> bool:
-        """Whether ``packet`` has left and waits here for the last mini-batch."""
+        """True if ``packet`` has left and waits here for the last mini-batch."""
         return any(packet is kept for kept in self._kept)
 
     def settle(self, packet: Packet) -> None:
@@ -163,7 +163,7 @@ class Ledger:
 
 
 def _fit(waiting: list[Packet], observation: Observation) -> bool:
-    """Whether the rows can wait with those that do, and all of them are not too many."""
+    """True if the rows can wait with those that do, and all of them are not too many."""
     batches = [other._observed.batch for other in waiting if other._observed is not None] + [observation.batch]
     padded = sum(len(batch.response_mask) for batch in batches) * max(batch.width for batch in batches)
     first = waiting[0]._observed
