@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from recipe.offpolicy.monitor.step_cost import StepCost
+from recipe.offpolicy.monitor.step_cost import StepCost, bytes_of
 
 
 def counts(cost: StepCost) -> tuple[float, float]:
@@ -33,5 +33,7 @@ def test_bytes_of_columns_and_of_what_is_pickled() -> None:
     assert counts(cost) == (0.0, 32.0 + len(pickle.dumps(plan)))
     cost.begin()
     # Three values of 4 bytes and three offsets of 8.
-    cost.add_columns({"rows": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged)})
+    column = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged)
+    cost.add_columns({"rows": column})
     assert counts(cost) == (0.0, 36.0)
+    assert bytes_of(column) == 36
