@@ -60,7 +60,7 @@ def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str
     from omegaconf import OmegaConf, open_dict
 
     environ = os.environ if environ is None else environ
-    job = job_runtime_env(environ)
+    job = _job_runtime_env(environ)
     # Ray gives a job's workers its working directory on their path, wherever it lies on their node.
     checkout = None if job.get("working_dir") else checkout_root()
     node = OmegaConf.select(config, KEY)
@@ -129,7 +129,7 @@ def merged(
     return result
 
 
-def job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
+def _job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the runtime environment that this process's job was submitted with; empty outside a job."""
     found: dict[str, Any] = json.loads(environ.get(_JOB) or "{}").get("runtime_env") or {}
     return found

@@ -52,7 +52,7 @@ def rows() -> list[Row]:
     """Build the row of every contract of this package, group by group, seams without a group first."""
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
-    contracts = {name: contracts_of(module) for name, module in seams.items()}
+    contracts = {name: _contracts_of(module) for name, module in seams.items()}
     # Some seams are of some releases; a release that is in none of them was not tested.
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
@@ -91,7 +91,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
         except ModuleNotFoundError as error:
             yield _without(f"{group.name}.{name}", error)
             continue
-        for each in _per_target(contracts_of(module)):
+        for each in _per_target(_contracts_of(module)):
             yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == NOT_NEEDED)
 
 
@@ -122,7 +122,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
     return OK, False
 
 
-def contracts_of(module: ModuleType) -> list[Contract]:
+def _contracts_of(module: ModuleType) -> list[Contract]:
     """Collect the contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
     found: list[Contract] = []
     _collect(vars(module).values(), found, depth=5)

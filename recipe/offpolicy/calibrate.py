@@ -29,7 +29,7 @@ USAGE, UNREACHED = 2, 1
 _PIPE_WIDTH = 200
 
 
-def build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
+def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
     """Build the correction to calibrate, and the keys in it that have no value yet.
 
     It is what the overrides compose; without any, the correction that acted at the last recorded step.
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--html", options.html, "calibration.html")
         recording = Recording(options.directory)
         card = recording.card  # read first, so that a damaged one fails before the work
-        spec, unset = build_spec(recording, options.spec)
+        spec, unset = _build_spec(recording, options.spec)
         # Samples the recording while calibration reads it, which saves a pass over the files.
         screen = FaultScreen(recording.steps)
         result = propose_bounds(screen.tee(recording), spec, request, unset)

@@ -21,7 +21,7 @@ _MODULE = "verl.workers.engine.fsdp.transformer_impl"
 _in_float32 = ContextVar("_in_float32", default=False)
 
 
-def is_float32(mixed_precision: Mapping[str, Any] | None) -> bool:
+def _is_float32(mixed_precision: Mapping[str, Any] | None) -> bool:
     """Return True if `fsdp_config.mixed_precision` asks for parameters in float32; null means bfloat16."""
     return str((mixed_precision or {}).get("param_dtype", "bf16")) in {"fp32", "float32", "torch.float32"}
 
@@ -36,7 +36,7 @@ def _float32(asked_for: bool) -> Iterator[None]:
 
 
 def _forward_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    with _float32(is_float32(self.engine_config.mixed_precision)):
+    with _float32(_is_float32(self.engine_config.mixed_precision)):
         return original(self, *args, **kwargs)
 
 

@@ -23,7 +23,7 @@ def _contract(name: str, target: str, signature: str) -> Contract:
 
 
 @contextmanager
-def named_as_cuda() -> Iterator[None]:
+def _named_as_cuda() -> Iterator[None]:
     """Let `Tensor.type()` return "torch.cuda.FloatTensor" for "torch.FloatTensor" inside the block."""
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def named_as_cuda() -> Iterator[None]:
 
 
 def _while_named(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with named_as_cuda():
+    with _named_as_cuda():
         return original(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ CONTRACT = Contract(
 )
 
 
-def once_per_device(backend: str | None) -> str | None:
+def _once_per_device(backend: str | None) -> str | None:
     """Remove repeated "device:backend" parts from a backend string; anything else is returned as it is."""
     if backend is None:
         return None
@@ -31,7 +31,7 @@ def once_per_device(backend: str | None) -> str | None:
 
 
 def _init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    original(once_per_device(backend), *args, **kwargs)
+    original(_once_per_device(backend), *args, **kwargs)
 
 
 def install() -> None:

@@ -38,7 +38,7 @@ class Layout:
             # torch keeps it beside a nested tensor that was made from rows, as verl's micro-batches are, and asks the
             # device for that of any other.
             width = int(responses._get_max_seqlen())
-            return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(data_of(responses)))
+            return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(_data_of(responses)))
         mask, cut = data["attention_mask"], prompts.shape[1]
         return cls(mask[:, :cut].sum(-1), mask[:, cut:].sum(-1), responses.shape[1])
 
@@ -75,7 +75,7 @@ class Layout:
         return values[places].masked_fill(self.absent, 0)
 
 
-def data_of(nested: Any) -> Tensor:
+def _data_of(nested: Any) -> Tensor:
     """The rows end to end, out of reach of autograd.
 
     ``values()`` makes a view that autograd can follow, and takes as long as ten operations on a small batch.
@@ -92,7 +92,7 @@ def dense(column: Tensor, layout: Layout, key: str) -> Tensor:
     """
     if not column.is_nested:
         return column
-    values = data_of(column)
+    values = _data_of(column)
     if layout.tokens is not None and len(values) != layout.tokens:
         raise ValueError(
             f"{key} in the micro-batch has {len(values)} tokens and the responses have {layout.tokens}: something "

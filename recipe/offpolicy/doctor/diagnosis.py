@@ -119,14 +119,14 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         overrides: of the command line, with what Hydra was given for ours.
     """
     if null := list(find_null_sections(config)):
-        return Diagnosis(launch, rows=arrange_rows((), null)[0])
+        return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours:
         return _judge_verl(config, launch, live_path(config), overrides)
     found = examine(
         config, overrides, checks=tuple(_check_seams_in_source if check is check_seams else check for check in CHECKS)
     )
     parts = list_parts(config, found.spec) if found.spec is not None else ()
-    rows, notes = arrange_rows(parts, found.problems)
+    rows, notes = _arrange_rows(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
     return Diagnosis(launch, _find_path(config), rows, notes, found.said, fingerprint, headline=found.headline)
 
@@ -157,7 +157,7 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     problems += [problem for problem in found if problem.key not in read_otherwise]
     if known and not any(problem.verdict == "WRONG" for problem in problems):
         problems += collect_problems((check_by_verl,), config, CorrectionSpec())
-    rows, notes = arrange_rows(list_parts(config, CorrectionSpec()), problems)
+    rows, notes = _arrange_rows(list_parts(config, CorrectionSpec()), problems)
     asked = bool(list_active(config))
     said = (
         f"{describe_verls_loss(config)}"
@@ -167,7 +167,7 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     return Diagnosis(launch, where, rows, notes, headline=said)
 
 
-def arrange_rows(
+def _arrange_rows(
     parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
 ) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
     """Arrange problems into a row per part, rows for what belongs to no part, and notes."""

@@ -81,7 +81,7 @@ def examine(
     overrides = list(overrides)
     # Every other check would fail on a null section.
     if null := list(find_null_sections(config)):
-        return Preflight(None, (), tuple(null), (), format_headline(None, (), config))
+        return Preflight(None, (), tuple(null), (), _format_headline(None, (), config))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "WRONG" for problem in problems):
         # The other checks run on a copy in which these keys have readable values.
@@ -101,7 +101,7 @@ def examine(
         problems += error.problems
     except _UNREADABLE as error:
         problems.append(_build_unreadable("resolve", error))
-    first = format_headline(spec, options, config)
+    first = _format_headline(spec, options, config)
     for line in (first, *said):
         say(line)
     if spec is not None:
@@ -115,7 +115,7 @@ def _get_section(problem: Problem) -> str:
     return problem.key.rpartition(".")[0]
 
 
-def format_headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
+def _format_headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
     """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
         return "correction: not readable, so that nothing would be trained"

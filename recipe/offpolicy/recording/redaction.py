@@ -62,7 +62,7 @@ def redacted_text(text: str) -> str:
     return _text(text, _of_environment())
 
 
-def is_secret(key: str, value: Any) -> bool:
+def _is_secret(key: str, value: Any) -> bool:
     """True if ``value`` is a secret by the name ``key``, which may be dotted; what is empty or a flag is none."""
     if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
         return False
@@ -86,7 +86,7 @@ def _words(name: str) -> str:
 def _of_environment() -> tuple[str, ...]:
     """Values of variables that are named like secrets, the longest first."""
     named = ((name, value) for name, value in os.environ.items() if name != "PWD")
-    found = {value for name, value in named if len(value) >= _SHORTEST and is_secret(name, value)}
+    found = {value for name, value in named if len(value) >= _SHORTEST and _is_secret(name, value)}
     return tuple(sorted(found, key=len, reverse=True))
 
 
@@ -95,13 +95,13 @@ def _hidden(value: Any, known: tuple[str, ...]) -> Any:
         named = next((value[name] for name in ("key", "name") if isinstance(value.get(name), str)), "")
         return {
             key: HIDDEN
-            if is_secret(str(key), each) or (key == "value" and is_secret(named, each))
+            if _is_secret(str(key), each) or (key == "value" and _is_secret(named, each))
             else _hidden(each, known)
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
         return [
-            HIDDEN if _is_flag(flag) and isinstance(each, str) and is_secret(flag, each) else _hidden(each, known)
+            HIDDEN if _is_flag(flag) and isinstance(each, str) and _is_secret(flag, each) else _hidden(each, known)
             for flag, each in zip(("", *value), value, strict=False)
         ]
     return _text(value, known) if isinstance(value, str) else value
@@ -115,7 +115,7 @@ def _text(text: str, known: tuple[str, ...]) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
     override = _OVERRIDE.fullmatch(text)
-    if override and is_secret(override["name"], override["value"]):
+    if override and _is_secret(override["name"], override["value"]):
         return f"{override['name']}={HIDDEN}"
     return _FLAG.sub(_pair, _PAIR.sub(_pair, _SHAPES.sub(_shape, text)))
 
@@ -125,5 +125,5 @@ def _shape(found: re.Match[str]) -> str:
 
 
 def _pair(found: re.Match[str]) -> str:
-    secret = is_secret(found["name"], found["value"].strip("'\""))
+    secret = _is_secret(found["name"], found["value"].strip("'\""))
     return f"{found['name']}{found['between']}{HIDDEN}" if secret else found[0]

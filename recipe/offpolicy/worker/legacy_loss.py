@@ -51,7 +51,7 @@ _ROWS = (
 _PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
 
 
-def padded_ppo_loss(
+def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
@@ -94,11 +94,11 @@ class LegacyLoss(OffPolicyLoss):
             shadows=handover.shadows,
             record=handover.record,
             moving=handover.moving,
-            base_loss=padded_ppo_loss,
+            base_loss=_padded_ppo_loss,
             extensions=handover.extensions,
         )
         self.policy = copy.copy(self)
-        alone: BoundLoss = partial(padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
+        alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.batch.checksums import row_hashes
-from recipe.offpolicy.batch.micro_batch import row_checksums
+from recipe.offpolicy.batch.micro_batch import checksums, row_checksums
 from tests.support.drawn import examples
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
@@ -145,3 +145,7 @@ def test_long_rows_do_not_collide() -> None:
 def test_nothing_to_read() -> None:
     assert row_checksums(TOKENS, torch.zeros(3, 4), MU) == []
     assert row_checksums(TOKENS[:0], MASK[:0], MU[:0]) == []
+
+
+def test_rows_without_a_token_have_no_checksum() -> None:
+    assert checksums([5, 0, -7, 0]) == [5, -7]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.batch.padding import Layout
+from recipe.offpolicy.batch.plan import PLAN, SCALE, SharedPlan
+from recipe.offpolicy.batch.weight_versions import RowVersions
+from recipe.offpolicy.correction import CorrectionSpec
+from tests.support.corrections import TIS, band, spec
 
 
 def read() -> mb.MicroBatch:
@@ -52,3 +57,135 @@ def test_detached_rows_keep_nothing_of_the_engine_alive() -> None:
     assert not rows.log_prob.requires_grad
     assert rows.model_output == {}
     assert not list(rows.data.keys())
+
+
+RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
+"""Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
+
+
+def test_both_stages_decide_on_the_rows() -> None:
+    step = mb.decide(
+        spec(TIS, any=band(0.5, 3.0, level="token", aggregate="product")), replace(read(), old_log_prob=RATIOS)
+    )
+    # The weight is capped at 2, and the mask rejects the ratio of 4; padding is not kept.
+    assert step.weight[0].tolist() == pytest.approx([1.5, 2.0])
+    assert step.weight[1, 0].item() == 1.0
+    assert step.keep.tolist() == [[True, False], [True, False]]
+
+
+def test_shadows_are_reported_beside_the_correction() -> None:
+    batch, correction = replace(read(), old_log_prob=RATIOS), spec(TIS)
+    shadows = {"narrow": spec(any=band(0.9, 1.1, level="token", aggregate="product"))}
+    statistics, of_shadows = mb.decide_beside(correction, shadows, batch)
+    # Of the ratios 1.5, 4 and 1 the narrow mask keeps the last; the correction keeps all, at weights 1.5, 2 and 1.
+    assert of_shadows["shadow/narrow/keep_token_share"].value() == pytest.approx(1 / 3)
+    assert statistics["weight/mean"].value() == pytest.approx(1.5)
+    assert not any(name.startswith("shadow/") for name in statistics)
+
+
+def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
+    batch = replace(read(), old_log_prob=RATIOS)
+    mask = band(0.5, 3.0, level="token", aggregate="product")
+    original, kept = spec(TIS, any=mask), replace(spec(TIS, any=mask), denominator="kept")
+    step = mb.decide(original, batch)
+    assert mb.factor(original, batch, step).tolist() == [pytest.approx([1.5, 0.0]), [1.0, 0.0]]
+    scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
+    assert mb.factor(kept, scaled, step).tolist() == [pytest.approx([3.0, 0.0]), [0.5, 0.0]]
+    with pytest.raises(KeyError, match=f"{SCALE} is not in the micro-batch"):
+        mb.factor(kept, batch, step)
+
+
+@pytest.mark.parametrize(
+    ("source", "first"), [("recompute", -5.0), ("bypass", -7.0), ("reuse", -1.0), ("loglinear", -4.0)]
+)
+def test_pi_old_is_what_the_correction_takes_for_it(source: str, first: float) -> None:
+    batch = replace(read(), old_log_prob=torch.full((2, 2), -5.0), rollout_log_prob=torch.full((2, 2), -7.0))
+    correction = CorrectionSpec(proximal=source, alpha=0.5)  # type: ignore[arg-type]
+    found = mb.proximal(correction, batch)
+    assert found[0, 0].item() == first
+    assert not found.requires_grad
+
+
+def test_staleness_counts_from_the_weights_of_the_steps_start() -> None:
+    versions = RowVersions(torch.tensor([4, 2]), torch.tensor([4, 3]))
+    batch = replace(read(), versions=versions, plan=SharedPlan(5))
+    found = mb.staleness(batch)
+    # Step 5 begins with version 4; a row of two versions is as old as its oldest.
+    assert found is not None
+    assert found.tolist() == [0, 2]
+    newer = mb.staleness(replace(batch, plan=SharedPlan(4)))
+    assert newer is not None
+    assert newer.tolist() == [0, 1]
+    assert mb.staleness(replace(batch, plan=None)) is None
+    assert mb.staleness(replace(batch, versions=None)) is None
+
+
+def nested(*rows: list[float]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def test_log_probs_of_the_responses_are_cut_out_of_prompts_and_responses() -> None:
+    # A prompt of one token and of two; at each token stands what belongs to the one after it.
+    data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
+    output = {"log_probs": nested([-1.0, -2.0, 0.0], [5.0, -3.0, 0.0])}
+    assert mb.padded(output, data).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    assert mb.padded(output, data, Layout.of(data)).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    already = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+    assert mb.padded({"log_probs": already}, data) is already
+
+
+def test_tensors_are_put_in_and_taken_out_of_a_copy() -> None:
+    data = TensorDict({"kept": torch.zeros(2), "gone": torch.zeros(2)}, batch_size=2)
+    changed = mb.with_tensors(data, gone=None, never_there=None, new=torch.ones(2))
+    assert sorted(changed.keys()) == ["kept", "new"]
+    assert sorted(data.keys()) == ["gone", "kept"]
+
+
+def test_nested_values_lie_end_to_end() -> None:
+    assert mb.flat(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
+    plain = torch.tensor([1.0, 2.0])
+    assert mb.flat(plain) is plain
+
+
+def test_bounds_are_those_of_the_parts_that_move() -> None:
+    batch = replace(read(), plan=SharedPlan(1, bounds={"gsm": {"lower": 0.9, "upper": 1.1}}))
+    assert mb.bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
+    with pytest.raises(KeyError, match=r"those of \['other'\] come with each update"):
+        mb.bounds(batch, ["other"])
+    with pytest.raises(KeyError, match=f"{PLAN} is not in the micro-batch"):
+        mb.bounds(read(), ["gsm"])
+
+
+def test_turns_and_width_are_those_of_the_mask() -> None:
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]]).bool()
+    batch = replace(read(), response_mask=mask)
+    assert batch.width == 4
+    first, second = batch.turns[0, :2].unique().tolist(), batch.turns[0, 3:].tolist()
+    assert len(first) == 1
+    assert first != second
+
+
+def test_padded_output_gives_verl_the_rows_that_it_would_pad() -> None:
+    data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
+    output = {
+        "log_probs": nested([-1.0, -2.0, 0.0], [5.0, -3.0, 0.0]),
+        "entropy": nested([1.0, 2.0, 0.0], [9.0, 3.0, 0.0]),
+    }
+    batch = replace(read(), layout=Layout.of(data), model_output=output, data=data)
+    found = batch.padded_output()
+    assert found["entropy"].tensor.tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    assert mb.padded(found, data) is batch.log_prob
+    # The legacy actors' rows are padded, and handed on as they are.
+    legacy = read()
+    assert legacy.padded_output() is legacy.model_output
+
+
+def test_sampled_rows_are_summed_alike_nested_and_padded() -> None:
+    mask, mu = torch.ones(2, 2, dtype=torch.int64), torch.tensor([[-0.5, -1.0], [-2.0, 0.0]])
+    mask[1, 1] = 0
+    columns = {"responses": torch.tensor([[5, 6], [7, 0]]), "response_mask": mask, mb.ROLLOUT_LOG_PROBS: mu}
+    padded = TensorDict(columns, batch_size=2)
+    rows = {name: torch.nested.nested_tensor([c[0], c[1, :1]], layout=torch.jagged) for name, c in columns.items()}
+    found = mb.sampled_checksums(TensorDict(rows, batch_size=2))
+    assert found == mb.sampled_checksums(padded) == mb.row_checksums(columns["responses"], mask, mu)
+    assert len(set(found)) == 2

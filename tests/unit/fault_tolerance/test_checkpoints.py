@@ -14,9 +14,12 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.fault_tolerance.checkpoints import (
     RECORD,
     SAVING,
+    STATES,
     TRACKER,
     CheckpointError,
+    CheckpointFolder,
     check_before_loading,
+    extension_states,
     find_changes,
     guard_save,
     write_json,
@@ -270,3 +273,25 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json(path, {"a": object()})
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_extensions_state_is_read_from_the_checkpoint_that_is_resumed(tmp_path: Path) -> None:
+    assert extension_states(config(tmp_path))[0] == {}
+    with guard_save(config(tmp_path), 5, SPEC, extensions=lambda folder: {"nudge": {"updates": 3}}):
+        (tmp_path / "global_step_5").mkdir()
+    state, folder = extension_states(by_path(tmp_path, 5))
+    assert state == {"nudge": {"updates": 3}}
+    assert folder == tmp_path / "global_step_5" / STATES
+
+
+def test_which_steps_are_complete(tmp_path: Path) -> None:
+    folder = CheckpointFolder.from_config(config(tmp_path))
+    assert (folder.read_tracked_step(), folder.read_unfinished(), folder.list_complete_steps()) == (None, None, [])
+    for step in (2, 10):
+        with guard_save(config(tmp_path), step, SPEC):
+            folder.step_path(step).mkdir()
+    assert folder.step_path(10) == tmp_path / "global_step_10"
+    assert (folder.read_tracked_step(), folder.read_unfinished(), folder.list_complete_steps()) == (10, None, [10, 2])
+    write_json(tmp_path / SAVING, {"step": 11, "tracked": 10})
+    folder.step_path(11).mkdir()
+    assert (folder.is_whole(10), folder.is_whole(11), folder.is_whole(12)) == (True, False, False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutLogProbError,
     build_missing_error,
     check_arrived,
     check_zeros,
+    find_zero_rows,
 )
 
 MASK = torch.ones(4, 10)
@@ -76,3 +78,13 @@ def test_short_rows_of_zeros_tell_together() -> None:
 def test_missing_names_what_is_there() -> None:
     assert "came without them, it has responses, uid" in str(build_missing_error("responses, uid"))
     assert "calculate_log_probs=true" in str(build_missing_error("responses"))
+
+
+def test_rows_of_zeros_are_counted_on_the_device_and_judged_when_fetched() -> None:
+    mu = MU.clone()
+    mu[1] = 0.0
+    found = find_zero_rows(mu, MU - 1.0, MASK)  # judges nothing yet
+    with pytest.raises(RolloutLogProbError, match="1 of 4 rows hold nothing but zeros"):
+        fetch([found])
+    # A trainer's policy that is as sure of each token: the zeros are meant.
+    assert fetch([find_zero_rows(mu, mu, MASK)]) == [None]

@@ -14,8 +14,8 @@ import pytest
 
 from recipe.offpolicy.recording import RecordingError, Rows, concatenated
 from recipe.offpolicy.recording import files as files_module
-from recipe.offpolicy.recording.files import OverLimit, read, to_table, write
-from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY
+from recipe.offpolicy.recording.files import OverLimit, digest, read, to_table, unreadable, write
+from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY, extended
 from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
@@ -137,3 +137,30 @@ def test_rows_of_several_files_end_to_end(tmp_path: Path) -> None:
     both = concatenated([read(written(tmp_path, one)).rows, read(path).rows])
     assert both.offsets.tolist() == [0, 2, 5, 9]
     assert both.log_prob.tolist() == [*one.log_prob, *other.log_prob]
+
+
+def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:
+    rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
+    same_rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
+    nudged = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, np.nextafter(np.float32(-3), 0)], dtype=np.float32))
+    assert digest(rows, {}) == digest(same_rows, {})
+    assert len({digest(rows, {}), digest(nudged, {}), digest(rows, {SPEC_KEY: b"{}"})}) == 3
+    # Other metadata, such as a writer's own, say nothing about the rows.
+    assert digest(rows, {b"writer": b"x"}) == digest(rows, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied). Mend its permissions."),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error). Mend that, or read a copy."),
+    ],
+)
+def test_what_the_system_does_not_let_be_read(error: OSError, mend: str) -> None:
+    assert str(unreadable(Path("step"), error)) == f"step: not readable ({mend}"
+
+
+def test_columns_of_extensions_come_after_ours() -> None:
+    schema = extended(["offpolicy_teacher"])
+    assert schema.names == [*SCHEMA.names, "offpolicy_teacher"]
+    assert schema.field("offpolicy_teacher").type.value_type == pa.float32()

@@ -420,3 +420,14 @@ def test_a_recorder_that_has_ended_begins_again(recorder: Recorder) -> None:
     assert not first.is_alive()
     micro_batch(recorder, step=2, count=4)
     assert len(settled(recorder)) == 2
+
+
+def test_at_its_end_a_process_writes_what_all_recorders_hold(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [made(tmp_path / name, clock) for name in ("one", "two")]
+    monkeypatch.setattr(recorder_module, "_RECORDERS", {(each.settings.dir, 0): each for each in held})
+    for each in held:
+        micro_batch(each)
+    recorder_module.flush_all(HANGS)
+    assert [[name.partition(".")[0] for name in written(each)] for each in held] == [["step_00000001"]] * 2

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
 
-from recipe.offpolicy.worker.kl_loss import clipped_kl
+from recipe.offpolicy.worker.kl_loss import clipped_kl, with_clipped_kl
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:
@@ -65,3 +70,39 @@ def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
     log_pi = logits.log_softmax(-1)
     verls = torch.autograd.grad((old.exp() * kl_penalty(log_pi, ref, "k2")).sum(), logits)[0]
     assert (verls - exact).abs().max() > 0.05
+
+
+@dataclass
+class ActorConfig:
+    """The fields of verl's that are read."""
+
+    use_kl_loss: bool = True
+    kl_loss_type: str = "k2"
+    kl_loss_coef: float = 0.1
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+
+
+def test_it_takes_the_place_of_verls_own_term() -> None:
+    asked: list[Any] = []
+
+    def base_loss(config: ActorConfig, model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        asked.append((config.use_kl_loss, dp_group))
+        return torch.tensor(3.0), {"actor/pg_loss": Metric(value=3.0, aggregation=AggregationType.SUM)}
+
+    pi = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -1.0 - math.log(1.5)]])  # ratios 1 and 1.5
+    columns = {"response_mask": torch.ones(1, 2), "old_log_probs": old, "ref_log_prob": torch.tensor([[-1.5, -0.5]])}
+    data = TensorDict(columns, batch_size=1)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=1)
+    loss, metrics = with_clipped_kl(base_loss, ActorConfig(), lower=0.8, upper=1.2)({"log_probs": pi}, data, "group")
+    assert asked == [(False, "group")]
+    # Slopes 0.5 and -0.5: 0.5, and max(1.5 x -0.5, 1.2 x -0.5) = -0.6; the mini-batch has 4 tokens.
+    assert loss.item() == pytest.approx(3.0 + 0.1 * (0.5 - 0.6) / 4)
+    # Reported is the KL itself, 0.125 a token.
+    assert metrics["kl_loss"].aggregate() == pytest.approx(0.25 / 4)
+    assert metrics["kl_coef"] == 0.1
+    loss.backward()
+    assert pi.grad is not None
+    # The second ratio lies beyond the clip.
+    assert pi.grad[0].tolist() == pytest.approx([0.1 * 0.5 / 4, 0.0])

@@ -43,7 +43,7 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
             proposal.now,
             *([proposal.to_all_units(proposal.now)] if partial else []),
             format_bounds(proposal.threshold.values) if proposal.found else "none",
-            format_interval(proposal.part, proposal.threshold),
+            _format_interval(proposal.part, proposal.threshold),
             proposal.threshold.reached,
             *([proposal.to_all_units(proposal.threshold.reached)] if partial else []),
             proposal.threshold.count,
@@ -78,7 +78,7 @@ def build_length_table(proposal: Proposal, confidence: float) -> Table:
             entry.rows,
             entry.reached,
             format_bounds(entry.threshold.values) or "none",
-            format_interval(proposal.part, entry.threshold),
+            _format_interval(proposal.part, entry.threshold),
             *([entry.threshold.note] if remarked else []),
         )
         for entry in proposal.lengths
@@ -102,7 +102,7 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
         if threshold.note:
             sentences.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
         sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
-        sentences.append(describe_length_dependence(proposal, confidence))
+        sentences.append(_describe_length_dependence(proposal, confidence))
     sentences += [f"{key}: not calibrated, {why}." for key, why in result.skipped.items()]
     if result.nonfinite:
         sentences.append(
@@ -117,7 +117,7 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     return sentences
 
 
-def describe_length_dependence(proposal: Proposal, confidence: float) -> str:
+def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
     """Describe whether the statistic depends on the length of a row, with the test's numbers."""
     name, test = format_part_name(proposal.part), proposal.length
     if math.isnan(test.correlation):
@@ -157,7 +157,7 @@ def format_bounds(values: Any) -> str:
     return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
-def format_interval(part: BoundedPart, threshold: Threshold) -> str:
+def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
     """Format the interval in configured values; "-" where there is none."""
     low, high = threshold.interval
     if not threshold.values or math.isnan(low):

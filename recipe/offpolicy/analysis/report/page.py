@@ -88,7 +88,7 @@ def build_page(found: ReportContents) -> Page:
     return page
 
 
-def describe_spec(spec: CorrectionSpec) -> dict[str, str]:
+def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
     """Describe a correction: its keys and what each part does."""
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     if spec.weight is not None:
@@ -118,7 +118,7 @@ def _run(found: ReportContents, spec: CorrectionSpec) -> list[Markup]:
     if isinstance(sampling, Mapping):
         facts["sampling"] = escape(", ".join(f"{name} {value}" for name, value in sampling.items()))
     facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
-    blocks = [render_keys(facts | describe_spec(spec))]
+    blocks = [render_keys(facts | _describe_spec(spec))]
     if not found.card:
         blocks.insert(0, render_paragraph("run.json was not recorded: model, release and configuration are not known."))
     if found.timeline.changed:

@@ -49,7 +49,7 @@ def build_answers(
     return (
         answer_liveness(spec, proof),
         _mismatch(timeline),
-        *_origin(studies.attribution, same=is_copied(timeline)),
+        *_origin(studies.attribution, same=_is_copied(timeline)),
         _kept(timeline, spec),
         *_fit(studies),
         _reward(timeline),
@@ -94,7 +94,7 @@ def _mismatch(timeline: Timeline) -> Answer:
     end = f" {lost:,} tokens have a log-prob that is not finite." if lost else ""
     if unscored:
         end += f" {unscored:,} rows of later gradient steps are left out: pi_old of the trainer was not recorded."
-    if is_copied(timeline):
+    if _is_copied(timeline):
         same = f"All {int(tokens.sum()):,} tokens have the same mu and pi_old, which no two engines do."
         return Answer(question, COPIED, f"{same} Check where rollout_log_probs and old_log_probs come from.{end}")
     fresh, counts = timeline.get_column("kl_fresh"), timeline.get_column("fresh_tokens")
@@ -113,7 +113,7 @@ def _mismatch(timeline: Timeline) -> Answer:
     return Answer(question, answer, f"{because}With stale rows, whose mu is of older weights, {mean:.2g}.{end}")
 
 
-def is_copied(timeline: Timeline) -> bool:
+def _is_copied(timeline: Timeline) -> bool:
     """Check whether mu is pi_old to the bit at every step that has a valid token."""
     known = [step.copied for step in timeline.steps if math.isfinite(step.kl)]
     return bool(known) and all(known)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
-def do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Collect what echo or printf prints, inside a substitution or pipe."""
     if interpreter.printed is None:
         return True
@@ -36,7 +36,7 @@ def do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: i
     return True
 
 
-def do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Assign the values of export, declare, local, readonly or typeset."""
     for argument in arguments:
         if isinstance(argument, str) and argument.partition("=")[0].isidentifier() and "=" in argument:
@@ -45,17 +45,17 @@ def do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line
     return True
 
 
-def do_leave(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_leave(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """End the script or function: exit and return."""
     raise ScriptEnd(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
-def do_break(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_break(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Leave or continue a loop: break and continue."""
     raise LoopBreak(name)
 
 
-def do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Drop leading positional arguments; False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
     enough = count <= len(interpreter.state.arguments)
@@ -65,21 +65,21 @@ def do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: 
     return enough
 
 
-def do_set(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_set(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Replace the positional arguments after ``set --``; options are ignored."""
     if "--" in arguments:
         interpreter.state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
-def do_unset(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_unset(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Remove variables."""
     for argument in arguments:
         interpreter.state.variables.pop(str(argument), None)
     return True
 
 
-def do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Change the directory; one that is not known ends the reading."""
     target = next((each for each in arguments if each != "--"), str(interpreter.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
@@ -89,32 +89,32 @@ def do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int
     return True
 
 
-def do_pwd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_pwd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Print the directory."""
     return interpreter.print_known(f"{interpreter.state.directory}\n", True)
 
 
-def do_bracket(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_bracket(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Evaluate ``[ ... ]`` or ``test``."""
     return Condition(arguments[: -1 if name == "[" else None], interpreter.state, line).evaluate()
 
 
-def do_true(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_true(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Return the status of commands that change nothing; only ``false`` fails."""
     return name != "false"
 
 
-def do_source(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_source(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
     path = interpreter.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else "what it sources"
-        forget_variables(interpreter, Unknown(f"line {line} sources {shown}, which is not there", line))
+        _forget_variables(interpreter, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
         commands = parse(read_text(path))
     except (OSError, ValueError) as error:
-        forget_variables(interpreter, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
+        _forget_variables(interpreter, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
     try:
         return interpreter.run(commands)
@@ -124,16 +124,16 @@ def do_source(interpreter: Interpreter, name: str, arguments: list[Field], line:
         return True
 
 
-def do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Run the text of eval; if a part is not known, forget the variables."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
-        forget_variables(interpreter, next(each for each in arguments if isinstance(each, Unknown)))
+        _forget_variables(interpreter, next(each for each in arguments if isinstance(each, Unknown)))
         return True
     return interpreter.run(parse(" ".join(texts), line))
 
 
-def do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Mark the variables of read, mapfile or readarray as unknown."""
     why = Unknown(f"`{name}` takes it from an input", line)
     for argument in arguments:
@@ -142,7 +142,7 @@ def do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: i
     return why
 
 
-def do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
     """Note the program of exec as called, and end the script."""
     if arguments:
         interpreter.call(arguments, line, "")
@@ -150,7 +150,7 @@ def do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: i
     return True
 
 
-def forget_variables(interpreter: Interpreter, why: Unknown) -> None:
+def _forget_variables(interpreter: Interpreter, why: Unknown) -> None:
     """Mark all variables but a few of the environment's as unknown, after commands that are not known."""
     interpreter.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why
@@ -159,25 +159,25 @@ def forget_variables(interpreter: Interpreter, why: Unknown) -> None:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "echo": do_echo,
-    "printf": do_echo,
-    **dict.fromkeys(DECLARING, do_declare),
-    "exit": do_leave,
-    "return": do_leave,
-    "break": do_break,
-    "continue": do_break,
-    "shift": do_shift,
-    "set": do_set,
-    "unset": do_unset,
-    "cd": do_cd,
-    "pushd": do_cd,
-    "pwd": do_pwd,
-    "[": do_bracket,
-    "test": do_bracket,
-    **dict.fromkeys(("true", "false", ":", "trap", "ulimit", "shopt", "wait", "umask"), do_true),
-    "source": do_source,
-    ".": do_source,
-    "eval": do_eval,
-    **dict.fromkeys(("read", "mapfile", "readarray"), do_read),
-    "exec": do_exec,
+    "echo": _do_echo,
+    "printf": _do_echo,
+    **dict.fromkeys(DECLARING, _do_declare),
+    "exit": _do_leave,
+    "return": _do_leave,
+    "break": _do_break,
+    "continue": _do_break,
+    "shift": _do_shift,
+    "set": _do_set,
+    "unset": _do_unset,
+    "cd": _do_cd,
+    "pushd": _do_cd,
+    "pwd": _do_pwd,
+    "[": _do_bracket,
+    "test": _do_bracket,
+    **dict.fromkeys(("true", "false", ":", "trap", "ulimit", "shopt", "wait", "umask"), _do_true),
+    "source": _do_source,
+    ".": _do_source,
+    "eval": _do_eval,
+    **dict.fromkeys(("read", "mapfile", "readarray"), _do_read),
+    "exec": _do_exec,
 }

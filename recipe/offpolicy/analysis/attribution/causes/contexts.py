@@ -41,7 +41,7 @@ class Support:
     cluster: Integers
 
 
-def find_distinct_tokens(sampled: SampledTokens) -> Integers:
+def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
     """Return indices of one token of each kind in each context, sorted by context."""
     # Sorted by context, then token: duplicates become neighbours.
     order = np.lexsort((sampled.token_id, sampled.context))
@@ -53,7 +53,7 @@ def find_distinct_tokens(sampled: SampledTokens) -> Integers:
 
 def center_within_contexts(sampled: SampledTokens) -> Contexts:
     """Center log-probs within each context that has two different tokens or more."""
-    index = find_distinct_tokens(sampled)
+    index = _find_distinct_tokens(sampled)
     _, place, kinds = np.unique(sampled.context[index], return_inverse=True, return_counts=True)
     index, place = index[kinds[place] > 1], place[kinds[place] > 1]
     _, place = np.unique(place, return_inverse=True)
@@ -69,7 +69,7 @@ def center_within_contexts(sampled: SampledTokens) -> Contexts:
 
 def sum_probabilities(sampled: SampledTokens) -> Support:
     """Sum the probabilities of the distinct sampled tokens of each context."""
-    index = find_distinct_tokens(sampled)
+    index = _find_distinct_tokens(sampled)
     _, place = np.unique(sampled.context[index], return_inverse=True)
     count = int(place.max(initial=-1)) + 1
     cluster = np.zeros(count, dtype=np.int64)

@@ -50,7 +50,7 @@ class Offset:
     contexts: int
 
 
-def measure_offset(sampled: SampledTokens) -> Offset | None:
+def _measure_offset(sampled: SampledTokens) -> Offset | None:
     """Estimate the offset; None where both policies agree to the bit."""
     gap = sampled.tokens.gap
     larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
@@ -80,7 +80,7 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
         return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)
-    offset = measure_offset(sampled)
+    offset = _measure_offset(sampled)
     if offset is None:
         why = "both policies agree to the bit"
         return report_absent(TRUNCATED, why), report_absent(EXTRA, why)

@@ -1,0 +1,41 @@
+"""Sections and classes that cannot be switched on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.extensions.registry import KEY, find_problems, load_extensions
+
+NUDGE = "tests.support.nudge:Nudge"
+
+
+def found(registered: Any, **sections: Any) -> list[tuple[str, Any]]:
+    config = OmegaConf.create({"offpolicy": {"extensions": registered}, **sections})
+    return [(problem.key, problem.value) for problem in find_problems(config)]
+
+
+def test_a_section_that_holds_keys_is_no_problem() -> None:
+    assert found(None) == []
+    assert found({"nudge": NUDGE}, nudge={"bonus": 1.0}) == []
+    assert found({"nudge": NUDGE}, nudge={}) == []
+
+
+def test_what_is_registered_and_not_there_is_named() -> None:
+    assert found({"nudge": NUDGE}) == [(f"{KEY}.nudge", NUDGE)]
+    assert found({"nudge": NUDGE}, nudge=3) == [("nudge", 3)]
+    assert found("nudge") == [(KEY, "nudge")]
+
+
+@pytest.mark.parametrize(
+    "target", ["no.such.module:Nudge", "tests.support.nudge:NoSuch", "tests.support.nudge", "pathlib:Path"]
+)
+def test_a_class_that_is_not_there_is_named_with_its_key(target: str) -> None:
+    config = OmegaConf.create({"offpolicy": {"extensions": {"nudge": target}}, "nudge": {}})
+    with pytest.raises(CheckError) as caught:
+        load_extensions(config)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == (f"{KEY}.nudge", target)

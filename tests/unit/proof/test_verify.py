@@ -1,0 +1,123 @@
+"""The trainer's verdict on the evidence of an update: complete evidence passes, and each lack is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.moving_bounds import compute_fingerprint
+from recipe.offpolicy.proof.gradient import Proof, ShiftResult
+from recipe.offpolicy.proof.verify import LivenessError, verify, verify_update
+from recipe.offpolicy.worker.metrics import Packet
+from tests.support.corrections import GSM, TIS, spec
+
+BOTH = spec(TIS, gsm=GSM)
+ALIVE = ShiftResult(1e-6, vacuous=False)
+PROOF = Proof(
+    tokens=10,
+    identical_tokens=2,
+    tolerance=1e-4,
+    log_prob_bits=32,
+    distances=(5.0, 1.0, 5.0),
+    shifts={"weight": ALIVE, "masks.gsm": replace(ALIVE, error=2e-6)},
+    gradient_tokens=7,
+    gradient_error=1e-5,
+)
+
+
+def packets(correction: CorrectionSpec = BOTH, proof: Proof = PROOF) -> list[Packet]:
+    """Those of two micro-batches, with rows 1 and 2, and 3."""
+    fingerprint = compute_fingerprint(correction, [])
+    return [Packet(fingerprint, rows=[1, 2], proof=proof), Packet(fingerprint, rows=[3], proof=proof)]
+
+
+def test_complete_evidence() -> None:
+    assert verify(packets(), BOTH, sampled_rows=[3, 2, 1]) == {
+        "proved": 1.0,
+        "fingerprint": float(compute_fingerprint(BOTH, [])),
+        "rows": 3.0,
+        "gradient_tokens": 14.0,
+        "gradient_error": 1e-5,
+        "shift_error": 2e-6,
+        "parts": 2.0,
+        "identical_share": 0.2,
+        "log_prob_bits": 32.0,
+    }
+
+
+def test_each_epoch_uses_each_row() -> None:
+    verify(2 * packets(), BOTH, sampled_rows=[1, 2, 3], epochs=2)
+    with pytest.raises(LivenessError, match=r"0 of 3 rows were not found .* and 3 were not sampled"):
+        verify(2 * packets(), BOTH, sampled_rows=[1, 2, 3])
+
+
+def test_no_correction_has_nothing_to_prove() -> None:
+    none = CorrectionSpec()
+    assert verify([Packet(none.fingerprint())], none, sampled_rows=[1]).keys() == {"fingerprint"}
+
+
+def test_an_update_without_a_gradient_is_not_judged_proved() -> None:
+    assert verify(packets(proof=replace(PROOF, gradient_tokens=0)), BOTH, sampled_rows=[1, 2, 3])["proved"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_error": None}, "no gradient reached the log-probs"),
+        ({"gradient_error": math.inf}, "did not go through the corrected loss"),
+        ({"gradient_error": math.nan}, "not weight x keep x verl's own"),
+        ({"gradient_error": 2e-4}, "relative error 0.0002, tolerance 0.0001"),
+        ({"identical_tokens": 10}, "mu equals pi_old to the bit on all 20 tokens"),
+        ({"distances": (5.0, 3.0, 1.0)}, "from the mu of the token after by 2"),
+        ({"distances": (1.0, 3.0, 5.0)}, "from the mu of the token before by 2"),
+        ({"shifts": {"weight": ALIVE}}, "masks.gsm was not tried"),
+        ({"shifts": PROOF.shifts | {"weight": ShiftResult(0.5, vacuous=False)}}, "weight does not act"),
+        ({"shifts": PROOF.shifts | {"weight": ShiftResult(math.nan, vacuous=False)}}, "weight does not act"),
+        ({"shifts": PROOF.shifts | {"masks.gsm": ShiftResult(0.0, vacuous=True)}}, "masks.gsm cannot be seen to act"),
+    ],
+)
+def test_faulty_evidence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LivenessError, match=message):
+        verify(packets(proof=replace(PROOF, **changes)), BOTH, sampled_rows=[1, 2, 3])
+
+
+def test_identical_log_probs_may_be_meant() -> None:
+    same = packets(proof=replace(PROOF, identical_tokens=10))
+    assert verify(same, BOTH, sampled_rows=[1, 2, 3], allow_identical=True)["identical_share"] == 1.0
+
+
+def test_with_bypass_mu_has_to_stand_in_pi_olds_place() -> None:
+    bypass = replace(BOTH, proximal="bypass")
+    proof = replace(PROOF, identical_tokens=10, shifts=PROOF.shifts | {"proximal": ALIVE})
+    assert verify(packets(bypass, proof), bypass, sampled_rows=[1, 2, 3])["parts"] == 3.0
+    with pytest.raises(LivenessError, match="16 of 20 tokens arrived with another value"):
+        verify(packets(bypass, replace(proof, identical_tokens=2)), bypass, sampled_rows=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (lambda found: [], "no metrics arrived from the corrected loss"),
+        (lambda found: [replace(found[0], fingerprint=5), found[1]], "fingerprint 5, the trainer's is"),
+        (lambda found: [replace(found[0], bounds={"gsm": {"upper": 9.0}}), found[1]], "other bounds than the trainer"),
+        (lambda found: found[:1], "1 of 3 rows were not found .* and 0 were not sampled"),
+        (lambda found: [replace(found[0], rows=[1, 4]), found[1]], "1 of 3 rows were not found .* and 1 were not"),
+    ],
+)
+def test_every_update_is_held_against_what_was_sent(
+    tamper: Callable[[list[Packet]], list[Packet]], message: str
+) -> None:
+    verify_update(packets(), BOTH, sampled_rows=[1, 2, 3])
+    with pytest.raises(LivenessError, match=message):
+        verify_update(tamper(packets()), BOTH, sampled_rows=[1, 2, 3])
+
+
+def test_a_micro_batch_without_a_proof() -> None:
+    first, second = packets()
+    with pytest.raises(LivenessError, match="1 of 2 micro-batches came without a proof"):
+        verify([first, replace(second, proof=None)], BOTH, sampled_rows=[1, 2, 3])

@@ -1,0 +1,76 @@
+"""Measurements of several micro-batches at a time, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.batch.micro_batch import MicroBatch, row_checksums
+from recipe.offpolicy.batch.plan import SharedPlan
+from recipe.offpolicy.batch.weight_versions import RowVersions
+from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.worker.measurement import Observation, measure, together
+from tests.support.corrections import TIS, spec
+
+
+def observation(ratios: list[list[float]], *, version: int | None = None, **changes: Any) -> Observation:
+    """Rows with these ratios pi_old / mu; a ratio of 0 is padding."""
+    ratio = torch.tensor(ratios)
+    mask = ratio > 0
+    old = torch.where(mask, ratio, 1.0).log() - 2.0
+    versions = None if version is None else RowVersions(*torch.full((2, len(ratios)), version))
+    batch = MicroBatch(
+        responses=mask.long(),
+        response_mask=mask,
+        rollout_log_prob=torch.full_like(ratio, -2.0),
+        old_log_prob=old,
+        log_prob=old,
+        advantages=torch.ones_like(ratio),
+        versions=versions,
+        plan=SharedPlan(4),
+    )
+    return replace(Observation(batch, spec(TIS), {}, {}, trained=True), **changes)
+
+
+def test_rows_are_put_together_and_padded_to_the_longest() -> None:
+    joined = together([observation([[1.0]], version=2), observation([[1.0, 3.0], [2.0, 0.0]], version=3)])
+    assert joined.batch.response_mask.tolist() == [[True, False], [True, True], [True, False]]
+    assert joined.batch.versions is not None
+    assert joined.batch.versions.oldest.tolist() == [2, 3, 3]
+    alone = observation([[1.0]])
+    assert together([alone]) is alone
+
+
+def test_measured_together_they_show_what_they_show_apart() -> None:
+    parts = [observation([[1.0]]), observation([[1.0, 3.0], [1.5, 0.0]])]
+    readings = measure(together(parts))
+    found = dict(zip(readings, fetch(list(readings.values())), strict=True))
+    # Weights capped at 2: 1, 1, 2 and 1.5.
+    assert found["statistics"]["weight/mean"].value() == pytest.approx(5.5 / 4)
+    assert found["statistics"]["weight/truncated_share"].value() == pytest.approx(1 / 4)
+    batches = [part.batch for part in parts]
+    assert found["rows"] == [
+        one for b in batches for one in row_checksums(b.responses, b.response_mask, b.rollout_log_prob)
+    ]
+
+
+def test_rows_without_a_gradient_prove_nothing() -> None:
+    assert measure(observation([[1.0]], trained=False)).keys() == {"statistics", "attribution"}
+    bypass = replace(spec(TIS), proximal="bypass")
+    assert "alignment" in measure(observation([[1.0]], spec=bypass))
+
+
+def test_what_cannot_be_measured_as_one() -> None:
+    first = observation([[1.0]])
+    assert first.fits(observation([[2.0, 3.0]]))
+    others = [
+        observation([[1.0]], version=1),
+        observation([[1.0]], trained=False),
+        observation([[1.0]], spec=spec({**TIS, "upper": 3.0})),
+        replace(first, batch=replace(first.batch, plan=SharedPlan(5))),
+        replace(first, batch=replace(first.batch, log_prob=first.batch.log_prob.double())),
+    ]
+    assert [first.fits(other) for other in others] == [False] * len(others)

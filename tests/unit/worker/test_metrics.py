@@ -1,0 +1,61 @@
+"""Packets that wait in the worker until the update's last mini-batch."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from recipe.offpolicy.batch.micro_batch import MicroBatch
+from recipe.offpolicy.worker.measurement import Observation
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, take_packets
+from tests.support.corrections import TIS, spec
+
+
+def observation() -> Observation:
+    """One row of two tokens, all policies alike."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    policies = {name: torch.full((1, 2), -1.0) for name in ("rollout_log_prob", "old_log_prob", "log_prob")}
+    batch = MicroBatch(responses=mask.long(), response_mask=mask, advantages=torch.ones(1, 2), **policies)
+    return Observation(batch, spec(TIS), {}, {}, trained=True)
+
+
+def test_a_packet_is_not_pickled_with_its_numbers_on_the_device() -> None:
+    ledger, packet = Ledger(), Packet(1)
+    ledger.enter(packet, observation())
+    with pytest.raises(RuntimeError, match=r"Fix: call before_sending\(\) first"):
+        pickle.dumps(packet)
+    packet.before_sending()
+    copy = pickle.loads(pickle.dumps(packet))
+    assert len(copy.rows) == 1
+    assert copy.statistics["weight/mean"].value() == 1.0
+
+
+def test_the_last_mini_batch_takes_along_what_waited() -> None:
+    ledger, first, last = Ledger(), Packet(1), Packet(1)
+    ledger.enter(first, observation(), more=True)
+    first.before_sending()
+    assert ledger.keeps(first)
+    assert pickle.loads(pickle.dumps(first)).rows == []
+    ledger.enter(last, observation())
+    last.before_sending()
+    assert (len(first.rows), len(last.rows)) == (0, 2)
+    assert not ledger.keeps(first)
+
+
+def test_a_packet_that_nobody_wants_takes_its_rows_with_it() -> None:
+    ledger, unwanted, wanted = Ledger(), Packet(1), Packet(1)
+    ledger.enter(unwanted, observation())
+    del unwanted
+    ledger.enter(wanted, observation())
+    wanted.settle()
+    assert len(wanted.rows) == 1
+
+
+def test_packets_of_ranks_and_mini_batches_are_taken_out_flat() -> None:
+    one, two, three = Packet(1), Packet(2), Packet(3)
+    metrics = {METRIC_KEY: [[one], [two, three]], "actor/pg_loss": 0.5}
+    assert take_packets(metrics) == [one, two, three]
+    assert metrics == {"actor/pg_loss": 0.5}
+    assert take_packets(metrics) == []
