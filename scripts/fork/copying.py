@@ -91,7 +91,9 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     if blocked := {why for path in wanted if (why := find_obstacle(root, path))}:
         raise Refused(_list("these are in the way", blocked, "move them away, then copy again"))
     plan, final = Plan(), Entries()
-    unfinished, foreign, edited = Entries(), [], []
+    unfinished = Entries()
+    foreign: list[str] = []
+    edited: list[str] = []
     for path, file in wanted.items():
         there, digest = digest_of(root / path), hashlib.sha256(file[0]).hexdigest()
         # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
