@@ -1,4 +1,4 @@
-"""Write one HTML page about a recorded run, to send to a colleague.
+"""Write a self-contained HTML report about a recorded run.
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
 

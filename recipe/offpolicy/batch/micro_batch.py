@@ -1,4 +1,4 @@
-"""Reading verl's micro-batch and handing weights back: the one place that knows its keys and layouts.
+"""Adapter of verl's micro-batch: reads it and hands weights back; the one place that knows its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -89,11 +89,11 @@ class MicroBatch:
         return turns(self.response_mask)
 
     def detached(self) -> MicroBatch:
-        """The rows by themselves: no gradient, and nothing of the engine's is kept alive."""
+        """Detach the rows: no gradient, and nothing of the engine's is kept alive."""
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
-        """The model's output with what verl's loss reads of it padded already, which it takes from here on.
+        """Pad the log-probs and entropy of the model's output; verl's loss takes them as they are.
 
         Raises:
             PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
@@ -107,7 +107,7 @@ class MicroBatch:
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """A detached copy of the model's output whose log-probs are a fresh leaf.
+        """Copy the model's output detached, with its log-probs as a fresh leaf.
 
         Returns:
             The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
@@ -119,14 +119,14 @@ class MicroBatch:
         return copy, leaf
 
     def spread(self, values: Tensor) -> Tensor:
-        """(B, T) numbers at the positions of the flat log-probs that they belong to: (total tokens,)."""
+        """Spread (B, T) values over the positions of the flat log-probs that they belong to: (total tokens,)."""
         output, leaf = self.leaf()
         place = padded(output, self.data)
         # The gather from flat to padded is linear, so its transpose puts each number back where its log-prob came from.
         return torch.autograd.grad(place, leaf, values.to(place.dtype))[0]
 
     def restated(self) -> MicroBatch:
-        """The same rows with a detached model output that says ``log_prob`` at the response tokens."""
+        """Build the same rows with a detached model output that holds ``log_prob`` at the response tokens."""
         output, leaf = self.leaf()
         mask = self.data.select("response_mask").to_padded_tensor()["response_mask"].to(leaf.dtype)
         there, values = self.spread(mask), self.spread(mask * self.log_prob.detach().to(leaf.dtype))
@@ -134,7 +134,7 @@ class MicroBatch:
         return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
 
     def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
-        """``with_tensors`` of verl's micro-batch, with another plan where one is given."""
+        """Copy verl's micro-batch by ``with_tensors``, with another plan where one is given."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:
             tu.assign_non_tensor(changed, **{PLAN: plan})
@@ -142,7 +142,7 @@ class MicroBatch:
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
-    """The tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
+    """Read the tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
 
     Raises:
         KeyError: mu or another key is not in the micro-batch; the message says what to set.
@@ -177,7 +177,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
 
 
 def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all") -> StepStage:
-    """Both stages on one micro-batch, with ``measure`` of its statistics.
+    """Run both stages on one micro-batch, with ``measure`` of its statistics.
 
     Raises:
         KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
@@ -189,7 +189,7 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
 def decide_beside(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
 ) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
-    """All statistics of ``decide``, and what corrections that are off would have done to this micro-batch.
+    """Run ``decide``, and measure what corrections that are off would have done to this micro-batch.
 
     They see the pi_old of ``spec``.
     """
@@ -245,7 +245,7 @@ def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
 
 
 def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
-    """log pi_old as ``spec.proximal`` says, (B, T)."""
+    """Choose log pi_old by ``spec.proximal``, (B, T)."""
     return proximal_log_prob(
         spec.proximal,
         spec.alpha,
@@ -267,7 +267,7 @@ def staleness(batch: MicroBatch) -> Tensor | None:
 
 
 def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
-    """Part -> the bounds that the trainer sent with this update.
+    """Map each part to the bounds that the trainer sent with this update.
 
     Raises:
         KeyError: they are not those of ``names``, whose bounds move.
@@ -281,7 +281,7 @@ def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[st
 
 
 def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None = None) -> Tensor:
-    """log pi of the responses, (B, T), zeros on padding; differentiable.
+    """Pad log pi of the responses to (B, T), zeros on padding; differentiable.
 
     Args:
         layout: of ``data``, where it is known already.
@@ -295,7 +295,7 @@ def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | N
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
-    """A shallow copy of the micro-batch with padded (B, T) tensors put in; None removes the key."""
+    """Copy the micro-batch, shallowly, with padded (B, T) tensors put in; None removes the key."""
     changed = data.copy()
     for key, tensor in tensors.items():
         if tensor is not None:
@@ -310,12 +310,12 @@ def _laid_out(values: Tensor, like: Any) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The (total tokens,) values of a nested or flat tensor."""
+    """Return the (total tokens,) values of a nested or flat tensor."""
     return tensor.values() if tensor.is_nested else tensor
 
 
 def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
-    """One 64-bit checksum a row over its response tokens and their mu, to the bit; padding is not read.
+    """Compute a 64-bit checksum of each row's response tokens and their mu, to the bit; padding is not read.
 
     It ties mu to the tokens it was sampled with: a shift, a permutation of rows, a cast or a replacement changes it.
     Rows without a response token are left out.
@@ -330,18 +330,18 @@ def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Te
 
 
 def checksums(hashes: list[int]) -> list[int]:
-    """``row_checksums`` of what ``row_hash.row_hashes`` gives."""
+    """Drop the hashes of rows without a response token."""
     return [one for one in hashes if one]
 
 
 def sampled_checksums(data: TensorDict) -> list[int]:
-    """``row_checksums`` of a rollout as verl stores it, nested or padded."""
+    """Compute ``row_checksums`` of a rollout as verl stores it, nested or padded."""
     dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor()
     return row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
 
 
 def _is_padded(log_probs: Tensor) -> bool:
-    """True if the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
+    """Return True if the forward pass has padded the responses already, as that of the legacy actors does."""
     return not log_probs.is_nested and log_probs.dim() == 2
 
 

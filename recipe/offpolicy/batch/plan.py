@@ -92,7 +92,7 @@ class Dealing:
 
     @classmethod
     def of(cls, config: DictConfig, ranks: int) -> Dealing:
-        """That of a configured run."""
+        """Build it from a composed configuration."""
         actor = config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         return cls(ranks, rows, actor.loss_agg_mode)
@@ -107,7 +107,7 @@ def planned(
     dealing: Callable[[], Dealing],
     bounds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> tuple[SharedPlan, dict[str, Tensor]]:
-    """The plan of one batch and the columns that travel beside it.
+    """Build the plan of one batch and the columns that travel beside it.
 
     Args:
         step: the trainer's step.
@@ -125,12 +125,12 @@ def planned(
 
 
 def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
-    """The constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
+    """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
     return batch_constants(spec, **_tensors(spec, rows)) if spec.needs_constants else BatchConstants()
 
 
 def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """The response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
+    """Return the response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
     stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
     return stage.response_mask, stage.keep
 
@@ -151,7 +151,7 @@ class Groups:
 
 
 def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
-    """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
+    """Regroup the batch ``rows``, which holds ``COLUMNS``, without the rows that ``spec`` rejects."""
     mask, keep = kept(spec, rows)
     rejected = (count_tokens_by_row(mask) > 0) & (count_tokens_by_row(keep) == 0)
     regrouped, silent = regroup(uids, rejected)
@@ -160,7 +160,7 @@ def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequen
 
 
 def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
-    """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
+    """Build the columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl splits them."""
     mask, keep = kept(spec, rows)
     counts = count_tokens_by_row(mask).long()
     group = assign_mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)

@@ -18,7 +18,7 @@ VERSIONS = "offpolicy_versions"
 
 @dataclass(frozen=True)
 class RowVersions:
-    """verl notes the versions at a row's first and last token, and none in between.
+    """Versions of the weights at each row's first and last token; verl notes none in between.
 
     Attributes:
         oldest, newest: (B,) int64, equal to the trainer's step after which these weights were synchronised.
@@ -28,7 +28,7 @@ class RowVersions:
     newest: Tensor
 
     def by_token(self, like: Tensor) -> Tensor:
-        """The version that sampled each token, int64, in the layout and shape of ``like``.
+        """Compute the version that sampled each token, int64, in the layout and shape of ``like``.
 
         Raises:
             ValueError: a row was sampled by several versions.
@@ -42,7 +42,7 @@ class RowVersions:
 
 
 def row_versions(data: TensorDict) -> RowVersions | None:
-    """The versions of the rows of a batch; None where verl does not tell."""
+    """Read the versions of the rows of a batch; None where verl does not record them."""
     if VERSIONS in data.keys():
         return RowVersions(*data[VERSIONS].unbind(-1))
     if EXTRA_FIELDS not in data.keys():
@@ -55,7 +55,7 @@ def row_versions(data: TensorDict) -> RowVersions | None:
 
 
 def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
-    """The version that sampled each token, int64, in the layout and shape of ``like``: (B, T), or nested by row.
+    """Compute the version that sampled each token, int64, in the layout of ``like``: (B, T), or nested by row.
 
     Raises:
         ValueError: verl does not tell, or not by token.

@@ -53,7 +53,7 @@ class LossRows:
         return name in self._data.keys()
 
     def column(self, name: str) -> Tensor:
-        """A column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
+        """Read a column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
 
         Raises:
             KeyError: it did not arrive.
@@ -64,7 +64,7 @@ class LossRows:
         return values if self._chosen is None else values[self._chosen]
 
     def mean(self, values: Tensor, actor_config: Any) -> Tensor:
-        """verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
+        """Compute verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
         return mini_batch_mean(values, self.response_mask, actor_config, self._data)
 
     def _dense(self, name: str) -> Tensor:

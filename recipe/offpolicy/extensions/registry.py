@@ -22,14 +22,14 @@ SHIPPED: dict[str, str] = {}
 
 
 def registered(config: DictConfig) -> dict[str, str]:
-    """All sections that a class is registered for, whether they are on or not."""
+    """List all sections with a registered class, on or off."""
     own = OmegaConf.select(config, KEY)
     plain: Any = OmegaConf.to_container(own, resolve=True) if isinstance(own, DictConfig) else {}
     return SHIPPED | plain
 
 
 def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
-    """Make the extensions that are on, in the order of their hooks.
+    """Create the extensions that are on, in the order of their hooks.
 
     Raises:
         CheckError: one is not to be had, or its settings are malformed; all problems at once.

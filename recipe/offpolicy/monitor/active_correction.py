@@ -57,7 +57,7 @@ class Steering:
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
     def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
-        """Take in what one update showed, and decide for the next.
+        """Evaluate one update's statistics, and decide correction and bounds of the next.
 
         Args:
             values: statistics below ``offpolicy/``.
@@ -93,7 +93,7 @@ class Steering:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
+        """Restore a checkpoint's ``state``, as far as this run is configured alike; see ``differences``."""
         alarms = state["alarms"]
         name, there = alarms["in_force"], self._panel.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]

@@ -206,7 +206,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Scale of a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    """Scale a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Recording what a run's corrections saw and did, and reading it again: needs pyarrow, nothing of verl."""
+"""Recorder of what a run's corrections saw and did, and its reader: needs pyarrow, nothing of verl."""
 
 from .files import RecordingError, Step
 from .recording import Recording

@@ -1,4 +1,4 @@
-"""What a Parquet file says that it unpacks to, before anything of it is unpacked.
+"""Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
 
 A few bytes can stand for billions of values: the counts lie in the footer and in the header of each page, in Thrift's
 compact protocol. pyarrow's own metadata cannot bound that: it shows the footer alone, while Arrow unpacks what the page
@@ -28,12 +28,12 @@ Fields = dict[int, Any]
 
 
 class DeclaredError(ValueError):
-    """It is no Parquet file, or contradicts itself."""
+    """The file is no Parquet file, or contradicts itself."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Over all columns and row groups.
+    """Declared rows and unpacked bytes over all columns and row groups.
 
     Attributes:
         rows: of all row groups.
@@ -47,7 +47,7 @@ class Declared:
 
 
 def declared(path: Path) -> Declared:
-    """What the file says.
+    """Read the declared size from the footer and page headers.
 
     Raises:
         DeclaredError: it cannot be followed.
@@ -75,7 +75,7 @@ def _footer(file: BinaryIO) -> Fields:
 
 
 def _pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
-    """(values, bytes unpacked) of each page of a column's chunk, as Arrow goes through them."""
+    """Yield (values, bytes unpacked) of each page of a column's chunk, as Arrow reads them."""
     chunk = column.get(3)
     if not isinstance(chunk, dict):
         raise DeclaredError("a column has no metadata")
@@ -108,7 +108,7 @@ def _entries(fields: Fields, key: int) -> list[Fields]:
 
 
 class _Compact:
-    """Thrift's compact protocol.
+    """Reader of Thrift's compact protocol.
 
     Attributes:
         place: bytes that have been read.

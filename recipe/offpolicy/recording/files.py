@@ -1,4 +1,4 @@
-"""One recorded file: written under another name first, and read with nothing taken on trust."""
+"""Recorded files: written atomically, and checked against their digest and declared size when read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """The record of one step, or of those of its updates that one correction acted in.
+    """Record of one step, or of the updates in it under one correction.
 
     Attributes:
         rows: its responses.
@@ -82,7 +82,7 @@ class Step:
 
 
 def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.Table:
-    """The Arrow table of a step."""
+    """Convert a step to an Arrow table."""
     if len(reasons) > MOST_REASONS:
         raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {MOST_REASONS} bits.")
     columns: dict[str, pa.Array] = {}
@@ -104,7 +104,7 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
 
 
 def digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Checksum, in hexadecimal digits, of rows to the bit and of what the metadata say about them."""
+    """Compute the checksum, in hexadecimal digits, of rows to the bit and of their metadata."""
     state = hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
@@ -150,7 +150,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
 
 
 def read(path: Path) -> Step:
-    """One step's file.
+    """Read one step's file.
 
     Raises:
         RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
@@ -188,7 +188,7 @@ def read(path: Path) -> Step:
 
 
 def unreadable(path: Path, error: OSError) -> RecordingError:
-    """The error of a file or directory that the system does not let be read, which says nothing of its content."""
+    """Build the error of a file or directory that the system refuses to read, whatever its content."""
     mend = "Mend its permissions" if isinstance(error, PermissionError) else "Mend that, or read a copy"
     return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
 

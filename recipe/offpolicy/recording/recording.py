@@ -1,4 +1,4 @@
-"""A recorded run: a directory of steps, one file an update and rank, and a card that says what was run."""
+"""A recorded run: a directory with one file for each update and rank, and a card that describes the run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def file_name(step: int, rank: int, update: int | None = None) -> str:
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """(step, rank) of a file's name; None for files of other kinds."""
+    """Parse (step, rank) from a file's name; None for files of other kinds."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[3]))
 
 
 def update_of(name: str) -> int | None:
-    """The update of a file's name; None where it is of a whole step."""
+    """Parse the update from a file's name; None for the file of a whole step."""
     match = _NAME.fullmatch(name)
     return None if match is None or match[2] is None else int(match[2])
 
 
 class Recording:
-    """Reads what ``offpolicy.record.dir`` was written.
+    """Reader of the directory that ``offpolicy.record.dir`` names.
 
     Args:
         directory: with at least one recorded step.
@@ -69,7 +69,7 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        """In ascending order."""
+        """Recorded steps in ascending order."""
         return sorted(self.files)
 
     def parts(self, step: int) -> list[Step]:
@@ -93,7 +93,7 @@ class Recording:
         return parts
 
     def corrections(self, step: int) -> list[Step]:
-        """``step``, of all ranks together: once for each correction that acted, in the order of the updates.
+        """Read ``step`` of all ranks together: once for each correction that acted, in the order of the updates.
 
         Raises:
             RecordingError: see ``parts``.
@@ -107,7 +107,7 @@ class Recording:
         return [Step(concatenated([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
 
     def step(self, step: int) -> Step:
-        """``step``, of all ranks and updates together.
+        """Read ``step`` of all ranks and updates together.
 
         Raises:
             RecordingError: see ``parts``; or several corrections acted, which ``corrections`` tells apart.
@@ -121,11 +121,11 @@ class Recording:
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """All steps in order, one in memory at a time; one under several corrections comes once for each."""
+        """Yield all steps in order, one in memory at a time; one under several corrections comes once for each."""
         return (found for step in self.steps for found in self.corrections(step))
 
     def rows(self) -> Rows:
-        """The rows of all steps."""
+        """Read the rows of all steps."""
         return concatenated([step.rows for step in self])
 
     @property
@@ -139,7 +139,7 @@ class Recording:
 
     @property
     def proof(self) -> Mapping[str, Any]:
-        """The proof of life, see ``PROOF``; empty where there is none.
+        """The liveness proof, see ``PROOF``; empty where there is none.
 
         Raises:
             RecordingError: it is not readable.
@@ -152,7 +152,7 @@ def _alike(one: Step, other: Step) -> bool:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A card or a proof; empty where there is none.
+    """Read a card or a proof; empty where there is none.
 
     Raises:
         RecordingError: it is not readable.

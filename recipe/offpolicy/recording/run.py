@@ -1,4 +1,4 @@
-"""The trainer's half of a recording: whose directory it is, what was run, and how each update reaches the workers."""
+"""Trainer side of a recording: owns the directory and its card, and announces each update to the workers' recorders."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunRecord:
         logger.info("recording goes to %s.", self._directory)
 
     def announced(self, plan: SharedPlan, *, rows: int, dealing: Callable[[], Dealing], updates: int = 1) -> SharedPlan:
-        """The plan with what the recorders have to know of the update that it is for.
+        """Add to the plan what the recorders need of its update.
 
         Args:
             rows: of the batch.
@@ -88,7 +88,7 @@ class RunRecord:
         return replace(plan, update=update)
 
     def proved(self, step: int, sentence: str, live: Mapping[str, float]) -> None:
-        """Note the proof of life."""
+        """Write the liveness proof, once."""
         if self.settings is None:
             return
         try:
@@ -98,7 +98,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step lies there, as far as this machine can see: workers end without a warning.
+        """Wait until the last step's files exist, as far as this machine can see: workers end without a warning.
 
         Args:
             patience: seconds of pauses; what the looks between them take does not count.
@@ -125,7 +125,7 @@ class RunRecord:
         return Path(self.settings.dir)
 
     def _written(self) -> int:
-        """Files of the last update."""
+        """List the files of the last update."""
         assert self._step is not None
         return sum(update_of(path.name) == self._last for path in self._files(self._step, self._step))
 
@@ -135,7 +135,7 @@ class RunRecord:
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
     def _forget(self, first: int) -> bool:
-        """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from; whether it is gone."""
+        """Remove what a resumed run recorded beyond its checkpoint; return True if it is gone."""
         assert self.settings is not None
         try:
             gone = self._files(first, sys.maxsize)

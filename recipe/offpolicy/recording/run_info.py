@@ -1,4 +1,4 @@
-"""``run.json``: what was run, without what belongs to nobody else."""
+"""``run.json``, the card of a run: its configuration without secrets, and how it samples and resumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 
 
 def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
-    """The card of a run.
+    """Build the card of a run.
 
     Returns:
         ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
@@ -58,7 +58,7 @@ def sampling_of(config: DictConfig) -> dict[str, Any]:
 
 
 def resumed_from(config: DictConfig) -> str | None:
-    """The directory whose checkpoints the run will resume; None for a new run."""
+    """Return the directory whose checkpoints the run will resume; None for a new run."""
     mode = OmegaConf.select(config, "trainer.resume_mode")
     if mode == "resume_path":
         return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
@@ -87,7 +87,7 @@ def foreign(directory: str, config: DictConfig) -> str | None:
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
-    """True if the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
+    """Return True if the run resumes the card's, or restarts it where that ended before its first checkpoint."""
     there = resumed_from(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)
@@ -96,7 +96,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """True if the run of the card was to leave a checkpoint: it was cut short where there is none."""
+    """Return True if the card's run was to save checkpoints: without one it was cut short."""
     found: Any = card
     for key in ("config", "trainer", "save_freq"):
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""``offpolicy.record``: what is recorded, where to, and how much of it."""
+"""Parsing and validation of the keys ``offpolicy.record``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """By value to every worker.
+    """Settings of a recording, sent by value to every worker.
 
     Attributes:
         dir: absolute directory; each node writes to the one of this name that it sees.
@@ -46,19 +46,19 @@ class RecordSettings:
 
     @classmethod
     def at(cls, dir: str, **changes: Any) -> RecordSettings:
-        """The settings that are shipped but for these, recording to ``dir``."""
+        """Build the shipped settings with these changes, recording to ``dir``."""
         return cls(**{**shipped("record"), **changes, "dir": dir})
 
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
-        """The settings of a checked configuration; None where nothing is to be recorded."""
+        """Read the settings of a checked configuration; None where nothing is to be recorded."""
         values = _section(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
 
     def records(self, step: int) -> bool:
-        """True if ``step``, from 1, is one to record."""
+        """Return True if ``step``, from 1, is one to record."""
         return (step - 1) % self.every == 0
 
 
@@ -110,7 +110,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find more parts of ``spec`` that can reject than a file has bits for; nothing without a recording."""
+    """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
     values = _section(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
@@ -125,12 +125,12 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """A directory that cannot be had; nothing is recorded without it."""
+    """Build the problem of a directory that cannot be created or written."""
     return _problem(f"{SECTION}.dir", directory, reason, fix, set_to(f"{SECTION}.dir", None))
 
 
 def _place(directory: str) -> Iterator[Problem]:
-    """Find out whether this machine can write there."""
+    """Find out whether this machine can create and write the directory."""
     path = Path.cwd() / directory
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -141,7 +141,7 @@ def _place(directory: str) -> Iterator[Problem]:
 
 
 def _writable(folder: Path) -> bool:
-    """True if a folder can be made there; it is made and taken away, as permissions alone do not tell."""
+    """Return True if a folder can be made there, by making and removing one: permissions alone do not tell."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

@@ -32,7 +32,7 @@ def recorded(
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record what the loss sees of a micro-batch, if it is one to record.
+    """Record a micro-batch as the loss sees it, if it is one to record.
 
     Args:
         extensions: columns of theirs to record as well.
@@ -106,7 +106,7 @@ def _seen(
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
-    """(B, T) of a column by token or by row."""
+    """Expand a column, by token or by row, to (B, T)."""
     column = batch.data[name] if batch.layout is None else dense(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 
@@ -134,7 +134,7 @@ def _reward(data: TensorDict) -> Tensor | None:
 
 
 def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
-    """Token ids end to end and the length of each prompt; ``width`` is that of the responses."""
+    """Read token ids end to end and the length of each prompt; ``width`` is that of the responses."""
     prompts = data["prompts"] if "prompts" in data.keys() else None
     if prompts is not None and prompts.is_nested:
         return prompts.values(), prompts.offsets().diff()
@@ -148,7 +148,7 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """(B,) bool: rows of the prompts that are recorded, the same on every rank; None: all."""
+    """Select the rows, (B,) bool, of the prompts that are recorded, the same on every rank; None: all."""
     if share >= 1:
         return None
     if uids is None:
@@ -159,6 +159,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 
 def chosen(uid: str, share: float) -> bool:
-    """True if the prompt ``uid`` is among the ``share`` of all that are recorded."""
+    """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

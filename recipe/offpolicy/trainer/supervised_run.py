@@ -27,7 +27,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 def demand_corrected(trainer: Any) -> None:
-    """Stops verl's task runner where it builds a trainer past the one that was put in its place.
+    """Stop verl's task runner where it builds another trainer than the one that was put in its place.
 
     Raises:
         LivenessError
@@ -42,7 +42,7 @@ def demand_corrected(trainer: Any) -> None:
 
 
 def demand_trained() -> None:
-    """Stops a run that came to its end without a corrected trainer, whatever it may have trained.
+    """Fail a run that ended without ever building a corrected trainer.
 
     Raises:
         LivenessError
@@ -55,7 +55,7 @@ def demand_trained() -> None:
 
 
 class SupervisedRun:
-    """Mixed into verl's V0 and V1 trainers.
+    """Mixin of verl's V0 and V1 trainers.
 
     Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
     ``_validate(self, ...)``, ``_val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, ...)``,

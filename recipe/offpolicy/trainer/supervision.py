@@ -32,7 +32,7 @@ _COARSE = (
 
 
 class Supervision:
-    """Judges updates by the packets that the workers' loss sent.
+    """Judge of each update by the packets that the workers' loss sent.
 
     Args:
         spec: the correction as it is configured.

@@ -55,7 +55,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
 
 
 class OffPolicyRayTrainer(SupervisedRun):
-    """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
+    """Mixin of verl's ``RayPPOTrainer``, see ``with_correction``."""
 
     actor_rollout_wg: Any
     recording: RunRecord
@@ -163,7 +163,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         return output
 
     def _with_plan(self, batch: DataProto) -> DataProto:
-        """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
+        """Add the plan to the batch, and the loss for a legacy actor."""
         check_one_mini_batch(self.correction, self.config, len(batch))
         versions = _versions(batch, self.global_steps)
         batch.batch[VERSIONS] = versions
@@ -208,7 +208,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
         if self.supervision.collect(metrics):
@@ -219,7 +219,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
 
 def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
-    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (OffPolicyRayTrainer, trainer), {})
 
 
@@ -233,7 +233,7 @@ def install_trainer() -> None:
 
 
 def row_identity(batch: DataProto) -> dict[str, Tensor]:
-    """Columns of each row's uid and reward, for workers that get no others than tensors of our own."""
+    """Build tensor columns of each row's uid and reward, for workers that get nothing else from the batch."""
     uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
     width = max(map(len, uids))
     padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
@@ -246,7 +246,7 @@ def _rows(batch: DataProto) -> TensorDict:
 
 
 def _versions(batch: DataProto, step: int) -> Tensor:
-    """(B, 2) int64: the versions of the weights that sampled a row's first and last token.
+    """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
     Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
     between an update and the next rollout, so that all rows of a step were sampled by what the step before left.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class OffPolicyTrainer(SupervisedRun):
-    """Mixed into one of verl's V1 trainers by ``with_correction``."""
+    """Mixin of verl's V1 trainers, see ``with_correction``."""
 
     actor_rollout_wg: Any
     recording: RunRecord
@@ -140,7 +140,7 @@ class OffPolicyTrainer(SupervisedRun):
         return batch
 
     def _with_plan(self, batch: Any) -> Any:
-        """The batch with what its workers have to know of the whole of it."""
+        """Add the plan to the batch."""
         check_one_mini_batch(self.correction, self.config, len(batch.keys))
         plan, columns = planned(
             self.correction,
@@ -173,7 +173,7 @@ class OffPolicyTrainer(SupervisedRun):
         self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
         if self.supervision.collect(output["metrics"]):
             self._hand_over_loss()
@@ -183,7 +183,7 @@ class OffPolicyTrainer(SupervisedRun):
 
 
 def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
-    """A subclass of verl's trainer that hands over the loss and verifies it."""
+    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
 
 

@@ -1,4 +1,4 @@
-"""KL as a loss, with the clipped ratio that the data's age calls for.
+"""KL loss weighted by the clipped ratio pi / pi_old.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so
 each term's gradient is due a ratio pi / pi_old, and that ratio a clip, as PPO's policy term has them (Liu et al. 2025,
@@ -31,7 +31,7 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 def clipped_kl(
     log_prob: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, *, kind: str, lower: float, upper: float
 ) -> Tensor:
-    """Surrogate of the KL of each token, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
+    """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
     k' = dk / dlog pi is what the KL loss of this kind pulls a log-prob down by, so that at r = 1 the gradient is that
     of k itself. It takes the place of PPO's negative advantage: the maximum, not the minimum, is the pessimistic side
@@ -54,7 +54,7 @@ def clipped_kl(
 
 
 def with_clipped_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
-    """``base_loss`` of ``config`` (verl's ActorConfig) with its KL term replaced by the clipped one."""
+    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by the clipped one."""
     plain = partial(base_loss, dataclasses.replace(config, use_kl_loss=False))
     return partial(_loss_with_clipped_kl, plain, config, lower, upper)
 

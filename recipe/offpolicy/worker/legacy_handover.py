@@ -1,4 +1,4 @@
-"""The correction as verl's legacy actors are handed it with each batch, in ``meta_info``."""
+"""Handover of the correction to verl's legacy actors, with each batch, in ``meta_info``."""
 
 from __future__ import annotations
 

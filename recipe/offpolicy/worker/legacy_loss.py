@@ -1,4 +1,4 @@
-"""The engine's loss for verl's legacy actors, which put their own together from three functions of verl's.
+"""Engine's loss for verl's legacy actors, which compute their own from three functions of ``core_algos``.
 
 A legacy actor asks ``core_algos`` for a policy loss, aggregates entropy and KL itself, and multiplies the sum by the
 micro-batch's share of the mini-batch, so that its denominators are those of the micro-batch. A ``LegacyUpdate``
@@ -54,7 +54,7 @@ _PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
 def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
+    """Call verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
     # A prompt of one token: a row of log-probs is then the response's, shifted left by one.
@@ -70,7 +70,7 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs: policy and KL term, which is what the proof holds the actor's own against.
+    """Engine's loss on padded log-probs: the policy and KL terms that the proof compares the actor's gradient with.
 
     Args:
         handover: the correction and what is to be reported.
@@ -109,7 +109,7 @@ class LegacyLoss(OffPolicyLoss):
 
 @dataclass
 class _Running:
-    """The micro-batch that the actor is at."""
+    """Micro-batch whose loss the actor is computing."""
 
     rows: Mapping[str, Any]
     scale: float
@@ -166,13 +166,13 @@ class LegacyUpdate:
         return self._micro
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """In place of verl's function of that name: a policy loss with the correction in it."""
+        """Return a policy loss with the correction, in place of verl's function of that name."""
         if not self.handover.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """In place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
+        """Aggregate in place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
         if not self.handover.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(
@@ -188,7 +188,7 @@ class LegacyUpdate:
     def kl_penalty(
         self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
     ) -> Tensor:
-        """In place of verl's ``kl_penalty``: its value, (B, T), with the gradient of the clipped term if configured."""
+        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the clipped term if configured."""
         penalty = original(logprob, ref_logprob, kl_penalty)
         if self.spec.kl_clip is None:
             return penalty
@@ -203,7 +203,7 @@ class LegacyUpdate:
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The policy term of the mini-batch's mean, divided by what the actor is about to multiply it by.
+        """Compute the mini-batch mean's policy term, divided by the factor that the actor is about to apply.
 
         What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
         """
@@ -218,7 +218,7 @@ class LegacyUpdate:
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
 
     def _data(self) -> TensorDict:
-        """The micro-batch as the engine hands it to its loss."""
+        """Build the micro-batch as the engine hands it to its loss."""
         rows = self.micro.rows
         columns = {key: rows[key] for key in rows.keys() if key in _ROWS or key.startswith(PREFIX)}
         data = TensorDict(columns, batch_size=len(rows["responses"]))
@@ -233,7 +233,7 @@ class LegacyUpdate:
 
 
 def _plain(value: Any) -> Any:
-    """A metric as the legacy actors report it: a number."""
+    """Convert a metric to a number, as the legacy actors report it."""
     return value.aggregate() if isinstance(value, Metric) else value
 
 

@@ -1,4 +1,4 @@
-"""The loss that runs in the worker: weight x keep into verl's own policy loss, statistics and proof out.
+"""Loss that runs in the worker: hands weight x keep to verl's policy loss; reports statistics and the proof.
 
 The seam is verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, whose function the
 engine calls at each micro-batch. It is handed over by value, so the spec never travels through a config that workers
@@ -98,7 +98,7 @@ class OffPolicyLoss:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
-        """``base_loss`` with the terms of all extensions."""
+        """Extend ``base_loss`` by the terms of all extensions."""
         for extension in self.extensions.values():
             base_loss = extension.wrap_loss(base_loss, self.actor_config)
         return base_loss
@@ -106,7 +106,7 @@ class OffPolicyLoss:
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
+        """Compute the engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
 
         Raises:
             FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
@@ -134,7 +134,7 @@ class OffPolicyLoss:
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
     def packet_of(self, batch: mb.MicroBatch) -> Packet:
-        """A packet that says what this micro-batch came with, and is going to say what it shows."""
+        """Create this micro-batch's metrics packet; values are filled in when it is sent."""
         packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
@@ -144,7 +144,7 @@ class OffPolicyLoss:
         return packet
 
     def uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
-        """The packet of a micro-batch under ``correction=none``: statistics, where mu came with it."""
+        """Measure a micro-batch under ``correction=none``: a packet with statistics, where mu came with it."""
         if mb.ROLLOUT_LOG_PROBS not in data.keys():
             return Packet(self.fingerprint)
         batch = mb.read(model_output, data)
@@ -156,7 +156,7 @@ class OffPolicyLoss:
     def corrected(
         self, batch: mb.MicroBatch, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """verl's loss with the correction in it: (scalar loss, verl's metrics, what the recorder did)."""
+        """Compute verl's loss with the correction: (scalar loss, verl's metrics, what the recorder did)."""
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
                 f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
@@ -177,13 +177,13 @@ class OffPolicyLoss:
         return recorded(self.record, self.spec, batch, step, columns)
 
     def for_trials(self) -> OffPolicyLoss:
-        """The very same loss, for calls whose packets nobody is to see."""
+        """Copy the loss for trial calls, whose packets are not sent."""
         trial = copy.copy(self)
         trial.ledger = None
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
-        """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
+        """Build the micro-batch that verl's loss sees: weight x keep and pi_old, (B, T); pi if pi_old is not finite."""
         old_log_prob = mb.proximal(self.spec, batch)
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
@@ -228,7 +228,7 @@ def loss_of(
     moving: Mapping[str, Side] | None = None,
     extensions: Mapping[str, WorkerExtension] | None = None,
 ) -> OffPolicyLoss:
-    """The loss of a run, ready to be handed to the workers of the engine path."""
+    """Build the loss of a run, ready to be sent to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
     return OffPolicyLoss(

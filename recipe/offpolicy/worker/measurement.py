@@ -32,7 +32,7 @@ _COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "l
 
 @dataclass(frozen=True)
 class Observation:
-    """Rows, and what is to be measured of them.
+    """Rows to measure together, and their settings.
 
     Attributes:
         batch: the rows, detached.
@@ -49,7 +49,7 @@ class Observation:
     trained: bool
 
     def fits(self, other: Observation) -> bool:
-        """True if both can be measured as one."""
+        """Return True if both can be measured as one."""
         mine, its = self.batch, other.batch
         return (
             (self.spec, self.shadows, self.moving, self.trained)
@@ -61,7 +61,7 @@ class Observation:
 
 
 def together(observations: Sequence[Observation]) -> Observation:
-    """One observation of the rows of all, which fit each other, padded to the longest of them."""
+    """Merge observations that fit each other into one, padded to the longest of them."""
     first = observations[0]
     if len(observations) == 1:
         return first
@@ -81,7 +81,7 @@ def together(observations: Sequence[Observation]) -> Observation:
 
 @torch.no_grad()
 def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
-    """All that is to be known of the rows, by the attribute of a packet that it belongs to."""
+    """Measure the rows: values by the attribute of a packet that they belong to."""
     batch, spec = observation.batch, observation.spec
     old_log_prob = mb.proximal(spec, batch)
     policies = {

@@ -1,4 +1,4 @@
-"""The keys of ``offpolicy.calibrate``: read once, and what is wrong with them."""
+"""Parsing and validation of the keys ``offpolicy.calibrate``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is calibrated, and how.
+    """Calibrated parts, their targets, and the pace of calibration.
 
     Attributes:
         schedules: by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
@@ -82,7 +82,7 @@ def read_noted_keys(config: DictConfig) -> dict[str, Any]:
 
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.calibrate`` beside the correction ``spec``."""
+    """Find the problems of the keys ``offpolicy.calibrate`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield Problem(SECTION, section, "its keys have no values.", "Remove this override.", parts=())
