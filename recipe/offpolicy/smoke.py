@@ -57,7 +57,7 @@ VOCABULARY = 11
 _TOLERANCE = 1e-5  # relative, of a gradient in float32
 
 
-def one_update() -> dict[str, float]:
+def run_update() -> dict[str, float]:
     """Run forward, backward, both verdicts and an optimizer step.
 
     Returns:
@@ -77,7 +77,7 @@ def one_update() -> dict[str, float]:
     loss_fn = OffPolicyLoss(SPEC, _actor_config(), prove=True)
     loss, metrics = loss_fn(model_output={"log_probs": log_probs}, data=data, dp_group=None)
     loss.backward()
-    sampled = mb.row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
+    sampled = mb.compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
     verdict = verify(take_packets(metrics), SPEC, sampled_rows=sampled)
     if not verdict["proved"]:
         raise LivenessError("the update had no gradient to judge by.")
@@ -168,7 +168,7 @@ def main() -> None:
     logging.getLogger("verl").setLevel(logging.ERROR)
     through = f"through verl {installed_release('verl')} in {Path(verl.__file__).parent}"
     try:
-        verdict = one_update()
+        verdict = run_update()
     except LivenessError as error:
         sys.exit(f"offpolicy: NOT LIVE {through}: {error}")
     print(  # noqa: T201

@@ -26,7 +26,7 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 
 
 @torch.no_grad()
-def row_hashes(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; positions off the mask are not read.
 
     It differs where a token, a bit of a value, their order, or the dtype of the values does.

@@ -84,7 +84,7 @@ def _data_of(nested: Any) -> Tensor:
     return values.detach()
 
 
-def dense(column: Tensor, layout: Layout, key: str) -> Tensor:
+def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
     """Pad a column of the responses to (B, T) with zeros; return a padded one as it is.
 
     Raises:

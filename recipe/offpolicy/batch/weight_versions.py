@@ -41,7 +41,7 @@ class RowVersions:
         return spread_over_tokens(self.oldest, like)
 
 
-def row_versions(data: TensorDict) -> RowVersions | None:
+def read_row_versions(data: TensorDict) -> RowVersions | None:
     """Read the versions of the rows of a batch; None where verl does not record them."""
     if VERSIONS in data.keys():
         return RowVersions(*data[VERSIONS].unbind(-1))
@@ -54,7 +54,7 @@ def row_versions(data: TensorDict) -> RowVersions | None:
     return RowVersions(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(-1))
 
 
-def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
+def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
     """Compute the version that sampled each token, int64, in the layout of ``like``: (B, T), or nested by row.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import mini_batch_mean
-from ..batch.padding import Layout, dense
+from ..batch.padding import Layout, pad_column
 
 
 class LossRows:
@@ -34,7 +34,7 @@ class LossRows:
     @cached_property
     def log_prob(self) -> Tensor:
         """(B, T) log pi, zeros on padding; carries the gradient inside a loss."""
-        log_prob = mb.padded(self._output, self._data, self._layout)
+        log_prob = mb.pad_log_probs(self._output, self._data, self._layout)
         return log_prob if self._chosen is None else log_prob[self._chosen]
 
     @cached_property
@@ -69,4 +69,4 @@ class LossRows:
 
     def _dense(self, name: str) -> Tensor:
         values: Tensor = self._data[name]
-        return values if self._layout is None else dense(values, self._layout, name)
+        return values if self._layout is None else pad_column(values, self._layout, name)

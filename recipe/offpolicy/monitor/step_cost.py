@@ -55,7 +55,7 @@ class StepCost:
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
         """Add columns of all rows that travel as well."""
-        self._bytes += sum(bytes_of(column) for column in columns.values())
+        self._bytes += sum(count_bytes(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by the names that the logger gets."""
@@ -63,9 +63,9 @@ class StepCost:
         return {f"offpolicy/cost/{name}": float(count) for name, count in counts.items()}
 
 
-def bytes_of(column: Tensor) -> int:
+def count_bytes(column: Tensor) -> int:
     """Compute the bytes of a column's values, of a nested one with its offsets."""
     if column.is_nested:
         nested: Any = column  # torch's stubs know no offsets
-        return bytes_of(nested.values()) + bytes_of(nested.offsets())
+        return count_bytes(nested.values()) + count_bytes(nested.offsets())
     return column.numel() * column.element_size()

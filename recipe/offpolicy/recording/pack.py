@@ -148,7 +148,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         response_ids=columns["response_ids"],
         response_mask=mask,
         rejected_by=columns["rejected_by"].view(np.uint32),
-        turn=turns(mask, offsets),
+        turn=number_turns(mask, offsets),
         prompt_offsets=_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
         prompt_ids=columns.get("prompt_ids", np.zeros(0, dtype=np.int32)),
         extensions={name: columns[name] for name in sorted(columns) if name.startswith(EXTENSION_PREFIX)},
@@ -156,7 +156,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     )
 
 
-def turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
+def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
     """Number the model's turn of each token by runs of the mask, from 0 in each row; -1 off the mask.
 
     Args:

@@ -233,7 +233,7 @@ class Recorder:
 _RECORDERS: dict[tuple[str, int], Recorder] = {}
 
 
-def recorder_of(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
+def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
     """Get or create this process's recorder for the directory; it outlives the losses that use it."""
     key = (settings.dir, rank)
     recorder = _RECORDERS.get(key)

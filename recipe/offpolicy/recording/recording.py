@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import ASIDE, RecordingError, Step, read, unreadable
-from .rows import Rows, concatenated
+from .files import ASIDE, RecordingError, Step, build_unreadable_error, read
+from .rows import Rows, concatenate
 
 CARD = "run.json"
 """What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
@@ -25,13 +25,13 @@ def file_name(step: int, rank: int, update: int | None = None) -> str:
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
 
-def step_of(name: str) -> tuple[int, int] | None:
+def parse_step(name: str) -> tuple[int, int] | None:
     """Parse (step, rank) from a file's name; None for files of other kinds."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[3]))
 
 
-def update_of(name: str) -> int | None:
+def parse_update(name: str) -> int | None:
     """Parse the update from a file's name; None for the file of a whole step."""
     match = _NAME.fullmatch(name)
     return None if match is None or match[2] is None else int(match[2])
@@ -58,9 +58,9 @@ class Recording:
         try:
             paths = sorted(self.directory.iterdir())
         except OSError as error:
-            raise unreadable(self.directory, error) from error
+            raise build_unreadable_error(self.directory, error) from error
         for path in paths:
-            if found := step_of(path.name):
+            if found := parse_step(path.name):
                 self.files.setdefault(found[0], []).append(path)
         if not self.files:
             raise RecordingError(
@@ -79,15 +79,15 @@ class Recording:
             RecordingError: a file of it is damaged, or ranks recorded different corrections.
         """
         files = self.files[step]
-        if len({update_of(path.name) is None for path in files}) > 1:
+        if len({parse_update(path.name) is None for path in files}) > 1:
             raise RecordingError(f"{files[0]}: beside files of single updates of its step. Move one kind elsewhere.")
         parts = [read(path) for path in files]
         first: dict[int | None, tuple[Path, Step]] = {}
         for path, part in zip(files, parts, strict=True):
             named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
-            if named - {step_of(path.name)}:
+            if named - {parse_step(path.name)}:
                 raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
-            beside, of = first.setdefault(update_of(path.name), (path, part))
+            beside, of = first.setdefault(parse_update(path.name), (path, part))
             if not _alike(part, of):
                 raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
         return parts
@@ -104,7 +104,7 @@ class Recording:
                 groups[-1].append(part)
             else:
                 groups.append([part])
-        return [Step(concatenated([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
+        return [Step(concatenate([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
 
     def step(self, step: int) -> Step:
         """Read ``step`` of all ranks and updates together.
@@ -126,7 +126,7 @@ class Recording:
 
     def rows(self) -> Rows:
         """Read the rows of all steps."""
-        return concatenated([step.rows for step in self])
+        return concatenate([step.rows for step in self])
 
     @property
     def card(self) -> Mapping[str, Any]:
@@ -166,7 +166,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except RecordingError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise build_unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
         fix = "Mend it at that place, or move it out of the directory."
         raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error

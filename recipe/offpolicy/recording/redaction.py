@@ -52,12 +52,12 @@ _FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>\s+|['\"]?\s*,\s*['\"]?)(?P<v
 """``--token abc``, in a command or a list of its arguments."""
 
 
-def redacted(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """Redact the secrets in ``value``: mappings and lists at any depth, everything but text as it is."""
     return _hidden(value, _of_environment())
 
 
-def redacted_text(text: str) -> str:
+def redact_text(text: str) -> str:
     """Redact the secrets in a text, such as a message or a Hydra override."""
     return _text(text, _of_environment())
 

@@ -98,7 +98,7 @@ class Rows:
         return result
 
 
-def concatenated(parts: Sequence[Rows]) -> Rows:
+def concatenate(parts: Sequence[Rows]) -> Rows:
     """Concatenate the rows of all ``parts``, in order.
 
     Raises:

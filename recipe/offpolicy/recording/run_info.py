@@ -15,8 +15,8 @@ from verl_patches.execution_path import live_path
 
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import CheckpointFolder
-from .recording import CARD, read_json, step_of
-from .redaction import HIDDEN, redacted, redacted_text
+from .recording import CARD, parse_step, read_json
+from .redaction import HIDDEN, redact, redact_text
 from .schema import VERSION
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -24,7 +24,7 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
 
 
-def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
+def build_card(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
     """Build the card of a run.
 
     Returns:
@@ -40,14 +40,14 @@ def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, Corr
         "shadows": {name: shadow.to_mapping() for name, shadow in shadows.items()},
         "release": path.release,
         "path": str(path),
-        "model": redacted_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
-        "sampling": sampling_of(config),
+        "model": redact_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
+        "sampling": read_sampling(config),
         "checkpoints": str(CheckpointFolder.from_config(config).path),
-        "config": redacted(_plain(OmegaConf.to_container(config, resolve=True))),
+        "config": redact(_plain(OmegaConf.to_container(config, resolve=True))),
     }
 
 
-def sampling_of(config: DictConfig) -> dict[str, Any]:
+def read_sampling(config: DictConfig) -> dict[str, Any]:
     """Describe how responses were sampled: engine, and the keys that are set, the engine's own last."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
@@ -57,7 +57,7 @@ def sampling_of(config: DictConfig) -> dict[str, Any]:
     return sampling
 
 
-def resumed_from(config: DictConfig) -> str | None:
+def find_resumed_folder(config: DictConfig) -> str | None:
     """Return the directory whose checkpoints the run will resume; None for a new run."""
     mode = OmegaConf.select(config, "trainer.resume_mode")
     if mode == "resume_path":
@@ -69,7 +69,7 @@ def resumed_from(config: DictConfig) -> str | None:
         return str(folder.path)
 
 
-def foreign(directory: str, config: DictConfig) -> str | None:
+def explain_foreign(directory: str, config: DictConfig) -> str | None:
     """Say why a run may not record into ``directory``; None where it may.
 
     Raises:
@@ -79,7 +79,7 @@ def foreign(directory: str, config: DictConfig) -> str | None:
     if not path.is_dir():
         return None
     card = read_json(path / CARD)
-    if not card and not any(step_of(each.name) for each in path.iterdir()):
+    if not card and not any(parse_step(each.name) for each in path.iterdir()):
         return None
     if card and _goes_on(card, config):
         return None
@@ -88,7 +88,7 @@ def foreign(directory: str, config: DictConfig) -> str | None:
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
     """Return True if the run resumes the card's, or restarts it where that ended before its first checkpoint."""
-    there = resumed_from(config)
+    there = find_resumed_folder(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)
     known = card.get("checkpoints")

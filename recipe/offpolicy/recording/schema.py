@@ -71,13 +71,13 @@ SCHEMA = pa.schema(
 )
 
 
-def extended(names: Iterable[str]) -> pa.Schema:
+def extend_schema(names: Iterable[str]) -> pa.Schema:
     """Extend the schema by columns of extensions."""
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
     return pa.schema([*SCHEMA, *(pa.field(name, kind, nullable=False) for name in names)])
 
 
-def markdown() -> str:
+def format_markdown() -> str:
     """Format the table of all columns as Markdown, for the documentation."""
     described = ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), _PROMPT)}
     rows = []

@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ..batch.shipped import shipped
+from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import format_value, remove, set_to
 from .files import MOST_REASONS, RecordingError
-from .run_info import foreign
+from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
 FOREIGN = "Give another directory, or move what is recorded there elsewhere."
@@ -47,7 +47,7 @@ class RecordSettings:
     @classmethod
     def at(cls, dir: str, **changes: Any) -> RecordSettings:
         """Build the shipped settings with these changes, recording to ``dir``."""
-        return cls(**{**shipped("record"), **changes, "dir": dir})
+        return cls(**{**read_shipped_defaults("record"), **changes, "dir": dir})
 
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
@@ -70,7 +70,7 @@ def resolve_dir(config: DictConfig) -> None:
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
+def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.record``."""
     values = _section(config)
     if values is None:
@@ -79,7 +79,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         fix = f"Remove this override; set {SECTION}.dir=PATH to record."
         yield _problem(SECTION, values, "not the keys of a recording.", fix)
         return
-    known = shipped("record")
+    known = read_shipped_defaults("record")
     for name, value in values.items():
         key = f"{SECTION}.{name}"
         if name not in known:
@@ -99,7 +99,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         return
     yield from _place(directory)
     try:
-        if trouble := foreign(str(Path.cwd() / directory), config):
+        if trouble := explain_foreign(str(Path.cwd() / directory), config):
             free = next(name for n in count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
             yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
     except (RecordingError, OSError) as error:
@@ -109,7 +109,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
 
 
-def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
     values = _section(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:

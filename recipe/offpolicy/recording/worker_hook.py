@@ -11,21 +11,21 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb
-from ..batch.padding import dense
+from ..batch.padding import pad_column
 from ..batch.plan import REWARD, UID
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
 from .ranks import Place, place
-from .recorder import Recorder, recorder_of
+from .recorder import Recorder, get_recorder
 from .settings import SECTION, RecordSettings
 
 _SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""
 
 
-def recorded(
+def record(
     settings: RecordSettings,
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
@@ -42,13 +42,13 @@ def recorded(
     A failure stops the recorder, see ``Recorder.stop``.
 
     Returns:
-        ``record/...``, see ``statistics``; nothing where nothing is announced.
+        ``record/...``, see ``take_statistics``; nothing where nothing is announced.
     """
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():
         return {}
     here = place(tu.get_non_tensor_data(batch.data, "dp_size", 1))
-    recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
+    recorder = get_recorder(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
         started = recorder.clock()
         rows = len(batch.response_mask)
@@ -61,10 +61,10 @@ def recorded(
             except Exception as error:  # whatever it is: training goes on
                 recorder.stop(error, rows)
         recorder.spent(recorder.clock() - started)
-    return statistics(recorder, here)
+    return take_statistics(recorder, here)
 
 
-def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
+def take_statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     """Return the recorder's counts since they were last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
     counters = recorder.take()
     sums = {
@@ -85,7 +85,7 @@ def _seen(
     step: StepStage,
     extensions: Collection[str],
 ) -> Seen:
-    old_log_prob = mb.proximal(spec, batch)
+    old_log_prob = mb.choose_pi_old(spec, batch)
     versions = batch.versions
     return Seen(
         response_ids=batch.responses,
@@ -107,7 +107,7 @@ def _seen(
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
     """Expand a column, by token or by row, to (B, T)."""
-    column = batch.data[name] if batch.layout is None else dense(batch.data[name], batch.layout, name)
+    column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 
 
@@ -155,10 +155,10 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
         raise KeyError(f"uid is not in the micro-batch that reached the loss: set {SECTION}.share=1.")
     if isinstance(uids, Tensor):
         uids = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in uids.cpu().numpy()]
-    return torch.tensor([chosen(uid, share) for uid in uids])
+    return torch.tensor([is_chosen(uid, share) for uid in uids])
 
 
-def chosen(uid: str, share: float) -> bool:
+def is_chosen(uid: str, share: float) -> bool:
     """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

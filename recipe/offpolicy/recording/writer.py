@@ -10,8 +10,8 @@ from typing import Any
 
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .pack import Packed, unpack
-from .recording import file_name, step_of
-from .rows import Rows, concatenated
+from .recording import file_name, parse_step
+from .rows import Rows, concatenate
 from .settings import SECTION, RecordSettings
 
 
@@ -142,7 +142,7 @@ class StepWriter:
         name = file_name(opened.step, self._rank, opened.update)
         used = sum(size for other, size in self._sizes.items() if other != name)
         path = self._directory / name
-        size = write(path, concatenated(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
+        size = write(path, concatenate(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
         self._sizes[name] = size
         self.outcome.written += size
 
@@ -151,7 +151,7 @@ class StepWriter:
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
-            found = step_of(path.with_suffix(SUFFIX).name)
+            found = parse_step(path.with_suffix(SUFFIX).name)
             if found is None or found[1] != self._rank:
                 continue
             if path.suffix == PARTIAL:

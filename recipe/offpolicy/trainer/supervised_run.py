@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
-from ..monitor.active_correction import differences
+from ..monitor.active_correction import find_differences
 from ..preflight.checks import read_spec
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
@@ -122,12 +122,12 @@ class SupervisedRun:
         return found
 
     def _save_checkpoint(self) -> None:
-        steering = self.supervision.steering.state()
-        with guard_save(self.config, self.global_steps, read_spec(self.config), steering, self.extensions.state):
+        active = self.supervision.active_correction.state()
+        with guard_save(self.config, self.global_steps, read_spec(self.config), active, self.extensions.state):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        spec, of_config = read_spec(self.config), partial(differences, self.config)
+        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
         self._resumed = check_before_loading(self.config, spec, of_config, self.extensions.differences)
         loaded = super()._load_checkpoint()  # type: ignore[misc]
         if self.extensions:

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import padded
+from ..batch.micro_batch import pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction.ratios import EXP_CLAMP
 
@@ -28,7 +28,7 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Takes (model_output, data, dp_group)."""
 
 
-def clipped_kl(
+def compute_clipped_kl(
     log_prob: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, *, kind: str, lower: float, upper: float
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
@@ -53,7 +53,7 @@ def clipped_kl(
     return torch.maximum(ratio * slope, ratio.clamp(lower, upper) * slope)
 
 
-def with_clipped_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
+def replace_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
     """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by the clipped one."""
     plain = partial(base_loss, dataclasses.replace(config, use_kl_loss=False))
     return partial(_loss_with_clipped_kl, plain, config, lower, upper)
@@ -70,11 +70,11 @@ def _loss_with_clipped_kl(
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
     dense = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
-    log_prob = padded(model_output, data)
+    log_prob = pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
     aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
-    surrogate = clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
+    surrogate = compute_clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {
         "kl_loss": Metric(aggregation=metrics["actor/pg_loss"].aggregation, value=penalty),

@@ -65,7 +65,7 @@ class ExtendedHandover(Handover):
     extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
 
 
-def handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
+def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
     """Make a handover of these fields, extended where there is something to extend it with."""
     if not extensions:
         return Handover(*arguments)

@@ -30,7 +30,7 @@ from ..batch.plan import PLAN
 from ..correction import StepStage
 from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
-from .kl_loss import BoundLoss, clipped_kl
+from .kl_loss import BoundLoss, compute_clipped_kl
 from .loss import OffPolicyLoss
 from .metrics import METRIC_KEY
 
@@ -194,12 +194,12 @@ class LegacyUpdate:
             return penalty
         lower, upper = self.spec.kl_clip
         old = self.loss.policy.old_log_prob
-        surrogate = clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
+        surrogate = compute_clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
         return surrogate - surrogate.detach() + penalty.detach()
 
     def _uncorrected(self, policy_loss: Callable[..., Any], **call: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = policy_loss(**call)
-        packet = self.loss.uncorrected({"log_probs": call["log_prob"]}, self._data())
+        packet = self.loss.measure_uncorrected({"log_probs": call["log_prob"]}, self._data())
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -208,11 +208,11 @@ class LegacyUpdate:
         What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
         """
         batch = mb.read({"log_probs": log_prob}, self._data())
-        packet = self.loss.packet_of(batch)
-        loss, metrics, packet.statistics = self.loss.policy.corrected(batch)
+        packet = self.loss.create_packet(batch)
+        loss, metrics, packet.statistics = self.loss.policy.compute_corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
         if self.handover.prove and not self.spec.is_none and log_prob.requires_grad:
-            packet.proof = prove(self.loss.for_trials(), batch, loss)
+            packet.proof = prove(self.loss.copy_for_trials(), batch, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}

@@ -24,7 +24,7 @@ from ..correction.deferred import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally
-from .measurement import Name, Observation, measure, together
+from .measurement import Name, Observation, measure, merge
 
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
@@ -39,7 +39,7 @@ class Packet:
     Attributes:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
-        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
+        rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
         bounds: part -> the bounds that were used, of parts whose bounds move.
         histograms: of these parts, see ``monitor.bounds.measurement``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
@@ -157,7 +157,7 @@ class Ledger:
         waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
         if not waiting:
             return
-        waiting[-1][0]._readings.append(measure(together([observed for _, observed in waiting])))
+        waiting[-1][0]._readings.append(measure(merge([observed for _, observed in waiting])))
         for packet, _ in waiting:
             packet._observed = None
 

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from ...batch.shipped import shipped
+from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
@@ -17,7 +17,7 @@ from .histogram import find_keeping_distance, find_widest_cap
 from .schedule import Schedule, compute_distances, find_moving_sides
 
 SECTION = "offpolicy.calibrate"
-DEFAULTS: Final = shipped("calibrate")
+DEFAULTS: Final = read_shipped_defaults("calibrate")
 _COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
 _PACE: Final = ("rate", "floor", "ceiling")
 _OF_MASKS: Final = ("of", "side", "noise_kept")

@@ -32,7 +32,7 @@ class DeclaredError(ValueError):
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredSize:
     """Declared rows and unpacked bytes over all columns and row groups.
 
     Attributes:
@@ -46,7 +46,7 @@ class Declared:
     size: int
 
 
-def declared(path: Path) -> Declared:
+def read_declared_size(path: Path) -> DeclaredSize:
     """Read the declared size from the footer and page headers.
 
     Raises:
@@ -54,14 +54,14 @@ def declared(path: Path) -> Declared:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        footer = _footer(file)
+        footer = _read_footer(file)
         groups = _entries(footer, 4)
         rows = sum(_count(group, 3) for group in groups)
-        pages = [page for group in groups for column in _entries(group, 1) for page in _pages(file, column)]
-    return Declared(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
+        pages = [page for group in groups for column in _entries(group, 1) for page in _read_pages(file, column)]
+    return DeclaredSize(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
 
 
-def _footer(file: BinaryIO) -> Fields:
+def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
     if end < 12:
         raise DeclaredError("it is too short")
@@ -74,7 +74,7 @@ def _footer(file: BinaryIO) -> Fields:
     return _Compact(file.read(length)).structure()
 
 
-def _pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
+def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
     """Yield (values, bytes unpacked) of each page of a column's chunk, as Arrow reads them."""
     chunk = column.get(3)
     if not isinstance(chunk, dict):
