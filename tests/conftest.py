@@ -70,6 +70,14 @@ def _loggers_of_verl() -> Iterator[None]:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
+    from recipe.offpolicy.analysis.pages import plotting
+
+    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
+
+
+@pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What is said at WARNING or above."""
     with caplog.at_level(logging.WARNING):
