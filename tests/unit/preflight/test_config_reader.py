@@ -1,12 +1,52 @@
-"""Readers of a composed configuration."""
+"""What a composed configuration asks for, part by part."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from recipe.offpolicy.preflight.checks.config_reader import copy_config
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.preflight.checks.config_reader import copy_config, list_parts, read_shadows, read_spec
+from recipe.offpolicy.preflight.examination import describe_verls_loss
+from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
+from tests.support.applications import OPTIONS, application, without_verl
+from tests.support.corrections import GSM, TIS, spec
+
+OF_VERL = "algorithm.rollout_correction"
+
+
+def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
+    with application("correction=[tis_token,gsm]", folder=without_verl(tmp_path)) as config:
+        assert read_spec(config) == spec(TIS, gsm=GSM)
+        parts = list_parts(config, read_spec(config))
+        assert read_task_overrides() == ["correction=[tis_token,gsm]"]
+        assert sorted(list_options()) == OPTIONS
+    assert [(part.name, part.reads_mu, part.ours) for part in parts] == [
+        ("weight", True, True),
+        ("masks.gsm", True, True),
+    ]
+    assert parts[0].meaning == "token, truncate [, 2] on pi_old / mu"
+
+
+def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:
+    config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
+    assert [(part.name, part.ours) for part in list_parts(config, CorrectionSpec())] == [
+        ("rollout_correction.rollout_is", False)
+    ]
+    assert describe_verls_loss(config) == "verl's own algorithm.rollout_correction: rollout_is"
+    assert describe_verls_loss(OmegaConf.create({})) == "verl's own loss"
+
+
+def test_shadows_are_corrections_by_name() -> None:
+    plain = spec(None, gsm=GSM)
+    config = OmegaConf.create({"offpolicy": {"shadow": {"gsm": plain.to_mapping()}}})
+    assert read_shadows(config) == {"gsm": plain}
+    assert read_shadows(OmegaConf.create({})) == {}
+    with pytest.raises(SpecError, match=r"offpolicy\.shadow"):
+        read_shadows(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}}))
 
 
 def test_a_copy_keeps_interpolations_and_what_is_locked_and_shares_nothing() -> None:
