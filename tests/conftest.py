@@ -14,7 +14,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-pytest_plugins = ["tests.support.parsed_once", "tests.support.recorder_clock", "tests.support.release_marker"]
+pytest_plugins = [
+    "tests.support.parsed_once",
+    "tests.support.probed_once",
+    "tests.support.recorder_clock",
+    "tests.support.release_marker",
+]
 
 if not torch.cuda.is_available():
     # Before any test imports verl, which reads these once.
@@ -62,6 +67,14 @@ def _loggers_of_verl() -> Iterator[None]:
         speaker.setLevel(level)
         speaker.propagate = propagate
         speaker.handlers[:] = handlers
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
+    from recipe.offpolicy.analysis.pages import plotting
+
+    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
 
 
 @pytest.fixture

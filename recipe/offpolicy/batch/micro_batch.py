@@ -256,7 +256,7 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 
 
 def compute_staleness(batch: MicroBatch) -> Tensor | None:
-    """(B,) int64, on the batch's device: steps from the weights that sampled a row to those that this step began with.
+    """Compute (B,) int64 steps from the weights that sampled a row to those that this step began with, on its device.
 
     None where verl does not tell the versions, or the trainer sent no plan.
     """

@@ -124,6 +124,7 @@ def test_bad_input_is_one_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_page_that_is_too_large_loses_no_table(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_page_that_is_too_large_loses_no_table(
         assert "the page would have" in said.err
 
 
+@pytest.mark.slow  # a process of its own, as of the next
 def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path) -> None:
     directory, page = record(tmp_path / "run", drawn_rows([5, 9])), tmp_path / "a.html"
     command = [sys.executable, "-m", "recipe.offpolicy.whatif", str(directory), "--html", str(page)]
@@ -147,6 +149,7 @@ def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path)
     assert page.stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +296,7 @@ def test_words() -> None:
     assert [format_heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "stale 1", "turn 3+"]
 
 
+@pytest.mark.slow
 def test_the_program_runs_without_verl_and_ray(tmp_path: Path) -> None:
     record(tmp_path, drawn_rows([5, 9]))
     code = (

@@ -31,6 +31,11 @@ def shifted(rows: Rows, by: int) -> Rows:
     return Rows(**{**vars(rows), "rollout_log_prob": mu})
 
 
+@pytest.fixture(scope="module")
+def cold() -> Rows:
+    return simulated(at_temperature(0.7))
+
+
 def test_healthy_engines() -> None:
     causes = find_causes(simulated())
     assert [cause.name for cause in causes] == list(NAMES)
@@ -60,9 +65,9 @@ def test_temperature_is_estimated(temperature: float) -> None:
         ("warm", "as the engine samples"),
     ],
 )
-def test_a_temperature_is_mended_without_another_sampling(sampled_at: object, fix: str) -> None:
+def test_a_temperature_is_mended_without_another_sampling(cold: Rows, sampled_at: object, fix: str) -> None:
     """The run's own temperature is what both sides are to have."""
-    causes = find_causes_in_rows(simulated(at_temperature(0.7)), {"sampling": {"temperature": sampled_at}})
+    causes = find_causes_in_rows(cold, {"sampling": {"temperature": sampled_at}})
     assert fix in of(causes, "temperature").fix
     assert of(causes, "temperature").fix.endswith("logprobs_mode=processed_logprobs")
 
@@ -159,10 +164,9 @@ def test_a_step_that_correlates_speaks_against_misalignment() -> None:
     assert present(find_causes(concatenate(wrong))) == {"misalignment"}
 
 
-def test_a_temperature_has_a_tight_slope_above_zero() -> None:
+def test_a_temperature_has_a_tight_slope_above_zero(cold: Rows) -> None:
     """A slope of -1 / 0.7, and one of 0.25 amid noise of 3 nats: both explain most of the gap by a straight line."""
-    warm = simulated(at_temperature(0.7))
-    for rows in (replace(warm, rollout_log_prob=-warm.rollout_log_prob), simulated(noisy(3.0))):
+    for rows in (replace(cold, rollout_log_prob=-cold.rollout_log_prob), simulated(noisy(3.0))):
         found = temperature.find(collect_tokens(rows), {})
         assert found.verdict == "absent"
         assert found.evidence["slope_high"] < 0.97

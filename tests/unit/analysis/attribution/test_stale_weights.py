@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -19,16 +20,21 @@ Error = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
 """From the step and the number of each row's prompt to the deviation of the logits that sampled it; 0: healthy."""
 
 
+@functools.cache
+def sampled_with(deviation: float) -> Rows:
+    size = Size(steps=STEPS, prompts=PROMPTS, group=GROUP, tokens=TOKENS)
+    return simulated(noisy(deviation), size=size) if deviation else simulated(size=size)
+
+
 def asked(again: int, error: Error) -> Rows:
     """Rows of ``STEPS`` steps, of whose prompts the first ``again`` are the same at each step."""
-    size = Size(steps=STEPS, prompts=PROMPTS, group=GROUP, tokens=TOKENS)
-    healthy = simulated(size=size)
+    healthy = sampled_with(0.0)
     prompt = np.arange(len(healthy)) // GROUP % PROMPTS
     ids = np.where(prompt < again, prompt, 100 * healthy.step + prompt).astype(np.int32)
     deviation = error(healthy.step, prompt)
     parts = []
     for value in np.unique(deviation):
-        rows = simulated(noisy(float(value)), size=size) if value else healthy
+        rows = sampled_with(float(value))
         told = Rows(**{**vars(rows), "prompt_ids": ids, "prompt_offsets": np.arange(len(rows) + 1)})
         parts.append(told.take(np.flatnonzero(deviation == value)))
     return concatenate(parts)

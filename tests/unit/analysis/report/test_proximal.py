@@ -65,6 +65,7 @@ def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_
         assert "Record with correction.proximal=recompute" in answer.because
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_page_without_a_drift(tmp_path: Path) -> None:
     rows = concatenate([drawn_rows(LENGTHS, backend=0.1), later()])
     recording = recorded_under("bypass", tmp_path / "run", rows)

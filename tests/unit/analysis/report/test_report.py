@@ -95,8 +95,12 @@ CARD = {
 PROOF = {
     "sentence": f"weight LIVE in the gradient {HOSTILE}",
     "step": HOSTILE,
-    "live": {"proved": 1.0, "gradient_error": 1e-7, HOSTILE: 1.0},
+    "live": {"proved": 1.0, "fingerprint": 1464144645.0, "gradient_error": 1e-7, HOSTILE: 1.0},
 }
+
+
+PICTURES = 4 + 2 + 6 + 3
+"""Over time, by length, of attribution, and a panel a bound: of the weight and two masks, the default."""
 
 
 class Tokenizer:
@@ -108,17 +112,12 @@ class Tokenizer:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tags]:
-    """A report with all that can be recorded, all of it hostile."""
+    """A report with all that can be recorded, all of it hostile, its pictures not rendered."""
     tmp_path = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
         patch.setattr(attribution, "load_decoder", lambda card: (TokenDecoder(Tokenizer()), ""))
         return report(made(tmp_path, card=CARD, proof=PROOF), tmp_path)
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
-    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
 
 
 def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
@@ -144,8 +143,7 @@ def test_every_part_is_there(whole: tuple[str, Tags]) -> None:
         '"nnodes": 1',
     ):
         assert said in page.text
-    # Over time 4, by length 2, attribution 6, and a panel a bound: the mask of the spec, and the weight.
-    assert page.tags.count("img") == 4 + 2 + 6 + 3
+    assert page.tags.count("img") == PICTURES
 
 
 def test_nothing_is_loaded_and_nothing_runs(whole: tuple[str, Tags]) -> None:
@@ -197,10 +195,12 @@ def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
+    """Every picture is rendered, as SVG or PNG."""
     directory = tmp_path / "run"
     for step in range(1, 302):
-        record(directory, drawn_rows([4] * 4, seed=step, step=step, backend=0.03))
-    _, page = report(directory, tmp_path)
+        record(directory, drawn_rows([4, 4, 40, 40], seed=step, step=step, backend=0.03))
+    text, page = report(directory, tmp_path)
+    assert len(re.findall(r'src="data:image/(?:png;base64,iVBOR|svg\+xml;base64,PD94)', text)) == PICTURES
     assert "301 steps are recorded (1 to 301)" in page.text
     assert "reads 200 of them, evenly spread" in page.text
     studied = re.search(r"read 24 steps, evenly spread: ([\d, ]+)\.", page.text)
@@ -304,14 +304,14 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path) -> None:
+def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, whole: tuple[str, Tags]) -> None:
     """Rows of one length are a table of one line, and no picture."""
     record(tmp_path / "run", drawn_rows([9] * 24))
     _, page = report(tmp_path / "run", tmp_path)
     assert "a mask on the first rejects short rows" in page.text
     assert "Dashed" not in page.text
-    _, page = report(made(tmp_path / "two"), tmp_path)
-    assert "Dashed: what each would keep here, whatever was on." in page.text
+    _, of_two_lengths = whole
+    assert "Dashed: what each would keep here, whatever was on." in of_two_lengths.text
 
 
 def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
@@ -337,11 +337,8 @@ def test_the_page_has_to_have_a_place(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no file can be written below" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_whole_numbers_of_the_proof_are_whole(tmp_path: Path) -> None:
-    numbers = {"fingerprint": 1464144645.0, "gradient_error": 9.5e-08}
-    proof = {"sentence": "LIVE", "step": 1, "live": numbers}
-    _, page = report(made(tmp_path, proof=proof), tmp_path)
+def test_whole_numbers_of_the_proof_are_whole(whole: tuple[str, Tags]) -> None:
+    _, page = whole
     assert "1464144645" in page.text
     assert "1.46e+09" not in page.text
 
@@ -440,6 +437,7 @@ def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
         ("not finite", "No response token with a finite mu and pi_old was recorded."),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_recordings_with_nothing_to_explain(tmp_path: Path, change: str, said: str) -> None:
     mu = np.full(120, -1.0 if change == "equal" else np.nan, dtype=np.float32)
     same = {"old_log_prob": mu, "log_prob": mu} if change == "equal" else {}

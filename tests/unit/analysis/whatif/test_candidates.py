@@ -21,7 +21,14 @@ def labels(*specs: list[str], grid: tuple[str, ...] = (), recorded: Any = RECORD
     return [candidate.label for candidate in build_candidates(specs, grid, recorded)]
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "auto"])
+QUICK = {"none", "gsm", "opsm", "tis_turn", "verl_bypass_pg_geo_rs_seq_tis"}
+"""No part, a mask, one with an open value, a weight, and both beside another pi_old: the others are composed alike."""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in OPTIONS if one != "auto"],
+)
 def test_every_option_is_what_its_file_says(option: str) -> None:
     (candidate,) = build_candidates([[f"correction={option}", *DELTAS.get(option, [])]], [], RECORDED)
     GlobalHydra.instance().clear()

@@ -69,17 +69,18 @@ def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "_SHORTEST", 0.0)
     whole = run(directory, size=10**9)
     assert len(list(iterate_blocks(Recording(directory).step(5).rows, 10**9))) == 1
-    assert numbers(whole).keys() == numbers(cut).keys()
-    for name, value in numbers(whole).items():
+    of_whole, of_cut = numbers(whole), numbers(cut)
+    assert of_whole.keys() == of_cut.keys()
+    for name, value in of_whole.items():
         if value is None:
-            assert numbers(cut)[name] is None, name
+            assert of_cut[name] is None, name
         else:
-            assert numbers(cut)[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+            assert of_cut[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     for matrix in asdict(whole.agreement):
         one, other = (getattr(result.agreement, matrix) for result in (whole, cut))
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     # Each of these corrections does something here, so that the comparison is of more than ones.
-    assert all(value is not None and value < 0.9999 for key, value in numbers(cut).items() if key.endswith("  ess"))
+    assert all(value is not None and value < 0.9999 for key, value in of_cut.items() if key.endswith("  ess"))
 
 
 def test_shares_are_those_of_the_log(directory: Path) -> None:
