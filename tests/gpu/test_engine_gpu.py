@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,8 @@ def worker(folder: Path) -> Any:
 
 
 @pytest.fixture
-def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[parity.Witness]:
-    from verl.trainer.ppo import core_algos
-
-    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
-    witness = parity.Witness(case)
-    witness.register()
-    return witness
+def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> parity.Witness:
+    return parity.register_witness(case, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", [parity.batch_v0, parity.batch_v1])

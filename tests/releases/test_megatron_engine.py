@@ -40,12 +40,7 @@ def test_the_engine_makes_the_update_of_the_reference(
     found: mp.Found, case: parity.Case, layout: str, job: mp.Job
 ) -> None:
     """Weights, masks, loss and gradients, over all ranks and however the mini-batch is cut."""
-    ranks = found[layout]
-    assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
-    made = mp.updates(ranks, job)
-    assert sorted(row for _, rows in made for row in rows) == list(range(parity.ROWS))
-    for update, rows in made:
-        parity.assert_same(update, parity.expected(case, job.correction, job.mode, rows))
+    mp.assert_makes_the_reference(found[layout], job, case)
 
 
 @layouts

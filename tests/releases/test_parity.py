@@ -57,13 +57,8 @@ def worker(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 @pytest.fixture
-def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[parity.Witness]:
-    from verl.trainer.ppo import core_algos
-
-    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
-    witness = parity.Witness(case)
-    witness.register()
-    return witness
+def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> parity.Witness:
+    return parity.register_witness(case, monkeypatch)
 
 
 @cases

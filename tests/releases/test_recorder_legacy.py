@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,10 @@ from recipe.offpolicy.recording.recorder import flush_all
 from tests.support import legacy_actor as la
 from tests.support.specs import STACK
 
-pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("recorder_clock")]
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches", "recorder_clock")]
 
 ROWS, STEP = len(la.LENGTHS), 1
 NONE: dict[str, Any] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patched() -> Iterator[None]:
-    import verl.workers.actor.dp_actor  # noqa: F401
-
-    import verl_patches
-
-    assert verl_patches.install("legacy")["fsdp_actor"] == "in force"
-    with la.process_group():
-        yield
 
 
 @pytest.fixture

@@ -268,6 +268,15 @@ def assert_same_in_bf16(found: parity.Update, case: parity.Case, job: Job) -> No
     assert float((ours - theirs).norm() / theirs.norm()) < 0.2
 
 
+def assert_makes_the_reference(ranks: list[Rank], job: Job, case: parity.Case) -> None:
+    """Weights, masks, loss and gradients of all ranks are those of the reference, however the mini-batch is cut."""
+    assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
+    made = updates(ranks, job)
+    assert sorted(row for _, rows in made for row in rows) == list(range(parity.ROWS))
+    for update, rows in made:
+        parity.assert_same(update, parity.expected(case, job.correction, job.mode, rows))
+
+
 def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:
     """The trainer's verdict on the packets of an update of the whole batch."""
     from tensordict import TensorDict

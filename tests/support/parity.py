@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -320,6 +321,16 @@ class Witness:
                 if mask[line, t]:
                     self.factors[-1][row, t] = float(weights[line, t])
         return loss, metrics
+
+
+def register_witness(case: Case, monkeypatch: pytest.MonkeyPatch) -> Witness:
+    """Register a witness for one test; verl's own registry is left as it was."""
+    from verl.trainer.ppo import core_algos
+
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+    witness = Witness(case)
+    witness.register()
+    return witness
 
 
 def update_by_engine(worker: Any, witness: Witness, layout: Any, name: str, mode: str, split: Any) -> Update:

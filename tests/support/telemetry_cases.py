@@ -50,6 +50,13 @@ class Batch:
     def __getitem__(self, rows: Any) -> Batch:
         return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
+    def log_probs(self) -> dict[str, Any]:
+        """The tensors of the rollout stage by token."""
+        return dict(old_log_prob=self.old, rollout_log_prob=self.mu, response_mask=self.mask)
+
+    def unit_ids(self) -> dict[str, Any]:
+        return dict(segment_ids=self.segments, versions=self.versions)
+
 
 def random_batch(seed: int, rows: int = 12, width: int = 90, dtype: torch.dtype = torch.float32) -> Batch:
     """Rows of 0 to ``width`` tokens, with gaps, noise of any size, tokens without mu, and a row of nothing else."""
@@ -84,16 +91,8 @@ def stages(
 ) -> tuple[RolloutStage, StepStage]:
     stage = rollout_stage(
         correction,
-        old_log_prob=batch.old,
-        rollout_log_prob=batch.mu,
-        response_mask=batch.mask,
-        **dict(
-            segment_ids=batch.segments,
-            versions=batch.versions,
-            staleness=batch.staleness,
-            constants=constants,
-        )
-        | options,
+        **batch.log_probs(),
+        **batch.unit_ids() | dict(staleness=batch.staleness, constants=constants) | options,
     )
     return stage, step_stage(correction, stage, log_prob=batch.pi, advantages=batch.advantages)
 
@@ -101,12 +100,9 @@ def stages(
 def shadow(shadows: dict[str, CorrectionSpec], batch: Batch) -> Any:
     return compute_shadow_statistics(
         shadows,
-        old_log_prob=batch.old,
-        rollout_log_prob=batch.mu,
-        response_mask=batch.mask,
+        **batch.log_probs(),
+        **batch.unit_ids(),
         log_prob=batch.pi,
         advantages=batch.advantages,
-        segment_ids=batch.segments,
-        versions=batch.versions,
         staleness=batch.staleness,
     )

@@ -192,11 +192,8 @@ def test_any_split_of_the_rows_merges_to_the_whole(name: str, seed: int, cuts: l
     correction, batch = CORRECTIONS[name], random_batch(seed)
     constants = batch_constants(
         correction,
-        old_log_prob=batch.old,
-        rollout_log_prob=batch.mu,
-        response_mask=batch.mask,
-        segment_ids=batch.segments,
-        versions=batch.versions,
+        **batch.log_probs(),
+        **batch.unit_ids(),
     )
     _, whole = stages(correction, batch, constants)
     bounds = [0, *sorted(cuts), 12]

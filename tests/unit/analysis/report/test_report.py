@@ -28,22 +28,12 @@ from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report import main
+from tests.support.corrections import GSM, TIS
 from tests.support.recordings import drawn_rows, record
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
-GSM = {
-    "masks": {
-        "gsm": {
-            "ratio": "rollout",
-            "level": "sequence",
-            "aggregate": "geometric",
-            "lower": 0.99,
-            "upper": 1.01,
-            "when": "any",
-        }
-    }
-}
-SPEC = CorrectionSpec.from_mapping(GSM)
+MASKS = {"masks": {"gsm": GSM}}
+SPEC = CorrectionSpec.from_mapping(MASKS)
 
 
 class Tags(HTMLParser):
@@ -345,7 +335,7 @@ def test_whole_numbers_of_the_proof_are_whole(whole: tuple[str, Tags]) -> None:
 
 def test_what_acted_may_change(tmp_path: Path) -> None:
     """Calibrated online, or fallen back: the steps before which it changed."""
-    moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM["masks"]["gsm"] | {"upper": 1.02}}})
+    moved = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.02}}})
     directory = tmp_path / "run"
     for step, spec in enumerate((SPEC, SPEC, moved, moved), start=1):
         record(directory, drawn_rows([9], step=step), spec=spec.to_mapping(), reasons=["masks.gsm"])
@@ -383,16 +373,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert damaged.name in capsys.readouterr().err
 
 
-TIS = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
-
-
 @pytest.mark.parametrize(
     ("recorded", "calibrated", "new"),
     [
         ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
         ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
-        (GSM, {"weight", "masks.gsm"}, {"weight"}),
-        (GSM | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
+        (MASKS, {"weight", "masks.gsm"}, {"weight"}),
+        (MASKS | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
     ],
 )
 def test_what_was_not_on_is_calibrated_by_default(

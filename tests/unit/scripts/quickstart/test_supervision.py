@@ -18,6 +18,7 @@ from scripts.quickstart.metrics import History
 from scripts.quickstart.options import Options, child_environment, quote
 from scripts.quickstart.progress import Progress, TrainingView
 from tests.support.paths import ROOT
+from tests.support.recorder_clock import Clock
 
 
 def test_options_from_nothing():
@@ -159,15 +160,6 @@ def test_an_interrupt_ends_the_run_and_nothing_is_left():
     assert run.returncode == 128 + signal.SIGINT, shown
     assert "interrupted by SIGINT" in shown
     assert "cleaned up: no process is left\n" in shown
-
-
-class Clock:
-    """A clock moved by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_log_gets_a_heartbeat():

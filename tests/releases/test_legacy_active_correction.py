@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +11,12 @@ from omegaconf import OmegaConf
 from tests.support import legacy_actor as la
 from tests.support.specs import GSM, OPSM, STACK, TIS_TOKEN
 
-pytestmark = pytest.mark.verl("==0.7.1")
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
 
 EXACT = 1e-10
 MOVED: dict[str, dict[str, float | None]] = {"gsm": {"lower": 0.95, "upper": 1.2}, "opsm": {"delta": 0.01}}
 MOVED_STACK = STACK | {"masks": {"gsm": GSM | MOVED["gsm"], "opsm": OPSM | MOVED["opsm"]}}
 MOVING: Any = {"gsm": "both", "opsm": "both"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patched() -> Iterator[None]:
-    import verl.workers.actor.dp_actor  # noqa: F401
-
-    import verl_patches
-
-    assert verl_patches.install("legacy")["fsdp_actor"] == "in force"
-    with la.process_group():
-        yield
 
 
 def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
