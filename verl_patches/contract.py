@@ -261,6 +261,7 @@ def _codes(target: Any) -> Iterator[CodeType]:
             if not inspect.isclass(member):
                 yield from _codes(member)
         return
+    # Methods of a class or an instance hold their function in __func__.
     target = inspect.unwrap(getattr(target, "__func__", target))
     if isinstance(code := getattr(target, "__code__", None), CodeType):
         yield code
@@ -306,6 +307,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     if isinstance(kind, classmethod):
         raise PatchError(contract.moved("a class method", "a function or a static method"))
     patched = _in_front_of(original, wrapper)
+    # functools.wraps copies the marks of earlier wrappers; this one's own name is set last and wins.
     setattr(patched, _MARK, contract.name)
     setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
     logger.info("patch %s in force on %s", contract.name, contract.target)
@@ -338,6 +340,7 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 def is_wrapped(function: Any, name: str) -> bool:
     """Return True if the patch `name` is among the wrappers of `function`."""
     while function is not None:
+        # Builtins have no __dict__; other wrappers of the same target stand before or behind this one.
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True
         function = getattr(function, "__wrapped__", None)

@@ -29,6 +29,7 @@ def after_import(module_name: str, action: Callable[[], object]) -> None:
 
 def is_awaited(module_name: str) -> bool:
     """Return True if an action waits for a module that has not been imported yet."""
+    # Finders of other packages have no such attribute.
     watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
     return watched and module_name not in sys.modules
 

@@ -125,6 +125,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
 def _contracts_of(module: ModuleType) -> list[Contract]:
     """Collect the contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
     found: list[Contract] = []
+    # Patches hold wrappings, and these tuples of contracts; the bound keeps cycles finite.
     _collect(vars(module).values(), found, depth=5)
     return list(dict.fromkeys(found))
 

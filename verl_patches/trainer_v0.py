@@ -113,6 +113,7 @@ def substitute(subclass: Callable[[type], type]) -> None:
     """Put ``subclass(RayPPOTrainer)`` where the task runner looks the trainer up, in this process; once."""
     module: Any = importlib.import_module(home())
     trainer = module.RayPPOTrainer
+    # A second call in this process would subclass our own subclass.
     if not getattr(trainer, "__offpolicy__", False):
         replaced: Any = subclass(trainer)
         replaced.__offpolicy__ = True
@@ -126,5 +127,6 @@ def before_any(look: Callable[[Any], None]) -> None:
 
 def around_advantage(hook: Callable[..., Any]) -> None:
     """Run ``hook(compute, data, *args, **kwargs)`` in the place of ``compute_advantage``; the last one given."""
+    # In place: the function is wrapped once, and a later trainer's hook takes the place of the former one.
     _around[:] = [hook]
     wrap(_ADVANTAGE, lambda original, *args, **kwargs: _around[-1](original, *args, **kwargs))

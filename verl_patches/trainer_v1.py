@@ -91,6 +91,7 @@ def substitute(mode: str, subclass: Callable[[type], type]) -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 
     trainer: Any = get_trainer_cls(mode)
+    # A second call in this process would subclass our own subclass.
     if not getattr(trainer, "__offpolicy__", False):
         replaced = subclass(trainer)
         replaced.__offpolicy__ = True  # type: ignore[attr-defined]

@@ -214,6 +214,7 @@ class FileCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         try:
             with (self._folder / _LOCK).open("rb") as lock:
+                # The sender holds the lock as long as its process lives, so that being refused it is the sign of life.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -267,6 +268,7 @@ def install() -> None:
     """
     for contract in CONTRACTS:
         contract.check()
+    # A release that asks for another method would fail at the first synchronisation, minutes into the run.
     if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
         raise PatchError(REGISTRY.moved(f"a CheckpointEngine that asks for {', '.join(missing)} as well"))
     if not in_force():
@@ -279,6 +281,7 @@ def in_force() -> bool:
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except ValueError:
+        # verl's registry raises for a name that it does not know.
         return False
 
 

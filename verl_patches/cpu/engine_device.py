@@ -31,6 +31,7 @@ REGISTER = Contract(
 def _registered() -> dict[str, dict[str, dict[str, Any]]]:
     """Return verl's registry: model type -> backend -> device -> engine class."""
     registry = importlib.import_module(f"{MODULE}.base").EngineRegistry
+    # Without the attribute no engine is found, which ``_register_for_cpu`` reports.
     engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
     return engines
 

@@ -18,6 +18,7 @@ _NAMES = "_no_split_modules"
 
 
 def _apply(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
+    # A set has no order; verl takes the first name, which has to be the same on every rank.
     if isinstance(names := getattr(model, _NAMES, None), set | frozenset):
         setattr(model, _NAMES, sorted(names))
     original(model, fsdp_kwargs, config)

@@ -22,6 +22,7 @@ CONTRACT = Contract(
 
 
 def _init(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, **kwargs: Any) -> None:
+    # transformers 4 has no such attribute.
     parameters = getattr(hf_config, "rope_parameters", None)
     if parameters and not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = parameters["rope_theta"]

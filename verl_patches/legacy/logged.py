@@ -33,5 +33,6 @@ class Logged(Contract):
 def behind(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """Return the function of that name behind a decorator without ``functools.wraps``, or the function itself."""
     function = inspect.unwrap(function)
+    # Such a decorator keeps the function that it wraps in its closure alone.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return next((found for found in (function, *held) if getattr(found, "__name__", None) == name), None)

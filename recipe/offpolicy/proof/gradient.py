@@ -253,6 +253,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
     log_prob = batch.log_prob.double()
     moved = replace(
         batch,
+        # The decoy lies so far from mu that a gradient computed with it differs visibly.
         old_log_prob=(log_prob + 30 * BEYOND).float(),
         rollout_log_prob=(log_prob + 5 * BEYOND).float(),
         advantages=torch.ones_like(batch.advantages),
@@ -288,6 +289,7 @@ def _adapter_gradient(
 
 def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
     """Copy the installed loss with one correction and no proof of its own."""
+    # A shallow copy of the installed loss itself: a stand-in of our own class would prove nothing about it.
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone
@@ -298,9 +300,11 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
+    # Away from the reference, to both sides: at pi = ref the KL term has no gradient to compare.
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
+    # Beyond the upper bound, beyond the lower one, and inside.
     for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
         moved = replace(
             batch,

@@ -45,6 +45,7 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     if lost > MOST_NONFINITE * len(mu):
         raise RolloutLogProbError(f"{_KEY} have stopped arriving: {lost} of {len(mu)} are not finite. {_FIX}")
     low, high = torch.aminmax(mu[finite])
+    # Rounding may put the log-prob of a certain token a little above 0.
     if high > 1e-3:
         raise RolloutLogProbError(f"{_KEY} hold no log-probs: the greatest is {float(high):.3g}, above 0. {_FIX}")
     # All zeros can be meant by an engine that is sure of each token: the trainer's policy has to say.

@@ -128,6 +128,7 @@ def count_agreements(
 
 
 def _tally(numbers: list[int]) -> AlignmentTally:
+    # Three counts of seven integers each, end to end as they were copied: see ``PairCounts``.
     return AlignmentTally(
         *(PairCounts(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:]))
     )
@@ -184,6 +185,7 @@ def _judge(kind: str, count: PairCounts) -> None:
     beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
     here, there = count.concordance(), count.concordance(beside)
     numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
+    # Pairs within a row are dependent: 16 of them weigh as much as a row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16)))
     if _has_enough_pairs(count, beside) and there > max(here, 0.0) + better:
         raise AlignmentError(
@@ -277,6 +279,7 @@ def _select_evenly(rows: int, width: int) -> Tensor | None:
     most = max(16, MOST_ELEMENTS // max(1, width))
     if rows <= most:
         return None
+    # Neighbours are drawn together: siblings of one prompt lie side by side, and pairs are made of them.
     starts = torch.linspace(0, rows - 4, most // 4).long()
     return (starts[:, None] + torch.arange(4)).flatten().unique()
 

@@ -72,6 +72,7 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
 
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign."""
+    # A budget's own cutoff depends on the batch; the trial fixes one, that of ``_list_bounds``.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
     for side, bound in _list_bounds(spec):
@@ -175,6 +176,7 @@ def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) 
             return free * root.clamp(min=0).sqrt()
         case "tv":
             up = torch.log1p(2 * value)
+            # Downward a ratio falls by less than 1, so that |r - 1| / 2 stays below 0.5; beyond that only up is left.
             return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
         case "k3":
             return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))
@@ -189,6 +191,7 @@ def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) 
 def _invert_k3(value: Tensor, sign: float) -> Tensor:
     """Solve exp(l) - 1 - l = value for l of the given sign, by bisection."""
     low, high = torch.zeros_like(value), value + 2.0
+    # 80 halvings take any interval to the spacing of float64.
     for _ in range(80):
         middle = (low + high) / 2
         too_small = torch.expm1(sign * middle) - sign * middle < value

@@ -63,6 +63,7 @@ def read_declared_size(path: Path) -> DeclaredSize:
 
 def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
+    # Magic number at the start, then at the end the footer's length (4 bytes) and the magic number again.
     if end < 12:
         raise DeclaredError("it is too short")
     file.seek(end - 8)
@@ -79,6 +80,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
     chunk = column.get(3)
     if not isinstance(chunk, dict):
         raise DeclaredError("a column has no metadata")
+    # ColumnMetaData of parquet.thrift: 5 num_values, 7 total_compressed_size, 9 data_, 11 dictionary_page_offset.
     dictionary = chunk.get(11, 0)
     place = dictionary if isinstance(dictionary, int) and dictionary > 0 else _count(chunk, 9)
     total, seen = _count(chunk, 5), 0
@@ -87,6 +89,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
         file.seek(place)
         reader = _Compact(file.read(min(_HEADER, end - place)))
         header = reader.structure()
+        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page, whose values are no rows, 8 data page v2.
         values = [_count(header[key], 1) for key in (5, 7, 8) if isinstance(header.get(key), dict)]
         yield sum(values), _count(header, 2)
         seen += sum(values) if 7 not in header else 0
@@ -168,6 +171,7 @@ class _Compact:
 
     def _varint(self) -> int:
         value = shift = 0
+        # Ten groups of 7 bits hold 64; a longer number would let a file make this loop as long as it likes.
         while shift < 70:
             byte = self._byte()
             value |= (byte & 0x7F) << shift

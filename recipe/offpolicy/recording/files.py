@@ -260,6 +260,7 @@ def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
     try:
         value = json.loads(metadata.get(key, b""))
+    # RecursionError: a file may nest its JSON as deep as it likes.
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

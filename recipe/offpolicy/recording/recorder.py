@@ -241,6 +241,7 @@ def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder
         if recorder is not None:
             recorder.end()
         elif not _RECORDERS:
+            # A process that exits by itself still writes what is held.
             atexit.register(flush_all)
         recorder = _RECORDERS[key] = Recorder(settings, rank=rank, ranks=ranks)
     return recorder

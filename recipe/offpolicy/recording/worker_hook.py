@@ -117,6 +117,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     if "uid" not in data.keys():
         return None
     found = tu.get(data, "uid")
+    # A value that all rows share may come as one string.
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
         shown = str(found)[:80]
@@ -160,5 +161,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 def is_chosen(uid: str, share: float) -> bool:
     """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
+    # A hash, so that every rank and step chooses alike; Python's own hash differs by process.
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -95,6 +95,7 @@ class LegacyLoss(OffPolicyLoss):
             base_loss=_padded_ppo_loss,
             extensions=settings.extensions,
         )
+        # The actor asks for policy and KL term apart; the copy computes the first alone.
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
@@ -240,6 +241,7 @@ def _plain(value: Any) -> Any:
 def _same_scale(upstream: Callable[[], float], gradient: Tensor) -> None:
     """Check that the actor multiplied by what was divided out."""
     expected = upstream()
+    # The scale may arrive rounded to the dtype of the loss.
     if not math.isclose(float(gradient), expected, rel_tol=1e-3):
         raise RuntimeError(
             f"verl's actor scales the loss of a micro-batch otherwise than expected: a gradient of {float(gradient):g} "

@@ -178,6 +178,7 @@ class OffPolicyLoss:
 
     def copy_for_trials(self) -> OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent."""
+        # Without a ledger a trial queues nothing to report.
         trial = copy.copy(self)
         trial.ledger = None
         return trial

@@ -105,10 +105,12 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        # Weakly: the rows of packets that verl has dropped must not stay in memory.
         self._packets: list[weakref.ref[Packet]] = []
         self._kept: list[Packet] = []
         self._more = False
 
+    # A loss that is pickled to another process begins there with a ledger of its own.
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()
 

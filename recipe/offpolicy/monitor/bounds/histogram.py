@@ -59,6 +59,7 @@ class Histogram:
 
         Likewise of an ESS: that of n equal weights of which one is 0 is 1 - 1 / n.
         """
+        # In floats 10 * (1 - 0.9) is a little below 1, and 10 units are enough.
         return self.units * (1.0 - target) >= 1.0 - 1e-9
 
 
@@ -117,6 +118,7 @@ def find_widest_cap(histogram: Histogram, target: float) -> float:
     """
     if not sum(histogram.counts):
         return math.nan
+    # The margin is for rounding: an ESS that equals the target exactly reaches it.
     reached = (place for place, ess in enumerate(compute_ess_by_cap(histogram)) if ess >= target * (1 - 1e-12))
     widest = max(reached, default=None)
     return 0.0 if widest is None else (*histogram.edges, math.inf)[widest]

@@ -95,6 +95,7 @@ def find_obstacles(
     for name in find_moving_sides(configured, schedule.side):
         here, most = distances[name], _compute_most(schedule, current, start[name])
         alone = here if goal is None else _approach(goal, schedule, current, here, start[name])
+        # The margin is for rounding: a bound that lies where the noise ends is not reached by it.
         if reach is None or reach <= min(here, alone) * (1 + 1e-9):
             continue
         cause = f"backend noise alone reaches {reach:.4g} where {schedule.noise_kept:g} of equal weights are to be kept"
