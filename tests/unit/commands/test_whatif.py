@@ -151,8 +151,10 @@ def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path)
 
 @pytest.mark.usefixtures("undrawn")
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    directory = recorded(tmp_path / "run", ACTING, *(varied_rows(8, seed=step, step=step) for step in (5, 6)))
+
     def run(values: int) -> tuple[str, str, str]:
         """30 values and "uncorrected" are 31; one more is no correction and does not count."""
         uppers = [f"1.{value:03d}" for value in range(11, 11 + values)]

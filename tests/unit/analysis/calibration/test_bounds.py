@@ -98,7 +98,7 @@ def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
         for row in range(len(step.rows)):
             ids = tensors["turn"][row] if part.level == "turn" else torch.zeros_like(tensors["turn"][row])
             ids = torch.arange(len(ids)) if by_token else ids
-            units = {int(ids[at]): bool(drop[row, at]) for at in torch.nonzero(valid[row])[:, 0]}
+            units = dict(zip(ids[valid[row]].tolist(), drop[row, valid[row]].tolist(), strict=True))
             kept, total = kept + sum(not dropped for dropped in units.values()), total + len(units)
     return kept / total
 
