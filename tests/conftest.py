@@ -14,7 +14,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-pytest_plugins = ["tests.support.parsed_once", "tests.support.recorder_clock", "tests.support.release_marker"]
+pytest_plugins = [
+    "tests.support.parsed_once",
+    "tests.support.probed_once",
+    "tests.support.recorder_clock",
+    "tests.support.release_marker",
+]
 
 if not torch.cuda.is_available():
     # Before any test imports verl, which reads these once.

@@ -35,6 +35,8 @@ def test_two_extensions_train_beside_a_proved_correction(
         "trainer.total_training_steps=2",
         f"trainer.use_v1={trainer}",
         f"offpolicy.record.dir={tmp_path / 'recording'}",
+        "trainer.save_freq=2",
+        f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
         *TWO,
     )
     assert run.returncode == 0, run.output[-3000:]
@@ -48,3 +50,19 @@ def test_two_extensions_train_beside_a_proved_correction(
         assert 0.0 <= step["critic/score/mean"] <= 1.0
     recording = Recording(tmp_path / "recording")
     assert {"offpolicy_nudge", "offpolicy_sway"} <= set(recording.rows().extensions)
+
+    resumed = train(
+        run_program,
+        "correction=[tis_token,gsm]",
+        "trainer.total_training_steps=3",
+        f"trainer.use_v1={trainer}",
+        f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+        "trainer.resume_mode=auto",
+        *TWO,
+    )
+    assert resumed.returncode == 0, resumed.output[-3000:]
+    (third,) = resumed.steps
+    assert third["training/global_step"] == 3
+    for section in ("nudge", "sway"):
+        assert third[f"{section}/updates"] == 3
+        assert third[f"{section}/prompts"] > run.steps[-1][f"{section}/prompts"]

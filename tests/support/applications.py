@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.offpolicy.preflight.checks.config_reader import copy_config
 from tests.support.paths import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -62,15 +62,9 @@ def without_verl(folder: Path) -> Path:
     return folder
 
 
-def copied(config: DictConfig) -> DictConfig:
-    """A deep copy; verl's whole configuration goes through pickle in a sixth of the time that copy takes."""
-    copy: DictConfig = pickle.loads(pickle.dumps(config))
-    return copy
-
-
 def changed(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
     """A copy with values put in by dotted key, as overrides would."""
-    config = copied(config)
+    config = copy_config(config)
     for key, value in changes.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
     return config

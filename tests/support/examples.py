@@ -1,8 +1,12 @@
-"""How many examples hypothesis draws."""
+"""How many examples hypothesis draws, and how many of many alike cases a quick run takes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import pytest
 
 VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
 """Set, also by scripts/test.sh --release: every test draws all of its examples, and not a quarter of them."""
@@ -11,3 +15,15 @@ VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
 def at_most(number: int) -> int:
     """A test's examples: all of them, or a quarter for quick tests."""
     return number if os.environ.get(VARIABLE) else max(min(number, 15), number // 4)
+
+
+def few_when_quick(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> list[Any]:
+    """Parameters of a test: ``--quick`` takes the first value of each kind, every other run all of them."""
+    seen: set[Hashable] = set()
+    parameters = []
+    for value in values:
+        known = kind(value) in seen
+        seen.add(kind(value))
+        arguments = value if isinstance(value, tuple) else (value,)
+        parameters.append(pytest.param(*arguments, marks=[pytest.mark.slow] if known else []))
+    return parameters

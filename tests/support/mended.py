@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from tests.support.applications import copied
+from recipe.offpolicy.preflight.checks.config_reader import copy_config
 
 
 def with_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """A copy; fails where Hydra would, on keys that are not there and are set without ``+``."""
-    config = copied(config)
+    config = copy_config(config)
     missing = object()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         there = OmegaConf.select(config, override.key_or_group, default=missing, throw_on_missing=False)

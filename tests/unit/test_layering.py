@@ -4,7 +4,7 @@
     <- {trainer, doctor, analysis, translate} <- commands
 
 A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
-ours. Imports under `if TYPE_CHECKING` do not run and are not counted.
+ours. Imports inside functions and those for type checkers count too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def imports(path: Path) -> Iterator[str]:
     """Absolute names of everything that a file imports; `from . import x` counts as the module x."""
     module = module_name(path)
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in running_code(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -58,15 +58,6 @@ def imports(path: Path) -> Iterator[str]:
             whole = ".".join(origin)
             # A package's attribute may be a submodule: name it in full.
             yield from (f"{whole}.{alias.name}" if is_package(origin) else whole for alias in node.names)
-
-
-def running_code(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, without what only a type checker reads."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield from running_code(child)
 
 
 def is_package(parts: list[str]) -> bool:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .correction_parts import CorrectionParts
 from .problem import SpecError
-
-if TYPE_CHECKING:
-    from .spec import CorrectionSpec
 
 _OF_MASK = ("ratio", "level", "aggregate", "when")
 _OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
 
 
-def check_together(spec: CorrectionSpec) -> None:
+def check_together(spec: CorrectionParts) -> None:
     """Check that no parts count something twice, never act, or depend on themselves.
 
     Raises:
         SpecError: names the keys, their values and the fix.
 
     Example:
-        >>> from .spec import CorrectionSpec
-        >>> check_together(CorrectionSpec(denominator="kept"))
+        >>> check_together(CorrectionParts(denominator="kept"))
         Traceback (most recent call last):
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
@@ -30,7 +27,7 @@ def check_together(spec: CorrectionSpec) -> None:
         rule(spec)
 
 
-def _check_proximal(spec: CorrectionSpec) -> None:
+def _check_proximal(spec: CorrectionParts) -> None:
     if spec.proximal == "loglinear":
         if spec.alpha is None or not 0 < spec.alpha < 1:
             raise SpecError(
@@ -82,11 +79,11 @@ def _check_proximal(spec: CorrectionSpec) -> None:
         )
 
 
-def _proximal(spec: CorrectionSpec) -> dict[str, Any]:
+def _proximal(spec: CorrectionParts) -> dict[str, Any]:
     return {"correction.proximal": spec.proximal}
 
 
-def _refuse_inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> None:
+def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> None:
     for name, mask in spec.masks:
         if mask.ratio == ratio:
             key = f"correction.masks.{name}.ratio"
@@ -100,7 +97,7 @@ def _refuse_inert(spec: CorrectionSpec, ratio: str, why: str, instead: str) -> N
             )
 
 
-def _batch_level_keys(spec: CorrectionSpec) -> dict[str, Any]:
+def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
     """Collect the keys that are fixed for the whole batch, with their values."""
     keys: dict[str, Any] = {}
     if spec.weight is not None and spec.weight.normalize:
@@ -113,13 +110,13 @@ def _batch_level_keys(spec: CorrectionSpec) -> dict[str, Any]:
     return keys
 
 
-def _find_step_rejection(spec: CorrectionSpec) -> str | None:
+def _find_step_rejection(spec: CorrectionParts) -> str | None:
     """Key of the first part that can drop tokens by the current policy or the advantages."""
     weighs = spec.weight is not None and spec.weight.kind != "reject"
     return next((part for part in spec.step_parts if part != "weight" or not weighs), None)
 
 
-def _check_denominator(spec: CorrectionSpec) -> None:
+def _check_denominator(spec: CorrectionParts) -> None:
     if spec.denominator == "original":
         return
     if late := _find_step_rejection(spec):
@@ -140,7 +137,7 @@ def _check_denominator(spec: CorrectionSpec) -> None:
         )
 
 
-def _check_baseline(spec: CorrectionSpec) -> None:
+def _check_baseline(spec: CorrectionParts) -> None:
     if spec.baseline == "include":
         return
     if late := _find_step_rejection(spec):
@@ -164,7 +161,7 @@ def _check_baseline(spec: CorrectionSpec) -> None:
         )
 
 
-def _check_skyrl(spec: CorrectionSpec) -> None:
+def _check_skyrl(spec: CorrectionParts) -> None:
     if not spec.skyrl_compat:
         return
     for name, mask in spec.masks:

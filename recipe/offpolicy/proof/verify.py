@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
-
-if TYPE_CHECKING:
-    from ..worker.metrics import Packet
 
 
 class LivenessError(RuntimeError):
     """A configured correction was not seen to act; the message says which, and what was seen instead."""
 
 
+class Evidence(Protocol):
+    """What one micro-batch reports to the proof, see ``worker.metrics.Packet``."""
+
+    fingerprint: int
+    rows: list[int]
+    bounds: dict[str, dict[str, float | None]]
+    proof: Proof | None
+
+
 def verify(
-    packets: Sequence[Packet],
+    packets: Sequence[Evidence],
     spec: CorrectionSpec,
     *,
     sampled_rows: Sequence[int],
@@ -85,7 +91,7 @@ def verify(
 
 
 def verify_update(
-    packets: Sequence[Packet],
+    packets: Sequence[Evidence],
     spec: CorrectionSpec,
     *,
     sampled_rows: Sequence[int],
@@ -105,7 +111,7 @@ def verify_update(
         _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
 
 
-def _verify_fingerprint(packets: Sequence[Packet], spec: CorrectionSpec, moving: Collection[str]) -> None:
+def _verify_fingerprint(packets: Sequence[Evidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
     if not packets:
         raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -31,11 +31,9 @@ from ..correction import StepStage
 from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, clipped_kl
+from .legacy_settings import LegacySettings
 from .loss import OffPolicyLoss
 from .metrics import METRIC_KEY
-
-if TYPE_CHECKING:
-    from .legacy_handover import Handover
 
 _ROWS = (
     "responses",
@@ -73,7 +71,7 @@ class LegacyLoss(OffPolicyLoss):
     """The engine's loss on padded log-probs: policy and KL term, which is what the proof holds the actor's own against.
 
     Args:
-        handover: the correction and what is to be reported.
+        settings: the correction and what is to be reported.
         actor_config: verl's ActorConfig; it is not changed.
 
     Attributes:
@@ -84,18 +82,18 @@ class LegacyLoss(OffPolicyLoss):
     policy: LegacyLoss
     old_log_prob: Tensor
 
-    def __init__(self, handover: Handover, actor_config: Any) -> None:
+    def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
-            replace_bounds(handover.spec, handover.plan.bounds),
+            replace_bounds(settings.spec, settings.plan.bounds),
             config,
-            prove=handover.prove,
-            shadows=handover.shadows,
-            record=handover.record,
-            moving=handover.moving,
+            prove=settings.prove,
+            shadows=settings.shadows,
+            record=settings.record,
+            moving=settings.moving,
             base_loss=_padded_ppo_loss,
-            extensions=handover.extensions,
+            extensions=settings.extensions,
         )
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
@@ -123,16 +121,18 @@ class LegacyUpdate:
     With ``correction=none`` and without extensions they are verl's own, to the bit.
 
     Args:
-        handover: what the trainer sent with the batch.
+        settings: what the trainer sent with the batch.
         actor_config: verl's ActorConfig, as the actor holds it.
         dp_size: data-parallel ranks, over which the actor averages gradients.
         upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
     """
 
-    def __init__(self, handover: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
-        self.handover = handover
-        self.spec = handover.spec
-        self.loss = LegacyLoss(handover, actor_config)
+    def __init__(
+        self, settings: LegacySettings, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]
+    ) -> None:
+        self.settings = settings
+        self.spec = settings.spec
+        self.loss = LegacyLoss(settings, actor_config)
         self.config = actor_config
         self.dp_size = dp_size
         self.upstream = upstream
@@ -167,13 +167,13 @@ class LegacyUpdate:
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         """In place of verl's function of that name: a policy loss with the correction in it."""
-        if not self.handover.ours:
+        if not self.settings.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """In place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
-        if not self.handover.ours:
+        if not self.settings.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(
             *args,
@@ -211,7 +211,7 @@ class LegacyUpdate:
         packet = self.loss.packet_of(batch)
         loss, metrics, packet.statistics = self.loss.policy.corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
-        if self.handover.prove and not self.spec.is_none and log_prob.requires_grad:
+        if self.settings.prove and not self.spec.is_none and log_prob.requires_grad:
             packet.proof = prove(self.loss.for_trials(), batch, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
@@ -227,7 +227,7 @@ class LegacyUpdate:
             dp_size=self.dp_size,
             batch_num_tokens=self.micro.tokens,
             global_batch_size=self.micro.global_rows,
-            **{PLAN: self.handover.plan},
+            **{PLAN: self.settings.plan},
         )
         return data
 

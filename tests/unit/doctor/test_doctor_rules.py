@@ -15,9 +15,12 @@ from recipe.offpolicy.main_offpolicy import prepare
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
 from tests.support.doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
+from tests.support.examples import few_when_quick
 from tests.support.mended import with_overrides
 
-pytestmark = pytest.mark.verl(">=0.9")
+pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
+
+EACH_RULE = few_when_quick(CASES, lambda name: (CASES[name][0], CASES[name][1].verdict, CASES[name][1].row))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def stops(config: DictConfig) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH_RULE)
 def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     config = changed(bases[module], case.changes)
@@ -76,7 +79,7 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
     assert not case.mends, problems
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH_RULE)
 def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     assert told(diagnosed(module, changed(bases[module], case.fine)), case) == []

@@ -14,7 +14,7 @@ from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM
 from tests.support.mended import with_overrides
 
-pytestmark = pytest.mark.verl(">=0.9")
+pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
 
 ALARM = "offpolicy.alarms.ess"
 CALIBRATE = "offpolicy.calibrate"

@@ -14,6 +14,8 @@ from tests.support.applications import NEEDED, application
 from tests.support.nudge import Nudge
 
 ON = (f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=tests.support.nudge:Nudge", "+two.tilt=1")
+pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
+
 ONE_STEP = ("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
 
 

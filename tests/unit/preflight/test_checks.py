@@ -10,8 +10,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight import base_loss_probe
-from recipe.offpolicy.preflight.base_loss_probe import probe
 from recipe.offpolicy.preflight.checks import REMARKS, find_null_sections, find_unresolved_interpolations, read_spec
 from recipe.offpolicy.preflight.examination import collect_problems, run_checks
 from recipe.offpolicy.preflight.verl_keys.keys import find_changed_keys
@@ -24,27 +22,14 @@ ACTOR = "actor_rollout_ref.actor"
 VERL = "algorithm.rollout_correction"
 NONE: dict[str, Any] = {"correction.weight": None, "correction.masks": {}}
 
+pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
+
 
 @pytest.fixture(scope="module")
 def base() -> Iterator[DictConfig]:
     """verl's own defaults with ``correction=[tis_token,gsm]``: all checks pass."""
     with application("correction=[tis_token,gsm]", *NEEDED) as config:
         yield config
-
-
-@pytest.fixture(autouse=True, scope="module")
-def each_actor_is_probed_once() -> Iterator[None]:
-    """Most tests here leave the actor's configuration alone; its probe is most of the time of a run."""
-    verdicts: dict[tuple[str, bool], str | None] = {}
-
-    def remembered(actor: Any, *, split: bool = True) -> str | None:
-        if (key := (repr(actor), split)) not in verdicts:
-            verdicts[key] = probe(actor, split=split)
-        return verdicts[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_loss_probe, "probe", remembered)
-        yield
 
 
 def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks.config_reader import list_parts, read_shadows, read_spec
+from recipe.offpolicy.preflight.checks.config_reader import copy_config, list_parts, read_shadows, read_spec
 from recipe.offpolicy.preflight.examination import describe_verls_loss
 from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
 from tests.support.applications import OPTIONS, application, without_verl
@@ -46,3 +47,15 @@ def test_shadows_are_corrections_by_name() -> None:
     assert read_shadows(OmegaConf.create({})) == {}
     with pytest.raises(SpecError, match=r"offpolicy\.shadow"):
         read_shadows(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}}))
+
+
+def test_a_copy_keeps_interpolations_and_what_is_locked_and_shares_nothing() -> None:
+    config = OmegaConf.create({"data": {"n": 3}, "actor": {"n": "${data.n}", "list": [1]}})
+    OmegaConf.set_struct(config, True)
+    copied = copy_config(config)
+    assert OmegaConf.to_container(copied, resolve=False) == OmegaConf.to_container(config, resolve=False)
+    copied.data.n = 4
+    copied.actor.list.append(2)
+    assert (copied.actor.n, config.actor.n, config.actor.list) == (4, 3, [1])
+    with pytest.raises(ConfigAttributeError):
+        copied.data.other = 1

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .conditions import Condition, Truth
-from .grammar import parse
+from .grammar import Command, parse
 from .programs import read_text
-from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, Unknown
+from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
 
-if TYPE_CHECKING:
-    from .interpreter import Interpreter
 
-    Builtin = Callable[[Interpreter, str, list[Field], int], Truth]
+class Shell(Protocol):
+    """What a builtin command reads, changes and runs; see ``interpreter.Interpreter``."""
 
+    state: ShellState
+    printed: list[Field] | None
+
+    def run(self, commands: list[Command]) -> Truth: ...
+    def call(self, words: list[Field], line: int, given: Field) -> Truth: ...
+    def print_known(self, printed: str, succeeded: bool) -> Truth: ...
+
+
+Builtin = Callable[[Shell, str, list[Field], int], Truth]
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
-def _do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_echo(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Collect what echo or printf prints, inside a substitution or pipe."""
-    if interpreter.printed is None:
+    if shell.printed is None:
         return True
     end = "\n"
     while arguments and arguments[0] in ("-n", "-e", "-E"):
@@ -31,130 +39,129 @@ def _do_echo(interpreter: Interpreter, name: str, arguments: list[Field], line: 
         end = "\n" if form == "%s\\n" else ""
         arguments = rest[:1] if form in ("%s", "%s\\n", "%d") else [Unknown("printf is not read", line)]
     for index, argument in enumerate(arguments):
-        interpreter.printed += [" ", argument] if index else [argument]
-    interpreter.printed.append(end)
+        shell.printed += [" ", argument] if index else [argument]
+    shell.printed.append(end)
     return True
 
 
-def _do_declare(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_declare(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Assign the values of export, declare, local, readonly or typeset."""
     for argument in arguments:
         if isinstance(argument, str) and argument.partition("=")[0].isidentifier() and "=" in argument:
             key, _, value = argument.partition("=")
-            interpreter.state.variables[key] = value
+            shell.state.variables[key] = value
     return True
 
 
-def _do_leave(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_leave(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """End the script or function: exit and return."""
     raise ScriptEnd(name, line, str(arguments[0]) if arguments and isinstance(arguments[0], str) else "")
 
 
-def _do_break(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_break(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Leave or continue a loop: break and continue."""
     raise LoopBreak(name)
 
 
-def _do_shift(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_shift(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Drop leading positional arguments; False if there are fewer."""
     count = int(arguments[0]) if arguments and isinstance(arguments[0], str) else 1
-    enough = count <= len(interpreter.state.arguments)
+    enough = count <= len(shell.state.arguments)
     if enough:
-        interpreter.state.looked_at.update(interpreter.state.arguments[:count])
-        del interpreter.state.arguments[:count]
+        shell.state.looked_at.update(shell.state.arguments[:count])
+        del shell.state.arguments[:count]
     return enough
 
 
-def _do_set(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_set(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Replace the positional arguments after ``set --``; options are ignored."""
     if "--" in arguments:
-        interpreter.state.arguments = arguments[arguments.index("--") + 1 :]
+        shell.state.arguments = arguments[arguments.index("--") + 1 :]
     return True
 
 
-def _do_unset(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Remove variables."""
     for argument in arguments:
-        interpreter.state.variables.pop(str(argument), None)
+        shell.state.variables.pop(str(argument), None)
     return True
 
 
-def _do_cd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Change the directory; one that is not known ends the reading."""
-    target = next((each for each in arguments if each != "--"), str(interpreter.state.variables.get("HOME", "")))
+    target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
         raise ScriptError(f"line {target.line}: {target.why}, and the script changes its directory by it")
-    interpreter.state.directory = (interpreter.state.directory / target).resolve()
-    interpreter.state.variables["PWD"] = str(interpreter.state.directory)
+    shell.state.directory = (shell.state.directory / target).resolve()
+    shell.state.variables["PWD"] = str(shell.state.directory)
     return True
 
 
-def _do_pwd(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_pwd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Print the directory."""
-    return interpreter.print_known(f"{interpreter.state.directory}\n", True)
+    return shell.print_known(f"{shell.state.directory}\n", True)
 
 
-def _do_bracket(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_bracket(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Evaluate ``[ ... ]`` or ``test``."""
-    return Condition(arguments[: -1 if name == "[" else None], interpreter.state, line).evaluate()
+    return Condition(arguments[: -1 if name == "[" else None], shell.state, line).evaluate()
 
 
-def _do_true(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Return the status of commands that change nothing; only ``false`` fails."""
     return name != "false"
 
 
-def _do_source(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
-    path = interpreter.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
+    path = shell.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else "what it sources"
-        _forget_variables(interpreter, Unknown(f"line {line} sources {shown}, which is not there", line))
+        _forget_variables(shell, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
         commands = parse(read_text(path))
     except (OSError, ValueError) as error:
-        _forget_variables(interpreter, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
+        _forget_variables(shell, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
     try:
-        return interpreter.run(commands)
+        return shell.run(commands)
     except ScriptEnd as end:
         if str(end) != "return":
             raise
         return True
 
 
-def _do_eval(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Run the text of eval; if a part is not known, forget the variables."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
-        _forget_variables(interpreter, next(each for each in arguments if isinstance(each, Unknown)))
+        _forget_variables(shell, next(each for each in arguments if isinstance(each, Unknown)))
         return True
-    return interpreter.run(parse(" ".join(texts), line))
+    return shell.run(parse(" ".join(texts), line))
 
 
-def _do_read(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Mark the variables of read, mapfile or readarray as unknown."""
     why = Unknown(f"`{name}` takes it from an input", line)
     for argument in arguments:
         if isinstance(argument, str) and argument.isidentifier():
-            interpreter.state.variables[argument] = why
+            shell.state.variables[argument] = why
     return why
 
 
-def _do_exec(interpreter: Interpreter, name: str, arguments: list[Field], line: int) -> Truth:
+def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Note the program of exec as called, and end the script."""
     if arguments:
-        interpreter.call(arguments, line, "")
+        shell.call(arguments, line, "")
         raise ScriptEnd(name, line)
     return True
 
 
-def _forget_variables(interpreter: Interpreter, why: Unknown) -> None:
+def _forget_variables(shell: Shell, why: Unknown) -> None:
     """Mark all variables but a few of the environment's as unknown, after commands that are not known."""
-    interpreter.state.variables = {
-        key: value if key in ("HOME", "PWD", "PATH", "USER") else why
-        for key, value in interpreter.state.variables.items()
+    shell.state.variables = {
+        key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in shell.state.variables.items()
     }
 
 

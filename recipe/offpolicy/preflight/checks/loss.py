@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import re
@@ -17,7 +16,7 @@ from ...correction.baseline import GROUP_ESTIMATORS
 from ...correction.denominator import HAS_DENOMINATOR
 from ...correction.problem import EVERYTHING, Problem, remove, set_to
 from ..verl_keys.keys import BYPASS, list_active, name_part
-from .config_reader import ACTOR
+from .config_reader import ACTOR, copy_config
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -231,7 +230,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] |
     for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
         if OmegaConf.select(config, key) == default:
             continue
-        changed = copy.deepcopy(config)
+        changed = copy_config(config)
         OmegaConf.update(changed, key, default, merge=False)
         try:
             omega_conf_to_dataclass(changed.actor_rollout_ref.actor)

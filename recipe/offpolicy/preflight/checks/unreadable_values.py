@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 
 from ...correction import Problem
 from ...correction.problem import set_to
-from .config_reader import ACTOR, ROLLOUT
+from .config_reader import ACTOR, ROLLOUT, copy_config
 
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _MISSING = re.compile(r"'([^']+)' not found")
@@ -83,7 +82,7 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
 
 def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
     """Copy the configuration with unreadable keys set to their usual values, or null, for the other checks."""
-    changed = copy.deepcopy(config)
+    changed = copy_config(config)
     for key in keys:
         _, usual = _READ.get(key, (None, None))
         OmegaConf.update(changed, key, usual, merge=False, force_add=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .config_reader import ACTOR
+from .config_reader import ACTOR, copy_config
 
 _BATCH = "data.train_batch_size"
 _ROWS = "actor_rollout_ref.rollout.n"
@@ -31,7 +30,7 @@ def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config
 
-    tried = copy.deepcopy(config)
+    tried = copy_config(config)
     with open_dict(tried):
         for key in _LORA:
             if OmegaConf.select(tried, key):
