@@ -1,1 +1,1 @@
-"""Programs of this checkout. A regular package, because verl's wheel installs another one that is called `scripts`."""
+"""Programs of this checkout: a regular package, because verl's wheel installs another `scripts`."""

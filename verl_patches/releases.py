@@ -67,17 +67,17 @@ def release_of(version: str) -> str:
 
 
 def attributes_of(release: str) -> Release:
-    """The row of a release; of one that was not tested, the newest row that is no later, or else the oldest."""
+    """Return the row of a release; for an untested one the newest row that is no later, or else the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
 
 
 def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:
-    """Version specifiers of the supported releases with an attribute, as a contract takes them: ("==0.9.1",)."""
+    """List version specifiers of the supported releases with an attribute, as a contract takes them: ("==0.9.1",)."""
     return tuple(f"=={release.name}" for release in RELEASES if holds(release))
 
 
 def _number(release: str) -> tuple[int, ...]:
-    """(0, 10, 0) of "0.10.0.dev0"."""
+    """Parse "0.10.0.dev0" to (0, 10, 0)."""
     found = re.match(r"\d+(\.\d+)*", release)
     return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,4 +1,4 @@
-"""Lets what a loss reports complete itself before verl's worker sends it to other processes.
+"""Let a loss's metrics complete themselves before verl's worker sends them to other processes.
 
 verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, and only on the ranks whose metrics
 anybody wants. An object among them that has ``before_sending()`` is called there, once the backward passes are through.

@@ -51,7 +51,7 @@ SEAMS = (
         "(self, batch, metrics)",
         names=("actor_rollout_wg", "update_actor"),
     ),
-    # It notes the ranks of the actor's workers where the dealing of rows is read.
+    # It notes the ranks of the actor's workers where the split of rows is read.
     _seam("_balance_batch", f"{_TRAINER}:PPOTrainer._balance_batch", None, names=("_dispatch_info",)),
     _seam("_next_train_batch", f"{_TRAINER}:PPOTrainer._next_train_batch", "(self, num_prompts=None)"),
     _seam(

@@ -44,7 +44,7 @@ _CHECK_FLAG = "--check"
 
 
 def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
-    """Examine a composed configuration, say what is on, and turn verl's idle correction off: in place.
+    """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
 
     Returns:
         The correction to train with, and remarks that stop nothing.

@@ -1,4 +1,4 @@
-"""Write one HTML page about a recorded run, to send to a colleague.
+"""Write a self-contained HTML report about a recorded run.
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.report.timeline import build_timeline
     from .correction import SpecError
     from .recording import Recording, RecordingError
-    from .recording.redaction import redacted
+    from .recording.redaction import redact
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
         spec = read_recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
         studies = run_studies(recording, sample, spec, spec=options.spec)
-        card, proof = redacted(recording.card), redacted(recording.proof)
+        card, proof = redact(recording.card), redact(recording.proof)
         found = ReportContents(str(options.directory), card, proof, sample, timeline, studies)
         size = build_page(found).write(options.out)
     except (RecordingError, SpecError, PageError, OSError) as error:

@@ -1,4 +1,4 @@
-"""One update on the CPU through the installed verl, in a second and without Ray: is the correction live here?
+"""Smoke test: one update on the CPU through the installed verl, without Ray, to see that the correction is live.
 
     python -m recipe.offpolicy.smoke
 
@@ -57,8 +57,8 @@ VOCABULARY = 11
 _TOLERANCE = 1e-5  # relative, of a gradient in float32
 
 
-def one_update() -> dict[str, float]:
-    """Forward, backward, both verdicts and an optimizer step.
+def run_update() -> dict[str, float]:
+    """Run forward, backward, both verdicts and an optimizer step.
 
     Returns:
         The metrics of ``liveness.verify``, and ``parameter_error``, relative.
@@ -77,7 +77,7 @@ def one_update() -> dict[str, float]:
     loss_fn = OffPolicyLoss(SPEC, _actor_config(), prove=True)
     loss, metrics = loss_fn(model_output={"log_probs": log_probs}, data=data, dp_group=None)
     loss.backward()
-    sampled = mb.row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
+    sampled = mb.compute_row_checksums(data["responses"], data["response_mask"].bool(), data[mb.ROLLOUT_LOG_PROBS])
     verdict = verify(take_packets(metrics), SPEC, sampled_rows=sampled)
     if not verdict["proved"]:
         raise LivenessError("the update had no gradient to judge by.")
@@ -90,7 +90,7 @@ def one_update() -> dict[str, float]:
 
 
 def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
-    """The relative error of the parameters' gradient against the formulas of the correction and of PPO."""
+    """Compute the relative error of the parameters' gradient against the formulas of the correction and of PPO."""
     seen = model.weight.grad
     assert seen is not None
     (demanded,) = torch.autograd.grad(_by_the_formulas(model, tokens, corrected=True), model.weight)
@@ -107,7 +107,7 @@ def _judge_parameters(model: torch.nn.Linear, tokens: list[Tensor]) -> float:
 
 
 def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected: bool) -> Tensor:
-    """A scalar with the loss's gradient: at pi = pi_old PPO's ratio is 1 and its gradient that of -A log pi."""
+    """Build a scalar with the loss's gradient: at pi = pi_old PPO's ratio is 1 and its gradient that of -A log pi."""
     total = torch.zeros(())
     for row, log_ratios, advantage in zip(tokens, LOG_RATIOS, ADVANTAGES, strict=True):
         log_ratio = torch.tensor(log_ratios)
@@ -119,14 +119,14 @@ def _by_the_formulas(model: torch.nn.Linear, tokens: list[Tensor], *, corrected:
 
 
 def _scored(model: torch.nn.Linear, row: Tensor) -> Tensor:
-    """(tokens,) log-probs of the next token, in verl's flat layout: shifted left, the last place is nobody's."""
+    """Compute (tokens,) log-probs of the next token, in verl's flat layout: shifted left, the last entry is unused."""
     logits = model(torch.nn.functional.one_hot(row[:-1], VOCABULARY).to(model.weight.dtype))
     scored = logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
     return torch.cat([scored, scored.new_zeros(1)])
 
 
 def _micro_batch(tokens: list[Tensor], flat: Tensor) -> TensorDict:
-    """The micro-batch in verl's padded layout; each row has one prompt token."""
+    """Build the micro-batch in verl's padded layout; each row has one prompt token."""
     lengths = [len(row) for row in LOG_RATIOS]
     old = [row[:-1] for row in flat.split([length + 1 for length in lengths])]
     mu = [row - torch.tensor(ratio) for row, ratio in zip(old, LOG_RATIOS, strict=True)]
@@ -168,7 +168,7 @@ def main() -> None:
     logging.getLogger("verl").setLevel(logging.ERROR)
     through = f"through verl {installed_release('verl')} in {Path(verl.__file__).parent}"
     try:
-        verdict = one_update()
+        verdict = run_update()
     except LivenessError as error:
         sys.exit(f"offpolicy: NOT LIVE {through}: {error}")
     print(  # noqa: T201

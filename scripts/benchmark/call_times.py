@@ -1,4 +1,4 @@
-"""Notes what some calls of the correction take, in each process of a run that names this module.
+"""Timer of the correction's calls, in each process of a run that names this module.
 
 verl imports it by VERL_USE_EXTERNAL_MODULES; ``run_share.py`` reads what it writes into OFFPOLICY_CALL_TIMES, a file a
 process, a line a call. Calls within a noted call are not noted.
@@ -30,7 +30,7 @@ _within = threading.local()
 
 
 def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """``function``, with a line in ``file`` for each call."""
+    """Wrap ``function`` to append a line to ``file`` at each call."""
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., A
 
 
 def install(folder: Path) -> None:
-    """Note every call of ``CALLS`` of this process, as soon as its module is there."""
+    """Time every call of ``CALLS`` in this process, once its module is imported."""
     file = folder / f"{os.getpid()}.jsonl"
     for name, target in CALLS.items():
         module, _, path = target.partition(":")

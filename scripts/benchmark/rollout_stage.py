@@ -77,7 +77,7 @@ def helper(name: str) -> Helper:
 
 
 def inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """pi_old, mu and mask; lengths are uniform up to 0.6 of the width, so that 30 % of the tokens are valid."""
+    """Draw pi_old, mu and mask; lengths are uniform up to 0.6 of the width, so that 30 % of the tokens are valid."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.rand(rows, generator=generator) * 0.6 * width).long().clamp(min=1)
     mask = (torch.arange(width) < lengths[:, None]).long()
@@ -87,7 +87,7 @@ def inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1) -> tuple[float, float]:
-    """CPU time of this process and wall time of one call."""
+    """Measure CPU time of this process and wall time of one call."""
     torch.set_num_threads(threads)
     wall, cpu = time.perf_counter(), time.process_time()
     call(*tensors, **options)
@@ -122,7 +122,7 @@ def _status(field: str) -> int:
 
 
 def in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand: bool = True) -> float:
-    """What ``work`` puts into the queue that it is given last.
+    """Run ``work`` in a fresh process, with a queue as its last argument; return what it puts there.
 
     Args:
         imports_at_hand: fork a server that has imported verl and computed nothing; otherwise start Python anew.
@@ -139,7 +139,7 @@ def in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand
 
 
 def first_call(options: dict[str, Any]) -> dict[str, float]:
-    """CPU seconds of the first call of a process, before and after another has compiled the loops."""
+    """Measure CPU seconds of the first call of a process, before and after another has compiled the loops."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NUMBA_CACHE_DIR"] = folder
@@ -154,7 +154,7 @@ def first_call(options: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     options, tensors = CASES[name], inputs(*shape)
     ours, verls = helper("ours"), helper("verl")
     for call in (ours, verls):
@@ -179,7 +179,7 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
 
 
 def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
-    """Both helpers over the number of tokens, with token TIS."""
+    """Measure both helpers over the number of tokens, with token TIS."""
     options = CASES["token TIS"]
     points = []
     for shape in shapes:
@@ -196,7 +196,7 @@ def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and memory over tokens, ours beside a line of slope 1 through its last point."""
+    """Plot time and memory over tokens, ours beside a line of slope 1 through its last point."""
     from recipe.offpolicy.analysis.pages import plotting
 
     with plotting.apply_style():
@@ -220,7 +220,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    """One row under ``COLUMNS``."""
+    """Format one row under ``COLUMNS``."""
     return (
         "{} x {}".format(*row["shape"]),
         row["case"],
@@ -235,7 +235,7 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables of docs/cost.md."""
+    """Format the tables of docs/cost.md."""
     lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in result["cases"]:
         shape, case, *numbers = cells(row)

@@ -1,4 +1,4 @@
-"""What statistics and the recorder take of a step, in a real run: the quickstart with Ray, FSDP2 and vLLM.
+"""Share of a step that statistics and the recorder take in a real run: the quickstart with Ray, FSDP2 and vLLM.
 
     python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
-    """One quickstart that notes into ``seen`` what its calls take; the folder of the run."""
+    """Run one quickstart that logs call times to ``seen``; return the folder of the run."""
     environment = os.environ | {
         "OFFPOLICY_CALL_TIMES": str(seen),
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,call_times",
@@ -43,7 +43,7 @@ def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
 
 
 def shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds a step and shares of it, without the first step.
+    """Compute seconds a step and shares of it, without the first step.
 
     Args:
         metrics: of each step.
@@ -70,7 +70,7 @@ def shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, 
 
 
 def shown(found: Mapping[str, float]) -> str:
-    """The figures in words."""
+    """Format the figures as text."""
     return (
         f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
         f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
@@ -80,7 +80,7 @@ def shown(found: Mapping[str, float]) -> str:
 
 
 def read(folder: Path, seen: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Metrics of each step of the run in ``folder``, and the calls noted in ``seen``."""
+    """Read the metrics of each step of the run in ``folder``, and the calls logged in ``seen``."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     metrics = [record["data"] for record in records if "actor/grad_norm" in record["data"]]
     lines = [line for file in sorted(seen.glob("*.jsonl")) for line in file.read_text().splitlines()]

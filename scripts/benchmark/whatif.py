@@ -1,4 +1,4 @@
-"""Tokens a second of a what-if replay, reading included.
+"""Throughput of a what-if replay in tokens a second, reading included.
 
     python scripts/benchmark/whatif.py                    # draws 4 steps of a million tokens first
     python scripts/benchmark/whatif.py --recording DIR    # one of yours; --rounds 5, --json
@@ -53,26 +53,26 @@ Seconds = tuple[float, float]
 
 
 def draw(directory: Path) -> None:
-    """Steps of ``ROWS`` rows whose lengths are log-normal with a median of 1100 tokens."""
+    """Draw steps of ``ROWS`` rows whose lengths are log-normal with a median of 1100 tokens."""
     for step in range(1, STEPS + 1):
         lengths = np.exp(np.random.default_rng(step).normal(7.0, 0.8, ROWS)).clip(8, LONGEST).astype(int)
         record(directory, drawn_rows(lengths.tolist(), seed=step, step=step, backend=0.02, drift=0.01))
 
 
 def timed(work: Callable[[], int]) -> tuple[Seconds, int]:
-    """How long it takes, and what it returns."""
+    """Call ``work``; return its wall time in seconds and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return (time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def read(directory: Path) -> int:
-    """Every step; returns the tokens."""
+    """Read every step; return the number of tokens."""
     return sum(step.rows.tokens for step in Recording(directory))
 
 
 def replay(directory: Path, chosen: list[Candidate]) -> int:
-    """From the files to the measures; returns the response tokens."""
+    """Replay from the files to the measures; return the number of response tokens."""
     recording = Recording(directory)
     return run_study(recording, recording.steps, chosen).tokens
 
@@ -85,7 +85,7 @@ def seconds_to_start() -> float:
 
 
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
-    """Medians over rounds, each of which runs everything once."""
+    """Measure medians over rounds, each of which runs everything once."""
     bare = Candidate(UNCORRECTED, UNCORRECTED)
     chosen = {name: [bare, *build_candidates([[name]], [], {})] for name in CORRECTIONS}
     chosen["all of these"] = [bare, *(one for several in list(chosen.values()) for one in several[1:])]

@@ -1,4 +1,4 @@
-"""What a correction costs in the worker: forward and backward passes of an update with verl's loss, and with ours.
+"""Cost of a correction in the worker: forward and backward passes of an update with verl's loss, and with ours.
 
     python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
         [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
@@ -66,7 +66,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of an update; by default those of the quickstart.
+    """Sizes of an update; by default those of the quickstart.
 
     Attributes:
         rows: of a micro-batch.
@@ -90,14 +90,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one update: of everything, and those of them in calls of the loss and in packing its metrics."""
+    """Seconds of one update: in all, in calls of the loss, and in packing its metrics."""
 
     whole: float
     loss: float
 
 
 def model_of(name: str, device: str) -> Any:
-    """A model with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    """Build a model with random weights: float32 on a CPU, bfloat16 on a GPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def model_of(name: str, device: str) -> Any:
 
 
 def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> TensorDict:
-    """Rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
+    """Build rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
 
     Args:
         last: of the update's last mini-batch.
@@ -177,7 +177,7 @@ def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> Te
 
 
 def log_probs(model: Any, data: TensorDict) -> Tensor:
-    """Of each token given those before it, shifted left by one as verl's engine gives them, nested."""
+    """Compute the log-prob of each next token, nested and shifted left by one as verl's engine returns them."""
     ids = data["input_ids"]
     padded = ids.to_padded_tensor(0)
     logits = model(input_ids=padded, use_cache=False).logits.float()
@@ -189,7 +189,7 @@ def log_probs(model: Any, data: TensorDict) -> Tensor:
 
 
 def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
-    """Gradients of each mini-batch, and its metrics as they leave the worker."""
+    """Run one update: gradients of each mini-batch, and its metrics as they leave the worker."""
     from verl_patches.sent_metrics import complete
 
     clock = _clock(next(model.parameters()).device)
@@ -213,7 +213,7 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
 
 
 def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = False) -> dict[str, Any]:
-    """The figures, with their units in their names."""
+    """Measure the figures, with their units in their names."""
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -267,7 +267,7 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
 
 
 def shown(found: dict[str, Any]) -> str:
-    """The figures in words."""
+    """Format the figures as text."""
     return (
         f"{found['model']} on {found['device']}: updates of {found['mini_batches']} x {found['micro_batches']} "
         f"micro-batches of {found['rows']} rows, {found['prompt']} + {found['response']} tokens at most, "

@@ -19,7 +19,7 @@ from torch.nn.functional import one_hot
 
 @dataclass(frozen=True)
 class World:
-    """Everything that is fixed while mismatch and staleness vary.
+    """Constants of an enumeration: all that is fixed while mismatch and staleness vary.
 
     Attributes:
         tokens: (N, T) int64, every sequence once.
@@ -63,7 +63,7 @@ class Policies:
 
 
 def build(vocabulary: int, length: int, seed: int) -> World:
-    """The world of one seed; vocabulary >= 2, 1 <= length."""
+    """Build the world of one seed; vocabulary >= 2, 1 <= length."""
     generator = torch.Generator().manual_seed(seed)
     count = vocabulary**length
     number = torch.arange(count)
@@ -89,7 +89,7 @@ def build(vocabulary: int, length: int, seed: int) -> World:
 
 
 def policies(world: World, *, mismatch: float, staleness: float) -> Policies:
-    """The three policies.
+    """Build the three policies.
 
     Args:
         mismatch: standard deviation of mu's logits about pi_old's, in nats.
@@ -112,13 +112,13 @@ def _token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _scores(world: World, theta: Tensor) -> Tensor:
-    """phi outer (one-hot(y_t) - pi(. | y_<t)), the derivative of a log-softmax."""
+    """Compute phi outer (one-hot(y_t) - pi(. | y_<t)), the derivative of a log-softmax."""
     surprise = one_hot(world.tokens, theta.shape[-1]) - (world.features @ theta).softmax(-1)
     return torch.einsum("ntf,ntv->ntfv", world.features, surprise).flatten(2)
 
 
 def _gradient(world: World, theta: Tensor) -> Tensor:
-    """By automatic differentiation of J, and so independent of the scores."""
+    """Compute the gradient by automatic differentiation of J, and so independently of the scores."""
     theta = theta.clone().requires_grad_()
     value = _token_log_prob(world.features @ theta, world.tokens).sum(-1).exp() @ world.rewards
     return torch.autograd.grad(value, theta)[0].flatten()

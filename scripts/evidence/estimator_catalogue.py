@@ -1,4 +1,4 @@
-"""The estimators compared, each in the words of the Hydra node `correction`."""
+"""Catalogue of the compared estimators, each as plain values of the Hydra node `correction`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Family = Literal["none", "token weight", "sequence weight", "mask", "both"]
 
 @dataclass(frozen=True)
 class Estimator:
-    """One row of the tables.
+    """Estimator in one row of the tables.
 
     Attributes:
         name: as printed; numbers are the bounds.

@@ -1,4 +1,4 @@
-"""What holds exactly, asserted; each function returns the sentence that it has shown, with its figures."""
+"""Asserted exact properties of the estimators; each function returns its claim as a sentence, with its figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Table = Mapping[float, Mapping[str, Measurement]]
 
 
 class ClaimError(AssertionError):
-    """A statement that should hold exactly, and does not."""
+    """A claim that should hold exactly does not."""
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -38,7 +38,7 @@ def require(holds: bool, sentence: str) -> None:
 
 
 def gradient_agrees(policies: Policies) -> str:
-    """Scores and automatic differentiation are two ways to one gradient."""
+    """Assert that scores and automatic differentiation give one gradient."""
     by_scores = (policies.pi.sum(-1).exp() * policies.rewards) @ policies.scores.sum(1)
     error = float((by_scores - policies.gradient).norm() / policies.gradient.norm())
     require(error < 1e-12, f"sum pi R grad log pi differs from autograd's grad J by {error:.1e}, relative")
@@ -46,14 +46,14 @@ def gradient_agrees(policies: Policies) -> str:
 
 
 def on_policy_is_unbiased(policies: Policies) -> str:
-    """With mu = pi_old = pi every estimator is the policy gradient."""
+    """Assert that with mu = pi_old = pi every estimator is the policy gradient."""
     worst = max(measure(estimator, policies).bias for estimator in ESTIMATORS)
     require(worst < 1e-12, f"with mu = pi_old = pi some estimator has a relative bias of {worst:.1e}")
     return f"mu = pi_old = pi: every correction leaves the policy gradient alone (bias {worst:.1e})."
 
 
 def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
-    """Untruncated sequence IS on pi_old / mu at pi = pi_old, and on pi / mu everywhere."""
+    """Assert that untruncated sequence IS is unbiased on pi_old / mu at pi = pi_old, and on pi / mu everywhere."""
     errors = [row[e.name].bias for row in mismatches.values() for e in UNBIASED]
     errors += [row[SEQUENCE_IS_FULL.name].bias for row in stalenesses.values()]
     require(max(errors) < 1e-10, f"untruncated sequence IS has a relative bias of {max(errors):.1e}")
@@ -61,7 +61,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
-    """E_mu[rho_t grad log pi_t] = 0 for untruncated IS, by token and by sequence, and for nothing else."""
+    """Assert E_mu[rho_t grad log pi_t] = 0 for untruncated IS, by token and by sequence, and for nothing else."""
     held = max(row[e.name].score_mean for row in mismatches.values() for e in BASELINE_SAFE)
     require(held < 1e-12, f"untruncated IS has a score mean of {held:.1e}: a baseline would bias it")
     others = {
@@ -76,21 +76,21 @@ def baselines_stay_unbiased(mismatches: Table) -> str:
 
 
 def slope(mismatches: Table, estimator: Estimator) -> float:
-    """Slope of log bias over log mismatch between the two smallest mismatches."""
+    """Compute the slope of log bias over log mismatch between the two smallest mismatches."""
     low, high = sorted(mismatches)[:2]
     rise = math.log(mismatches[high][estimator.name].bias / mismatches[low][estimator.name].bias)
     return rise / math.log(high / low)
 
 
 def token_is_is_first_order(mismatches: Table) -> str:
-    """Token IS has an error of the order of the mismatch itself, and so has no weight at all."""
+    """Assert that token IS has an error of the order of the mismatch itself, as has no weight at all."""
     token, none = slope(mismatches, TOKEN_IS), slope(mismatches, NONE)
     require(0.9 < token < 1.1, f"token IS: the bias grows as mismatch^{token:.3f}, expected an exponent of 1")
     return f"Token IS has a gradient error of first order: bias ~ mismatch^{token:.3f} (no correction: {none:.3f})."
 
 
 def clip_fractions(policies: Policies) -> str:
-    """PPO's clip on pi / pi_old sees nothing of the mismatch; on pi / mu it clips before the first step."""
+    """Assert that PPO's clip on pi / pi_old ignores the mismatch, and on pi / mu clips before the first step."""
 
     def fraction(ratio: str) -> float:
         masks = {name: mask | {"ratio": ratio} for name, mask in PPO_CLIP.items()}
@@ -103,7 +103,7 @@ def clip_fractions(policies: Policies) -> str:
 
 
 def products() -> str:
-    """Small ratios multiply: 1.001^2000, 1.01^1000 and 0.99^1000 by the shipped sequence weight."""
+    """Assert that small ratios multiply: 1.001^2000, 1.01^1000 and 0.99^1000 by the shipped sequence weight."""
     weight = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": None}}
     spec = CorrectionSpec.from_mapping(weight)
     shown = []
@@ -124,7 +124,7 @@ def products() -> str:
 def keep_rates_agree(
     cases: Sequence[LogRatio], lengths: Sequence[int], rows: int, share: Callable[[str, LogRatio, int], float]
 ) -> str:
-    """The shipped masks keep as many simulated rows as the normal distribution says, within 5 standard errors.
+    """Assert that the shipped masks keep as many simulated rows as a normal distribution, within 5 standard errors.
 
     Args:
         share: (aggregate, case, length) -> share of ``rows`` simulated rows kept.

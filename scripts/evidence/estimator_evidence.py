@@ -16,7 +16,7 @@ Shares = dict[tuple[str, keep_rates.LogRatio, int], float]
 
 @dataclass(frozen=True)
 class Settings:
-    """One run; 4^6 sequences take a few seconds.
+    """Settings of one run; 4^6 sequences take a few seconds.
 
     Attributes:
         mismatches: standard deviations of mu's logits, ascending; the two smallest give slopes.
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one run has found.
+    """Results of one run.
 
     Attributes:
         on_policy_variance: of one row's gradient at mu = pi_old = pi, the unit of variances.
@@ -59,7 +59,7 @@ class Evidence:
 
 
 def collect(settings: Settings) -> Evidence:
-    """Measures everything and asserts what holds exactly.
+    """Measure everything and assert what holds exactly.
 
     Raises:
         claims.ClaimError: where it does not hold.

@@ -1,4 +1,4 @@
-"""The picture: bias by mismatch, bias against variance, rows kept by length."""
+"""Figure of the estimators: bias by mismatch, bias against variance, rows kept by length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STYLE: Any = {
 
 
 def draw(evidence: Evidence, path: Path) -> None:
-    """Writes a PNG; makes the folder."""
+    """Write a PNG; create its folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def draw(evidence: Evidence, path: Path) -> None:
 
 
 def _names(axes: Any, *, above: Any, beside: Any) -> None:
-    """What is drawn in the other panels, in a place of its own, where it hides nothing."""
+    """Draw the legend of the other panels in a panel of its own, where it hides nothing."""
     axes.set_axis_off()
     for panel, title, place, columns in (
         (above, "Above", "upper left", 2),
@@ -71,7 +71,7 @@ def _names(axes: Any, *, above: Any, beside: Any) -> None:
 
 
 def _styles() -> dict[str, dict[str, Any]]:
-    """A colour for each family, a marker for each member."""
+    """Assign a colour to each family and a marker to each member."""
     seen: dict[Family, int] = {}
     styles: dict[str, dict[str, Any]] = {}
     for estimator in DRAWN:

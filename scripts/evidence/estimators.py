@@ -1,4 +1,4 @@
-"""What each correction does to the policy gradient, by exact enumeration of a small policy.
+"""Bias and variance of each correction's policy gradient, by exact enumeration of a small policy.
 
     python scripts/evidence/estimators.py [--seed 0] [--out outputs/estimators.png]
 
@@ -39,7 +39,7 @@ WIDTH = 120
 
 
 def report(evidence: Evidence, console: Console) -> None:
-    """All tables and sentences."""
+    """Format all tables and sentences."""
     settings, unit = evidence.settings, evidence.on_policy_variance
     at_old = f"pi = pi_old, by mismatch (V = {settings.vocabulary}, T = {settings.length})"
     at_stale = f"mismatch {settings.stale_mismatch:g}, by staleness of pi"
@@ -67,7 +67,7 @@ def report(evidence: Evidence, console: Console) -> None:
 
 
 def number(value: float) -> str:
-    """Two digits; rounding errors as 0."""
+    """Format with two digits; rounding errors as 0."""
     return "0" if value < 1e-10 else f"{value:.2g}"
 
 
@@ -96,7 +96,7 @@ def _by_level(title: str, rows: Rows, cell: Callable[[Measurement], str]) -> Tab
 
 
 def _summary(evidence: Evidence) -> Table:
-    """One mismatch in full."""
+    """Format the results at one mismatch in full."""
     plane = evidence.settings.plane
     headings = ["bias", "cosine", "variance", "score mean", "removed", "rows"]
     title = f"pi = pi_old at mismatch {plane:g}; removed: share of tokens; rows: batch whose standard error is the bias"
@@ -116,7 +116,7 @@ def _summary(evidence: Evidence) -> Table:
 
 
 def _worlds(evidence: Evidence) -> Table:
-    """How far the order of estimators is that of one policy and one mismatch."""
+    """Format how the order of estimators varies over policies and mismatches."""
     count = len(evidence.biases[NONE.name])
     title = f"Bias at mismatch {evidence.settings.plane:g}, pi = pi_old, over {count} seeds"
     table = _table(title, ["estimator"], ["median", "least", "greatest", "below none"])
@@ -145,7 +145,7 @@ def _keep_rates(evidence: Evidence) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """0, or 1 where something that should hold exactly does not.
+    """Run the command; return 0, or 1 where something that should hold exactly does not.
 
     Args:
         settings: a smaller world for tests; ``--seed`` overrides its seed.

@@ -15,7 +15,7 @@ from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stag
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the exact expectation says about one estimator.
+    """Exact bias, direction and variance of one estimator.
 
     Attributes:
         bias: |E_mu[g] - grad J| / |grad J|.
@@ -35,7 +35,7 @@ class Measurement:
 
 
 def token_weights(estimator: Estimator, policies: Policies) -> tuple[Tensor, Tensor, Tensor]:
-    """What the shipped correction, and the base loss, put before A grad log pi.
+    """Compute the factor that the shipped correction and the base loss put before A grad log pi.
 
     A normalised weight is divided by its expectation, the limit of its batch mean: here rows are not samples that
     count alike, but sequences with their probability.
@@ -61,7 +61,7 @@ def token_weights(estimator: Estimator, policies: Policies) -> tuple[Tensor, Ten
 
 
 def measure(estimator: Estimator, policies: Policies) -> Measurement:
-    """Everything about one estimator at one setting.
+    """Measure one estimator at one setting.
 
     The variance of a self-normalised estimate is that of its linearisation, w (g - E[w g]) / E[w].
     """

@@ -34,7 +34,7 @@ CASES = (
 
 
 def expected(aggregate: str, case: LogRatio, length: int) -> float:
-    """Probability that a row is kept: the mean is N(m, s^2 / T), the sum N(m T, s^2 T)."""
+    """Compute the probability that a row is kept: the mean is N(m, s^2 / T), the sum N(m T, s^2 T)."""
     times, root = (1.0, 1 / math.sqrt(length)) if aggregate == "geometric" else (float(length), math.sqrt(length))
     lower, upper = (math.log(bound) for bound in MASKS[aggregate])
     centre, spread = case.mean * times, case.deviation * root
@@ -44,7 +44,7 @@ def expected(aggregate: str, case: LogRatio, length: int) -> float:
 
 
 def simulated(aggregate: str, case: LogRatio, length: int, *, rows: int, seed: int) -> float:
-    """Share of ``rows`` random rows that the shipped mask keeps."""
+    """Compute the share of ``rows`` random rows that the shipped mask keeps."""
     lower, upper = MASKS[aggregate]
     mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "any"}
     spec = CorrectionSpec.from_mapping({"masks": {"mask": mask | {"lower": lower, "upper": upper}}})

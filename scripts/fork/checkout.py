@@ -19,7 +19,7 @@ ASIDE = "offpolicy_correction"
 
 
 class Refused(Exception):
-    """Something about the checkout forbids the operation; nothing was written."""
+    """The operation is refused, for a reason in the checkout; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fork:
 
 
 def open_fork(path: Path) -> Fork:
-    """The checkout at `path`.
+    """Open the checkout at `path`.
 
     Raises:
         Refused: there is none, its release is none that the recipe was tested with, or Python would not find a copy.
@@ -87,7 +87,7 @@ def open_fork(path: Path) -> Fork:
 
 
 def _why_not_its_own(root: Path, recipe: Path) -> str:
-    """Why files below recipe/ would not belong to the checkout; "" where they do."""
+    """Explain why files below recipe/ would not belong to the checkout; "" where they do."""
     if recipe.is_symlink():
         return f"recipe/ is a link to {os.readlink(recipe)}"
     if recipe.exists() and not recipe.is_dir():
@@ -103,12 +103,12 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
 
 
 def find_ignored(root: Path, paths: Iterable[str]) -> list[str]:
-    """Those of `paths` that git would not take into a commit."""
+    """Find the `paths` that git ignores."""
     return [path for path in git(root, "check-ignore", "--stdin", "-z", given="\0".join(paths)).split("\0") if path]
 
 
 def git(root: Path, *arguments: str, given: str = "") -> str:
-    """What git prints, reading only; "" where it has nothing to say, no repository or no git.
+    """Run git read-only and return its output; "" without output, repository or git.
 
     Raises:
         Refused: git fails on a repository.

@@ -1,4 +1,4 @@
-"""The command of copy_into_fork.sh: arguments, order of events and what is said about them."""
+"""Command of copy_into_fork.sh: arguments, order of the steps, and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies files into a checkout and takes them back, by a manifest that knows each of them before it is written."""
+"""Copying of files into a checkout and back out, by a manifest that lists each file before it is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Entries = dict[str, dict[str, str]]
 
 @dataclass
 class Plan:
-    """Changes that may go ahead, none of which has been made.
+    """Checked changes, none of which has been made.
 
     Attributes:
         manifest: that holds in the end; None where nothing is left to know.
@@ -49,7 +49,7 @@ class Plan:
 
 
 def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
-    """Path -> content and mode of every file to copy; `recipe/offpolicy/config` is read through its link."""
+    """Read content and mode of every file to copy, by path; `recipe/offpolicy/config` is read through its link."""
     files = {}
     for package in PACKAGES:
         for folder, folders, names in os.walk(source / package, followlinks=True):
@@ -64,7 +64,7 @@ def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def read_origin(source: Path) -> tuple[str, str | None]:
-    """Version and commit of this project; a commit with changes on top ends in "-modified"."""
+    """Read version and commit of this project; a commit with changes on top ends in "-modified"."""
     version = re.search(r"^\s*version=\"([^\"]+)\"", (source / "setup.py").read_text(), re.M)
     if version is None:
         raise Refused(f"{source}/setup.py states no version. Fix: restore it.")
@@ -159,7 +159,7 @@ def apply(root: Path, plan: Plan) -> None:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest of the checkout at `root`; None where there is none.
+    """Read the manifest of the checkout at `root`; None where there is none.
 
     Raises:
         Refused: there is one that cannot be trusted.
@@ -198,7 +198,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
 
 
 def digest_of(path: Path) -> str | None:
-    """SHA-256 of what is at `path`, "" where that is no readable file, None where nothing is."""
+    """Compute the SHA-256 of the file at `path`; "" where it is no readable file, None where nothing is."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +208,7 @@ def digest_of(path: Path) -> str | None:
 
 
 def find_obstacle(root: Path, path: str) -> str | None:
-    """What stands where a plain file in plain folders should be."""
+    """Find what obstructs a plain file in plain folders."""
     for step in itertools.accumulate(path.split("/"), "{}/{}".format):
         there = root / step
         if there.is_symlink():
@@ -248,7 +248,7 @@ def remove(root: Path, path: str) -> None:
 
 
 def _free_name(root: Path, path: str) -> str:
-    """path.orig, or path.orig2 and so on where that is taken."""
+    """Return path.orig, or path.orig2 and so on where that is taken."""
     names = (f"{path}.orig{number if number > 1 else ''}" for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(root / name))
 

@@ -1,4 +1,4 @@
-"""Tries a copy where it lies: from the checkout's root, with the checkout's verl, in an environment of the user's."""
+"""Smoke test of a copy in place: from the checkout's root, with its verl, in the user's environment."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def smoke_test(fork: Fork, python: str) -> Failure | None:
 
 
 def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
-    """The failure of a program that ended with another status than 0; `fix` is for those that name none."""
+    """Build the failure of a program that ended with another status than 0; `fix` is for those that name none."""
     if done.returncode == 0:
         return None
     # The last line, for warnings name packages that nobody needs.

@@ -1,4 +1,4 @@
-"""What a job on a Ray cluster is made of: its shell command and its runtime environment. Pure functions."""
+"""Shell command and runtime environment of a job on a Ray cluster; pure functions."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 class LaunchError(ValueError):
-    """The job cannot be what was asked for; the message names the variable and the fix."""
+    """The requested job is not possible; the message names the variable and the fix."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of the launcher.
+    """Parsed command line of the launcher.
 
     Attributes:
         wait: show the log and wait for the end.
@@ -70,7 +70,7 @@ def parse(words: Sequence[str]) -> Request:
 
 
 def entrypoint(command: Sequence[str]) -> str:
-    """The line that Ray gives to a shell, in which every word is quoted.
+    """Build the line that Ray gives to a shell, in which every word is quoted.
 
     Without it brackets, quotes and dollars of Hydra's overrides would be the shell's.
     """
@@ -80,7 +80,7 @@ def entrypoint(command: Sequence[str]) -> str:
 def runtime_env(
     base: str, working_dir: str, excludes: str, variables: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Ray's runtime environment of the job.
+    """Build Ray's runtime environment of the job.
 
     Args:
         base: fields of the user's: a JSON or YAML file, JSON itself, or empty.

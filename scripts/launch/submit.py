@@ -1,4 +1,4 @@
-"""Submits a job to a Ray cluster and ends as it ends; scripts/launch_ray.sh documents arguments and variables.
+"""Submit a job to a Ray cluster and exit with its status; scripts/launch_ray.sh documents arguments and variables.
 
 Ray's own command joins words in a way that a POSIX shell reads otherwise, and ends with 0 where a job was stopped.
 """
@@ -20,7 +20,7 @@ _POLL_SECONDS = 1.0
 
 
 def connect(address: str) -> Any:
-    """A client of the cluster's job server.
+    """Connect to the cluster's job server.
 
     Raises:
         LaunchError: nothing answers there, or Ray is not installed here.

@@ -1,4 +1,4 @@
-"""Runs one stage of the quickstart as a child process, and reads its log while it is being written."""
+"""Child process of one quickstart stage, with its log read while it is being written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tail:
         self._offset = 0
 
     def new_lines(self) -> list[str]:
-        """The lines that have been completed since the last call."""
+        """Read the lines that have been completed since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -63,6 +63,6 @@ class Child:
             raise StageFailed(f"exit status {self.process.returncode}")
 
     def end_of_log(self, count: int) -> str:
-        """The last lines of the log."""
+        """Read the last lines of the log."""
         lines = self.log.read_text(errors="replace").split("\n")
         return "\n".join(line.rsplit("\r", 1)[-1][:300] for line in lines[-count - 1 :]).rstrip()

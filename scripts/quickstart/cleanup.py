@@ -1,4 +1,4 @@
-"""Ends everything that a run started and removes what it left in shared memory. Nothing is found by its name."""
+"""Clean-up of a run's processes and shared memory, found by descent and never by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def become_subreaper() -> None:
 
 
 def find_descendants() -> list[psutil.Process]:
-    """This process's living descendants; a subreaper's include those whose own parents have ended."""
+    """Find this process's living descendants; a subreaper's include those whose own parents have ended."""
     return [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
 
 
@@ -100,7 +100,7 @@ class SharedMemoryWatch:
 
 
 def used_files(pid: int, folder: Path = SHM) -> set[Identity]:
-    """Device and inode of what a process has mapped or open below `folder`; empty if it cannot be looked into."""
+    """Read device and inode of what a process has mapped or open below `folder`; empty if it cannot be inspected."""
     identities: set[Identity] = set()
     prefix = f"{folder}/"
     with contextlib.suppress(OSError):  # the process has ended, or is not ours to look into

@@ -21,12 +21,12 @@ REQUIRED_RISE = 0.1
 
 
 def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
-    """The first of these keys that is present; NaN when none is."""
+    """Return the value of the first of these keys that is present; NaN when none is."""
     return next((float(data[key]) for key in keys if data.get(key) is not None), math.nan)
 
 
 def heldout_score(data: dict[str, Any]) -> float | None:
-    """verl's own validation score (`val-core/<source>/<name>/mean@1`); None when the step was not validated."""
+    """Return verl's own validation score (`val-core/<source>/<name>/mean@1`); None when the step was not validated."""
     found = (value for key, value in data.items() if key.startswith("val-core/") and key.endswith("/mean@1"))
     return next(map(float, found), None)
 
@@ -49,7 +49,7 @@ class History:
         return [step for step, data in self.records if not math.isnan(pick(data, REWARD))]
 
     def series(self, keys: tuple[str, ...]) -> list[float]:
-        """One value for each of `steps`, NaN where it was not logged."""
+        """Return one value for each of `steps`, NaN where it was not logged."""
         return [pick(data, keys) for _, data in self.records if not math.isnan(pick(data, REWARD))]
 
     @property
@@ -60,12 +60,12 @@ class History:
 
     @property
     def proved(self) -> bool:
-        """The worker's gradient was seen to carry the correction."""
+        """True if the worker's gradient was seen to carry the correction."""
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
 
 
 def judge(history: History, *, corrected: bool, judged: bool, scored: bool = True) -> tuple[int, str]:
-    """Exit code and sentence for a run that ended by itself.
+    """Judge a run that ended by itself: exit code and sentence.
 
     Args:
         corrected: a correction is configured, so its proof of life must be there.

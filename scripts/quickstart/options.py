@@ -72,7 +72,7 @@ class Options:
 
 
 def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
-    """The caller's environment with what the children need; what the caller has set stays, lists are joined."""
+    """Build the children's environment: what the caller has set stays, lists are joined."""
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
         # First, because a module of the caller's that imports verl's workers asks for the platform.
@@ -82,7 +82,7 @@ def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dic
 
 
 def release_overrides(platform: str, release: str) -> list[str]:
-    """The option of the group `platform` in configs/, and keys that only this release of verl has."""
+    """Build the overrides of this release of verl: the option of the group `platform`, and keys that others lack."""
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
     if of.v1_modes:
@@ -92,6 +92,6 @@ def release_overrides(platform: str, release: str) -> list[str]:
 
 
 def quote(key: str, path: str | Path) -> str:
-    """A Hydra override whose value is a path, quoted, since paths may hold spaces, commas or brackets."""
+    """Build a Hydra override of a path, quoted, since paths may hold spaces, commas or brackets."""
     quoted = str(path).replace("'", "\\'")
     return f"{key}='{quoted}'"

@@ -1,4 +1,4 @@
-"""Prepares data and model in a cache, one folder for each version of the code and the packages that make it.
+"""Cache of data and model, one folder for each version of the code and the packages that make it.
 
 python -m scripts.quickstart.prepare --cache DIR [--data-only]
 """
@@ -26,7 +26,7 @@ INGREDIENTS = {
 
 
 def folder(cache: Path, part: str) -> Path:
-    """The folder of "data" or "model" of this version, made or still to be made."""
+    """Return the folder of "data" or "model" of this version, made or still to be made."""
     sources, packages = INGREDIENTS[part]
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in sources))
     digest.update("".join(f"{name}=={importlib.metadata.version(name)}" for name in packages).encode())
@@ -34,7 +34,7 @@ def folder(cache: Path, part: str) -> Path:
 
 
 def find_made(cache: Path, parts: Sequence[str]) -> dict[str, Path] | None:
-    """The folder of each part, or None when one of them is still to be made."""
+    """Find the folder of each part; None when one of them is still to be made."""
     folders = {part: folder(cache, part) for part in parts}
     return folders if all(path.exists() for path in folders.values()) else None
 

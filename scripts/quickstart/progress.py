@@ -1,4 +1,4 @@
-"""Progress on a terminal or in a log: what is happening now, and never a silent half minute."""
+"""Progress on a terminal or in a log, without a silent half minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEARTBEAT = 15.0
 
 
 class Progress:
-    """Prints lines with the time since the start; between them a terminal shows a spinner, a log a heartbeat."""
+    """Printer of timed lines; between them a terminal shows a spinner, a log a heartbeat."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console(highlight=False)
@@ -56,7 +56,7 @@ class Progress:
 
 
 class TrainingView:
-    """Turns what verl writes into stages and lines.
+    """Converter of verl's log into stages and lines.
 
     Args:
         steps: length of the training, 0 if unknown.
@@ -70,12 +70,12 @@ class TrainingView:
         progress.stage("starting Ray and vLLM", "about a minute on two cores")
 
     def log_line(self, text: str) -> None:
-        """Tell of a line of the training's log."""
+        """Show progress from a line of the training's log."""
         if "Creating file logger at" in text:
             self._progress.stage("held-out score before training" if self._scored else "first step")
 
     def step(self, step: int, data: dict[str, Any]) -> None:
-        """Tell of the metrics of a step, the 0th of which is the validation before training."""
+        """Show the metrics of a step, the 0th of which is the validation before training."""
         score, steps = heldout_score(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]

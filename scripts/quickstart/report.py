@@ -1,4 +1,4 @@
-"""The table and the picture at the end of a run."""
+"""Summary table and figure at the end of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(correction: dict[str, Any]) -> str:
-    """The configured correction in a few words, for instance "token weights (truncate), masks gsm and opsm"."""
+    """Describe the configured correction briefly, for instance "token weights (truncate), masks gsm and opsm"."""
     parts = []
     if weight := correction.get("weight"):
         parts.append(f"{weight['level']} weights ({weight['kind']})")
@@ -33,7 +33,7 @@ def describe(correction: dict[str, Any]) -> str:
 
 
 def summary_table(history: History, *, corrected: bool) -> Table:
-    """First and last value of what matters."""
+    """Build the table of first and last values."""
     scores = [score for _, score in history.heldout]
     named = {
         "held-out score, greedy": scores,
@@ -53,7 +53,7 @@ def summary_table(history: History, *, corrected: bool) -> Table:
 
 
 def draw(history: History, path: Path, title: str) -> None:
-    """Reward, mismatch and kept share over the steps, as a PNG."""
+    """Plot reward, mismatch and kept share over the steps, as a PNG."""
     import pandas
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""The quickstart's supervisor: prepares, trains, reports, and leaves nothing behind.
+"""Supervisor of the quickstart: prepares, trains, reports, and cleans up.
 
 scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for
 the environment variables it reads and metrics.py for its exit codes.
@@ -155,7 +155,7 @@ class Quickstart:
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
     def _trainer(self, release: str) -> list[str]:
-        """The command that trains, without data, model and the user's overrides."""
+        """Build the training command, without data, model and the user's overrides."""
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
@@ -172,7 +172,7 @@ class Quickstart:
         ]
 
     def _await_checks(self, lines: Iterator[str]) -> str:
-        """What the trainer says of its correction when the checks have passed."""
+        """Wait for the start-up checks; return the trainer's line on its correction."""
         self.checking = True
         said = next((line for line in lines if line.startswith(CHECKED)), None)
         if said is None:
@@ -200,7 +200,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _explain(error: StageFailed | Interrupted, quickstart: Quickstart) -> tuple[int, str]:
-    """Exit code and sentence for a run that did not end by itself; shows the end of the log."""
+    """Explain a run that did not end by itself: exit code and sentence; shows the end of the log."""
     if isinstance(error, Interrupted):
         return 128 + error.number, f"interrupted by {error}"
     if quickstart.current:

@@ -56,12 +56,12 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
 
 
 def instruction(entries: Sequence[Entry]) -> str:
-    """The text that all questions begin with, for instance "Spell this word backward: "."""
+    """Return the text that all questions begin with, for instance "Spell this word backward: "."""
     return os.path.commonprefix([entry["question"] for entry in entries])  # noqa: RUF071 - by letters is meant
 
 
 def demonstrate(entry: Entry, rng: random.Random, careful: float) -> str:
-    """An answer by a careless speller: right with probability `careful`, else the word as it stands.
+    """Sample an answer of a careless speller: right with probability `careful`, else the word as it stands.
 
     The warm start learns from these, so the model knows two ways of answering and prefers the wrong one;
     the verifier's reward then has something to decide.
@@ -70,7 +70,7 @@ def demonstrate(entry: Entry, rng: random.Random, careful: float) -> str:
 
 
 def to_row(entry: Entry, index: int, split: str) -> dict[str, Any]:
-    """One question in verl's schema; `extra_info` suffices to rebuild reasoning-gym's entry."""
+    """Convert a question to verl's schema; `extra_info` suffices to rebuild reasoning-gym's entry."""
     family, metadata = entry["metadata"]["source_dataset"], json.dumps(entry["metadata"], sort_keys=True)
     return {
         "data_source": f"reasoning_gym/{family}",

@@ -21,13 +21,13 @@ CHECK_EVERY, CHECK_PROMPTS, MAX_ANSWER_TOKENS = 20, 256, 10
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> list[list[int]]:
-    """Token ids of each prompt as verl's rollout renders it, ending where the answer begins."""
+    """Tokenize each prompt as verl's rollout renders it, ending where the answer begins."""
     chats = [[{"role": "user", "content": entry["question"]}] for entry in entries]
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    """Right-padded (B, T) input_ids, attention_mask and labels; only answers are learnt."""
+    """Collate to right-padded (B, T) input_ids, attention_mask and labels; only answers are learnt."""
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     learnt = [torch.tensor([IGNORED] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
 
@@ -40,7 +40,7 @@ def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int
 
 @torch.no_grad()
 def sample_score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> float:
-    """Mean score of one answer per question, sampled at temperature 1."""
+    """Compute the mean score of one answer per question, sampled at temperature 1."""
     prompts = prompt_ids(tokenizer, entries)
     width = max(map(len, prompts))
     # Left padding, so that all answers begin in the same column.

@@ -52,15 +52,15 @@ class Run:
     def handed_over(self) -> Any:
         from recipe.offpolicy.worker.loss import OffPolicyLoss
 
-        steering = self.supervision.steering
-        return OffPolicyLoss(steering.spec, tw.actor_config(), prove=self.supervision.proving, moving=steering.moving)
+        active = self.supervision.active_correction
+        return OffPolicyLoss(active.spec, tw.actor_config(), prove=self.supervision.proving, moving=active.moving)
 
     def update(self, mismatch: float = 0.2, *, seed: int = 1) -> dict[str, torch.Tensor]:
         """One update of a fresh rollout, in micro-batches of two rows; the optimizer does not step."""
         rows = tw.add_log_probs(self.engine, tw.make_rollout(), mismatch=mismatch, seed=seed)
         self.supervision.sampled(rows.to_tensordict())
         self.supervision.begin()
-        sent = with_bounds(rows.to_tensordict(), self.supervision.steering.bounds, self.supervision.spec)
+        sent = with_bounds(rows.to_tensordict(), self.supervision.active_correction.bounds, self.supervision.spec)
         metrics, gradient = tw.gradients(self.engine, self.loss, sent, micro_batch_size=2)
         if self.supervision.collect(metrics):
             self.loss = self.handed_over()
@@ -75,9 +75,13 @@ def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = Non
     """The batch with a plan that brings these bounds, and the constants of ``spec`` under them where it is given."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, constants_of
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
 
-    plan = SharedPlan(step=1, bounds=bounds) if spec is None else SharedPlan(1, constants_of(spec, data), bounds=bounds)
+    plan = (
+        SharedPlan(step=1, bounds=bounds)
+        if spec is None
+        else SharedPlan(1, compute_constants(spec, data), bounds=bounds)
+    )
     tu.assign_non_tensor(data, **{PLAN: plan})
     return data
 
@@ -120,13 +124,13 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
 
 
 def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     spec = moving_bounds.replace_bounds(BANDED, MOVED)
     data = with_bounds(rows.to_tensordict(), MOVED)
     metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
@@ -139,7 +143,7 @@ def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
     from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -152,7 +156,7 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
             return super().hand_over(batch, mb.decide(began, batch))
 
     rows = rollout(engine)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
@@ -160,13 +164,13 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
 
 
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     spec = moving_bounds.replace_bounds(BANDED, MOVED)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
@@ -252,14 +256,14 @@ def capped_loss(**changes: Any) -> Any:
 
 
 def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine, 0.2)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     spec = moving_bounds.replace_bounds(WEIGHED, CAP)
     fixed = OffPolicyLoss(spec, tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
@@ -283,7 +287,7 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     from dataclasses import replace
 
     from recipe.offpolicy.batch import micro_batch as mb
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -295,7 +299,7 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
             return super().hand_over(batch, mb.decide(began, batch))
 
     rows = rollout(engine, 0.2)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
@@ -303,13 +307,13 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
 
 
 def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     spec = moving_bounds.replace_bounds(WEIGHED, CAP)
 
     def of_ranks(*bounds: Any) -> list[Packet]:

@@ -52,11 +52,11 @@ def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, 
     """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
     from verl.workers.utils.losses import ppo_loss
 
-    from recipe.offpolicy.batch.plan import kept
+    from recipe.offpolicy.batch.plan import select_kept
 
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)
-    _, keep = kept(spec, rows.to_tensordict())
+    _, keep = select_kept(spec, rows.to_tensordict())
     left = [row for row, some in enumerate(keep.any(-1).tolist()) if some]
     assert 0 < len(left) < 8
     ours = gradients(engine, {"masks": {"gsm": GSM}, "denominator": "kept"}, mode, 4)
@@ -128,15 +128,15 @@ def test_shadows_touch_no_gradient(engine: Any) -> None:
 
 def test_the_age_of_rows_is_where_the_batch_is() -> None:
     """verl notes versions on the host; statistics on a device must not meet them there."""
-    from recipe.offpolicy.batch.micro_batch import MicroBatch, staleness
+    from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_staleness
     from recipe.offpolicy.batch.plan import SharedPlan
     from recipe.offpolicy.batch.weight_versions import RowVersions
 
     column = torch.zeros(3, 2, device="meta")
     versions = RowVersions(torch.tensor([4, 3, 9]), torch.tensor([4, 4, 9]))
     batch = MicroBatch(*[column] * 6, versions=versions, plan=SharedPlan(step=5))
-    age = staleness(batch)
+    age = compute_staleness(batch)
     assert age is not None
     assert age.device == column.device
     here = MicroBatch(*[torch.zeros(3, 2)] * 6, versions=versions, plan=SharedPlan(step=5))
-    assert staleness(here).tolist() == [0, 1, 0]  # type: ignore[union-attr]
+    assert compute_staleness(here).tolist() == [0, 1, 0]  # type: ignore[union-attr]

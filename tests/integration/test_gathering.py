@@ -46,7 +46,7 @@ def test_all_mini_batches_come_by_one_transfer(
         assert len(arrived) == 8 // micro_batch_size
         assert len(fetched) == 1
         fetched.clear()
-        assert Counter(row for packet in arrived for row in packet.rows) == Counter(mb.sampled_checksums(data))
+        assert Counter(row for packet in arrived for row in packet.rows) == Counter(mb.compute_sampled_checksums(data))
         merged = merge_all(packet.statistics for packet in arrived)
         assert merged["keep/token_share"].parts[1] == float(torch.cat(rows.response_mask).sum())
 

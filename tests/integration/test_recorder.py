@@ -22,7 +22,7 @@ from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Recording, Rows, Step, worker_hook
 from recipe.offpolicy.recording.recorder import flush_all
 from recipe.offpolicy.recording.settings import RecordSettings
-from recipe.offpolicy.recording.worker_hook import chosen
+from recipe.offpolicy.recording.worker_hook import is_chosen
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import training_worker as tw
@@ -70,7 +70,7 @@ class Watched(OffPolicyLoss):
         if torch.is_grad_enabled() and model_output["log_probs"].grad_fn is not None:
             names = ("responses", "response_mask", mb.ROLLOUT_LOG_PROBS, "old_log_probs", "advantages")
             dense = data.select(*names).to_padded_tensor()
-            log_prob = mb.padded(model_output, data).detach().clone()
+            log_prob = mb.pad_log_probs(model_output, data).detach().clone()
             self.calls.append(
                 [
                     {name: dense[name][i].clone() for name in names}
@@ -242,7 +242,7 @@ def test_pi_old_is_what_the_correction_takes_for_it(worker: Any, tmp_path: Path)
 
 def test_a_share_of_the_prompts_is_recorded_whole(worker: Any, tmp_path: Path) -> None:
     """By the uid alone: of the four groups of two rows some are, some are not."""
-    wanted = [uid for uid in (f"group-{i}" for i in range(4)) if chosen(uid, 0.5)]
+    wanted = [uid for uid in (f"group-{i}" for i in range(4)) if is_chosen(uid, 0.5)]
     assert 0 < len(wanted) < 4
     tw.update(worker, Watched(tmp_path, share=0.5, prompts=False), shipped(rollout(worker)), micro_batch_size=2)
     found = recorded(tmp_path).rows

@@ -89,7 +89,7 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any) -> None:
 
 def test_live_beside_kl(engine: Any) -> None:
     # KL adds a gradient that no weight touches; the prediction has to know it.
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
@@ -97,7 +97,9 @@ def test_live_beside_kl(engine: Any) -> None:
     data = rows.to_tensordict()
     data["ref_log_prob"] = torch.nested.as_nested_tensor([o + 0.3 for o in rows.old_log_probs], layout=torch.jagged)
     metrics, _ = tw.gradients(engine, adapter(use_kl_loss=True, kl_loss_coef=0.5), data)
-    live = verify(take_packets(metrics), CorrectionSpec.from_mapping(SPEC), sampled_rows=sampled_checksums(data))
+    live = verify(
+        take_packets(metrics), CorrectionSpec.from_mapping(SPEC), sampled_rows=compute_sampled_checksums(data)
+    )
     assert live["proved"] == 1.0
 
 
@@ -288,12 +290,12 @@ def corrupted_installation(kind: str) -> Any:
                 return plain, {METRIC_KEY: metrics[METRIC_KEY]}
             return loss, metrics
 
-        def corrected(self, batch: Any, dp_group: Any = None) -> Any:
+        def compute_corrected(self, batch: Any, dp_group: Any = None) -> Any:
             if kind != "another spec in the call":
-                return super().corrected(batch, dp_group)
+                return super().compute_corrected(batch, dp_group)
             mine, self.spec = self.spec, CorrectionSpec()
             try:
-                return super().corrected(batch, dp_group)
+                return super().compute_corrected(batch, dp_group)
             finally:
                 self.spec = mine
 

@@ -134,7 +134,8 @@ def wrong(mapping: dict[str, Any], runs: dict[str, Any], **config: Any) -> Any:
                 spec = replace(spec, weight=run.weight)
             spec = replace(spec, masks=tuple((name, parts[("masks", name)]) for name, _ in spec.masks))
             return mb.with_tensors(
-                super().hand_over(batch, step), rollout_is_weights=mb.factor(spec, batch, mb.decide(spec, batch))
+                super().hand_over(batch, step),
+                rollout_is_weights=mb.compute_factor(spec, batch, mb.decide(spec, batch)),
             )
 
     return Wrong(said, tw.actor_config(**config), prove=True)

@@ -16,7 +16,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 
 
 def test_it_is_live_through_the_installed_verl() -> None:
-    verdict = smoke.one_update()
+    verdict = smoke.run_update()
     # 4 + 3 + 5 + 2 tokens, all with a gradient of their own before the correction.
     assert (verdict["proved"], verdict["gradient_tokens"], verdict["rows"]) == (1.0, 14.0, 4.0)
     assert verdict["gradient_error"] < 1e-5
@@ -42,13 +42,13 @@ def test_a_dead_correction_is_found_by_either_judge(monkeypatch: pytest.MonkeyPa
     if judge == "the formulas alone":
         monkeypatch.setattr(smoke, "verify", lambda *args, **kwargs: {"proved": 1.0})
     with pytest.raises(LivenessError, match="not weight x keep" if judge == "both" else "of the parameters is off by"):
-        smoke.one_update()
+        smoke.run_update()
 
 
 def test_a_step_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
     with pytest.raises(LivenessError, match="as they were"):
-        smoke.one_update()
+        smoke.run_update()
 
 
 def test_the_command_says_so_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_pi_of_the_actors_own_in_pi_olds_place_is_noticed(monkeypatch: pytest.Mo
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.proof.verify import LivenessError
 
-    monkeypatch.setattr(mb, "proximal", lambda spec, batch: batch.log_prob.detach())
+    monkeypatch.setattr(mb, "choose_pi_old", lambda spec, batch: batch.log_prob.detach())
     with pytest.raises(LivenessError):
         verdict(STACK)
 

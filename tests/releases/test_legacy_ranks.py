@@ -115,12 +115,12 @@ def test_ulysses_makes_the_plain_update(ranks: Any) -> None:
 def live(mapping: dict[str, Any], packets: Any, steps: str = "one") -> dict[str, float]:
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
 
     dtype = torch.float64 if packets[0][0].proof.log_prob_bits == 64 else torch.float32
-    sampled = sampled_checksums(TensorDict(legacy_ranks.rollout(steps, dtype), batch_size=8))
+    sampled = compute_sampled_checksums(TensorDict(legacy_ranks.rollout(steps, dtype), batch_size=8))
     flat = [packet for rank in packets for packet in rank]
     verdict = verify(flat, CorrectionSpec.from_mapping(mapping), sampled_rows=sampled)
     assert verdict["proved"] == 1.0

@@ -44,13 +44,13 @@ def handed(mapping: dict[str, Any], bounds: Any, **handover: Any) -> Any:
 def judged(metrics: dict[str, Any], mapping: dict[str, Any]) -> dict[str, float]:
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     batch = la.rollout()
-    sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
+    sampled = compute_sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
     spec = CorrectionSpec.from_mapping(mapping)
     return verify(take_packets(dict(metrics)), spec, sampled_rows=sampled, moving=MOVING)
 

@@ -158,7 +158,7 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
     actor = legacy_actor(folder, kind, packed, **parity.actor_settings(mode), **sizes)
     correction = parity.CORRECTIONS[name]
     spec = CorrectionSpec.from_mapping(correction)
-    plan, columns = parity.planned(case, spec, mode, parity.ROWS)
+    plan, columns = parity.build_case_plan(case, spec, mode, parity.ROWS)
     meta = {"temperature": parity.TEMPERATURE, "pad_token_id": 2, HANDOVER: Handover(spec, plan)}
     gradients: dict[str, torch.Tensor] = {}
 

@@ -15,7 +15,7 @@ from recipe.offpolicy.batch.plan import PLAN, REWARD, UID, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import row_identity, with_correction
+from recipe.offpolicy.trainer.trainer_v0 import build_corrected, build_row_identity
 from verl_patches.legacy.handover import HANDOVER
 
 UIDS = ["prompt-1", "prompt-1", "ü", "4f2c"]
@@ -40,7 +40,7 @@ def batch() -> DataProto:
 
 
 def trainer(directory: Path | None, legacy: bool) -> Any:
-    made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
+    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
     made.config = OmegaConf.create(
         {
             "actor_rollout_ref": {
@@ -92,4 +92,4 @@ def test_without_a_directory_nothing_travels(legacy: bool) -> None:
 def test_the_columns_survive_a_column_of_one_letter() -> None:
     data = batch()
     data.non_tensor_batch["uid"] = np.array(list("abcd"), dtype=object)
-    assert row_identity(data)[UID].tolist() == [[97], [98], [99], [100]]
+    assert build_row_identity(data)[UID].tolist() == [[97], [98], [99], [100]]

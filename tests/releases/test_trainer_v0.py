@@ -17,7 +17,7 @@ from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import with_correction
+from recipe.offpolicy.trainer.trainer_v0 import build_corrected
 from verl_patches.legacy.handover import HANDOVER
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
@@ -55,7 +55,7 @@ class VerlsTrainer:
 def trainer(legacy: bool = False, **correction: Any) -> Any:
     from recipe.offpolicy.correction import CorrectionSpec
 
-    made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
+    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
     made.config = configuration()
     made.shadows, made.global_steps = {}, 7
     made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
@@ -181,7 +181,9 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     first, again = made(), made()
     rows = histogram(torch.full((10,), 0.5), torch.ones(10, dtype=torch.bool))
     ess = 0.1 if fell_back else 0.9
-    first.supervision.steering.after_update({"rollout_ratio/ess": ess}, {"gsm/distance": rows, "gsm/kept": KEPT})
+    first.supervision.active_correction.after_update(
+        {"rollout_ratio/ess": ess}, {"gsm/distance": rows, "gsm/kept": KEPT}
+    )
     first._save_checkpoint()
     assert again._load_checkpoint() == "what verl returns"
     assert again.handed == 1
@@ -190,7 +192,7 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     again.supervision.begin = lambda: None
     again._update_actor(batch())
     plan = again.sent.meta_info[HANDOVER].plan if legacy else again.sent.meta_info[PLAN]
-    assert plan.bounds == first.supervision.steering.bounds
+    assert plan.bounds == first.supervision.active_correction.bounds
     assert set(plan.bounds) == (set() if fell_back else {"gsm"})
     if legacy:
         handover = again.sent.meta_info[HANDOVER]

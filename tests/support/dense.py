@@ -18,7 +18,7 @@ def micro_batch(
     """(model_output, data) as the engine hands them to its loss, with the trainer's plan; rows have two turns."""
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, constants_of
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
 
     generator = torch.Generator().manual_seed(0)
     rows, width = len(lengths), max(lengths)
@@ -39,7 +39,7 @@ def micro_batch(
     }
     data = TensorDict(columns, batch_size=rows)
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=rows)
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(1, constants_of(spec, data))})
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(1, compute_constants(spec, data))})
     # verl's layout: log-probs flat over prompt and response, shifted left by one token.
     flat = [torch.cat([row[:length], row.new_zeros(1)]) for row, length in zip(pi, lengths, strict=True)]
     leaf = torch.cat(flat).to(dtype).requires_grad_()

@@ -20,16 +20,16 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
     """
     from verl.utils import tensordict_utils as tu
 
-    from recipe.offpolicy.batch.plan import PLAN, Dealing, SharedPlan, constants_of, row_columns
+    from recipe.offpolicy.batch.plan import PLAN, BatchSplit, SharedPlan, build_row_columns, compute_constants
 
     if spec.proximal != "recompute":
         rows.old_log_probs = rows.rollout_log_probs
     data = rows.to_tensordict()
     if spec.denominator == "kept":
-        dealing = Dealing(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
-        for name, column in row_columns(spec, data, dealing).items():
+        batch_split = BatchSplit(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
+        for name, column in build_row_columns(spec, data, batch_split).items():
             data[name] = column
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, constants=constants_of(spec, data))})
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, constants=compute_constants(spec, data))})
     return data
 
 
@@ -55,14 +55,14 @@ def first_update(
     **config: Any,
 ) -> dict[str, float]:
     """One update and its verdict; the tampers act in the rollout, between rollout and worker, on what was sent."""
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     spec = CorrectionSpec.from_mapping(mapping)
     rows = tw.add_log_probs(worker, rollout or tw.make_rollout(), mismatch=mismatch)
     tamper_source(rows)
-    sampled = sampled_checksums(rows.to_tensordict())
+    sampled = compute_sampled_checksums(rows.to_tensordict())
     tamper(rows)
     data = planned(spec, rows, **config)
     tamper_data(data)

@@ -148,20 +148,28 @@ def handed(
     """The batch as the trainer sends it with the correction ``mapping``, to be recorded in the directory ``record``."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.plan import REWARD, UID, Dealing, SharedPlan, UpdateRows, constants_of, row_columns
+    from recipe.offpolicy.batch.plan import (
+        REWARD,
+        UID,
+        BatchSplit,
+        SharedPlan,
+        UpdateRows,
+        build_row_columns,
+        compute_constants,
+    )
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.legacy_handover import Handover, handover
+    from recipe.offpolicy.worker.legacy_handover import Handover, build_handover
 
     spec = CorrectionSpec.from_mapping(mapping)
     if spec.proximal != "recompute":
         batch = {**batch, "old_log_probs": batch["rollout_log_probs"]}
     rows = TensorDict(dict(batch), batch_size=len(batch["responses"]))
     if spec.denominator == "kept":
-        batch = {**batch, **row_columns(spec, rows, Dealing(ranks, mini_rows, mode))}
-    plan = SharedPlan(1, constants_of(spec, rows)) if spec.needs_constants else SharedPlan(1)
+        batch = {**batch, **build_row_columns(spec, rows, BatchSplit(ranks, mini_rows, mode))}
+    plan = SharedPlan(1, compute_constants(spec, rows)) if spec.needs_constants else SharedPlan(1)
     others = {name: CorrectionSpec.from_mapping(shadow) for name, shadow in (shadows or {}).items()}
     if record is None:
-        return proto(batch, handover(spec, plan, prove, others, extensions=extensions or {}))
+        return proto(batch, build_handover(spec, plan, prove, others, extensions=extensions or {}))
     from recipe.offpolicy.recording.settings import RecordSettings
 
     count = len(rows)

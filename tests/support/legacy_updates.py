@@ -50,13 +50,13 @@ def verdict(mapping: Settings, batch: Any = None, **config: Any) -> Settings:
     """What the trainer makes of the first update."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     batch = la.rollout() if batch is None else batch
-    sampled = sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
+    sampled = compute_sampled_checksums(TensorDict(batch, batch_size=len(batch["responses"])))
     _, metrics = update(mapping, batch, **config)
     epochs = config.get("ppo_epochs", 1)
     return verify(take_packets(metrics), CorrectionSpec.from_mapping(mapping), sampled_rows=sampled, epochs=epochs)

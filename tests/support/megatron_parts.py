@@ -64,7 +64,7 @@ def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[s
     from megatron.core import parallel_state as mpu
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.plan import Dealing, planned
+    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
     from recipe.offpolicy.correction import CorrectionSpec
 
     columns = dict(case.columns)
@@ -74,12 +74,12 @@ def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[s
     if spec.proximal != "recompute":
         columns["old_log_probs"] = columns["rollout_log_probs"]
     rows = TensorDict(columns, batch_size=parity.ROWS)
-    plan, more = planned(
+    plan, more = build_plan(
         spec,
         {},
         step=1,
         rows=lambda: rows,
-        dealing=lambda: Dealing(layout.data, parity.ROWS // job.mini_batches, job.mode),
+        batch_split=lambda: BatchSplit(layout.data, parity.ROWS // job.mini_batches, job.mode),
     )
     count = parity.ROWS // layout.data
     start = count * mpu.get_data_parallel_rank()

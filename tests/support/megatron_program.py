@@ -272,10 +272,10 @@ def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:
     """The trainer's verdict on the packets of an update of the whole batch."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.micro_batch import sampled_checksums
+    from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
 
     rows = TensorDict(without_tokens(case, job.silent).columns, batch_size=parity.ROWS)
     spec = CorrectionSpec.from_mapping(job.correction or {})
-    return verify(packets, spec, sampled_rows=sampled_checksums(rows))
+    return verify(packets, spec, sampled_rows=compute_sampled_checksums(rows))

@@ -222,22 +222,22 @@ def actor_settings(mode: str) -> dict[str, Any]:
     )
 
 
-def planned(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[Any, dict[str, torch.Tensor]]:
+def build_case_plan(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """Columns and plan as the V0 trainer sends them."""
     from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.plan import Dealing, planned
+    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
 
     columns = dict(case.columns)
     if spec.proximal == "bypass":
         columns["old_log_probs"] = columns["rollout_log_probs"]
     rows = TensorDict(columns, batch_size=ROWS)
-    plan, more = planned(
+    plan, more = build_plan(
         spec,
         {},
         step=1,
         rows=lambda: rows,
-        dealing=lambda: Dealing(ranks=1, mini_batch_rows=mini_rows, loss_agg_mode=mode),
+        batch_split=lambda: BatchSplit(ranks=1, mini_batch_rows=mini_rows, loss_agg_mode=mode),
     )
     return plan, columns | more
 
@@ -249,7 +249,7 @@ def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
 
     from recipe.offpolicy.batch.plan import PLAN
 
-    plan, columns = planned(case, spec, mode, mini_rows)
+    plan, columns = build_case_plan(case, spec, mode, mini_rows)
     return left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())
 
 
@@ -259,7 +259,7 @@ def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
 
     from recipe.offpolicy.batch.plan import PLAN
 
-    plan, columns = planned(case, spec, mode, mini_rows)
+    plan, columns = build_case_plan(case, spec, mode, mini_rows)
 
     def by_row(name: str) -> list[torch.Tensor]:
         return [columns[name][row, : LENGTHS[row]] for row in range(ROWS)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows
 
 VOCABULARY = 48
@@ -144,4 +144,4 @@ def simulated(
                 **columns,
             )
         )
-    return concatenated(parts)
+    return concatenate(parts)

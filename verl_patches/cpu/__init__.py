@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def status() -> dict[str, str]:
-    """State of each patch in this process.
+    """Return the state of each patch in this process.
 
     "in force", "waiting" for its target's import, "not needed" by the installed releases, or "off".
     """

@@ -54,7 +54,7 @@ def check(strategy: str) -> None:
 
 
 def status() -> dict[str, str]:
-    """State of each patch in this process: "in force", "waiting" for its actor's import, or "off"."""
+    """Return the state of each patch in this process: "in force", "waiting" for its actor's import, or "off"."""
     return {name: _state(name, actor) for name, actor in PATCHES.items()}
 
 

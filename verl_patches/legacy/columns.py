@@ -1,4 +1,4 @@
-"""Columns that the trainer sends with a batch beyond those that verl's legacy actors select."""
+"""Columns of a batch beyond those that verl's legacy actors select."""
 
 from __future__ import annotations
 

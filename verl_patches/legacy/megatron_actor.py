@@ -173,7 +173,7 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
 
 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
-    """Yield the micro-batches; each is taken up by the update when it is asked for."""
+    """Yield the micro-batches; the update begins each when it is requested."""
     for micro_batch in micro_batches:
         # Where verl moves it next, which then moves nothing.
         rows = micro_batch.to(get_device_id())

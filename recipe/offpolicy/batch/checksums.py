@@ -26,8 +26,8 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 
 
 @torch.no_grad()
-def row_hashes(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """(B,) int64, 0 for a row without a token in the mask; what is off the mask is not read.
+def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; positions off the mask are not read.
 
     It differs where a token, a bit of a value, their order, or the dtype of the values does.
 
@@ -47,7 +47,7 @@ def row_hashes(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """In place, but for temporaries."""
+    """Mix the bits in place, but for temporaries."""
     value ^= _shifted(value, 30)
     value *= _FIRST
     value ^= _shifted(value, 27)
@@ -57,5 +57,5 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left: torch's own shift repeats the sign."""
+    """Shift right logically, zeros from the left: torch's own shift repeats the sign."""
     return (value >> by).bitwise_and_((1 << (64 - by)) - 1)

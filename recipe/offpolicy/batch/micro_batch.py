@@ -1,4 +1,4 @@
-"""Reading verl's micro-batch and handing weights back: the one place that knows its keys and layouts.
+"""Adapter of verl's micro-batch: reads it and hands weights back; the one place that knows its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -33,10 +33,10 @@ from ..correction import (
 from ..correction.deferred import DeferredValue, fetch
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.telemetry import Measure
-from .checksums import row_hashes
-from .padding import Layout, dense
+from .checksums import hash_rows
+from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
-from .weight_versions import RowVersions, row_versions, token_versions
+from .weight_versions import RowVersions, compute_token_versions, read_row_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
@@ -53,7 +53,7 @@ class MicroBatch:
     ``log_prob`` carries the gradient, ``responses`` are token ids.
 
     Attributes:
-        old_log_prob: as it was shipped; what a correction takes for pi_old is ``proximal``'s to say.
+        old_log_prob: as it was shipped; what a correction takes for pi_old is ``choose_pi_old``'s to say.
         versions: of the weights that sampled each row; None where verl does not tell.
         plan: what the trainer fixed for the whole batch; None where it sent none.
         scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
@@ -89,11 +89,11 @@ class MicroBatch:
         return turns(self.response_mask)
 
     def detached(self) -> MicroBatch:
-        """The rows by themselves: no gradient, and nothing of the engine's is kept alive."""
+        """Detach the rows: no gradient, and nothing of the engine's is kept alive."""
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
-        """The model's output with what verl's loss reads of it padded already, which it takes from here on.
+        """Pad the log-probs and entropy of the model's output; verl's loss takes them as they are.
 
         Raises:
             PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
@@ -103,30 +103,30 @@ class MicroBatch:
         response_padding.install()
         changed = {**self.model_output, "log_probs": Padded(self.log_prob)}
         if self.model_output.get("entropy") is not None:
-            changed["entropy"] = Padded(self.layout.responses_of(flat(self.model_output["entropy"])))
+            changed["entropy"] = Padded(self.layout.responses_of(flatten(self.model_output["entropy"])))
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """A detached copy of the model's output whose log-probs are a fresh leaf.
+        """Copy the model's output detached, with its log-probs as a fresh leaf.
 
         Returns:
             The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
         """
         log_probs = self.model_output["log_probs"]
-        leaf = flat(log_probs).detach().clone().requires_grad_()
+        leaf = flatten(log_probs).detach().clone().requires_grad_()
         copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.model_output.items()}
         copy["log_probs"] = _laid_out(leaf, log_probs)
         return copy, leaf
 
     def spread(self, values: Tensor) -> Tensor:
-        """(B, T) numbers at the positions of the flat log-probs that they belong to: (total tokens,)."""
+        """Spread (B, T) values over the positions of the flat log-probs that they belong to: (total tokens,)."""
         output, leaf = self.leaf()
-        place = padded(output, self.data)
+        place = pad_log_probs(output, self.data)
         # The gather from flat to padded is linear, so its transpose puts each number back where its log-prob came from.
         return torch.autograd.grad(place, leaf, values.to(place.dtype))[0]
 
-    def restated(self) -> MicroBatch:
-        """The same rows with a detached model output that says ``log_prob`` at the response tokens."""
+    def restate(self) -> MicroBatch:
+        """Build the same rows with a detached model output that holds ``log_prob`` at the response tokens."""
         output, leaf = self.leaf()
         mask = self.data.select("response_mask").to_padded_tensor()["response_mask"].to(leaf.dtype)
         there, values = self.spread(mask), self.spread(mask * self.log_prob.detach().to(leaf.dtype))
@@ -134,7 +134,7 @@ class MicroBatch:
         return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
 
     def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
-        """``with_tensors`` of verl's micro-batch, with another plan where one is given."""
+        """Copy verl's micro-batch by ``with_tensors``, with another plan where one is given."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:
             tu.assign_non_tensor(changed, **{PLAN: plan})
@@ -142,7 +142,7 @@ class MicroBatch:
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
-    """The tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
+    """Read the tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
 
     Raises:
         KeyError: mu or another key is not in the micro-batch; the message says what to set.
@@ -157,15 +157,15 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
     # The legacy actors' rows are padded, all of them, and come without their prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
-    columns = {key: data[key] if layout is None else dense(data[key], layout, key) for key in _NEEDED}
+    columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
     return MicroBatch(
         responses=columns["responses"],
         response_mask=columns["response_mask"].bool(),
         rollout_log_prob=columns[ROLLOUT_LOG_PROBS],
         old_log_prob=columns["old_log_probs"],
-        log_prob=padded(model_output, data, layout),
+        log_prob=pad_log_probs(model_output, data, layout),
         advantages=columns["advantages"],
-        versions=row_versions(data),
+        versions=read_row_versions(data),
         plan=tu.get_non_tensor_data(data, PLAN, None),
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
@@ -177,7 +177,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
 
 
 def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all") -> StepStage:
-    """Both stages on one micro-batch, with ``measure`` of its statistics.
+    """Run both stages on one micro-batch, with ``measure`` of its statistics.
 
     Raises:
         KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
@@ -186,10 +186,10 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
     return _stepped(spec, _first_stage(spec, batch, measure), batch)
 
 
-def decide_beside(
+def decide_with_shadows(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
 ) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
-    """All statistics of ``decide``, and what corrections that are off would have done to this micro-batch.
+    """Run ``decide``, and measure what corrections that are off would have done to this micro-batch.
 
     They see the pi_old of ``spec``.
     """
@@ -205,8 +205,8 @@ def decide_beside(
         log_prob=batch.log_prob,
         advantages=batch.advantages,
         segment_ids=batch.turns,
-        versions=token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
-        staleness=staleness(batch),
+        versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
+        staleness=compute_staleness(batch),
         constants=_plan(batch).shadow_constants if needy else None,
         beside=stage,
     )
@@ -215,13 +215,13 @@ def decide_beside(
 def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> RolloutStage:
     return rollout_stage(
         spec,
-        old_log_prob=proximal(spec, batch),
+        old_log_prob=choose_pi_old(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.response_mask,
         segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
-        versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+        versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
-        staleness=staleness(batch),
+        staleness=compute_staleness(batch),
         measure=measure,
     )
 
@@ -230,7 +230,7 @@ def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> St
     return step_stage(spec, stage, log_prob=batch.log_prob, advantages=batch.advantages)
 
 
-def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
+def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
     """Compute the factor of each token's policy term: weight x keep, (B, T), with the denominator's scale in it.
 
     Raises:
@@ -244,8 +244,8 @@ def factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
     return weight * batch.scale[:, None].to(weight.dtype)
 
 
-def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
-    """log pi_old as ``spec.proximal`` says, (B, T)."""
+def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
+    """Choose log pi_old by ``spec.proximal``, (B, T)."""
     return proximal_log_prob(
         spec.proximal,
         spec.alpha,
@@ -255,8 +255,8 @@ def proximal(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
     )
 
 
-def staleness(batch: MicroBatch) -> Tensor | None:
-    """(B,) int64, on the batch's device: steps from the weights that sampled a row to those that this step began with.
+def compute_staleness(batch: MicroBatch) -> Tensor | None:
+    """Compute (B,) int64 steps from the weights that sampled a row to those that this step began with, on its device.
 
     None where verl does not tell the versions, or the trainer sent no plan.
     """
@@ -266,8 +266,8 @@ def staleness(batch: MicroBatch) -> Tensor | None:
     return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0).to(batch.response_mask.device)
 
 
-def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
-    """Part -> the bounds that the trainer sent with this update.
+def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:
+    """Map each part to the bounds that the trainer sent with this update.
 
     Raises:
         KeyError: they are not those of ``names``, whose bounds move.
@@ -280,8 +280,8 @@ def bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[st
     return sent
 
 
-def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None = None) -> Tensor:
-    """log pi of the responses, (B, T), zeros on padding; differentiable.
+def pad_log_probs(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None = None) -> Tensor:
+    """Pad log pi of the responses to (B, T), zeros on padding; differentiable.
 
     Args:
         layout: of ``data``, where it is known already.
@@ -291,11 +291,11 @@ def padded(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | N
         return log_probs.tensor
     if _is_padded(log_probs):
         return log_probs
-    return (layout or Layout.of(data)).responses_of(flat(log_probs))
+    return (layout or Layout.of(data)).responses_of(flatten(log_probs))
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
-    """A shallow copy of the micro-batch with padded (B, T) tensors put in; None removes the key."""
+    """Copy the micro-batch, shallowly, with padded (B, T) tensors put in; None removes the key."""
     changed = data.copy()
     for key, tensor in tensors.items():
         if tensor is not None:
@@ -309,13 +309,13 @@ def _laid_out(values: Tensor, like: Any) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, like.offsets()) if like.is_nested else values
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """The (total tokens,) values of a nested or flat tensor."""
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the (total tokens,) values of a nested or flat tensor."""
     return tensor.values() if tensor.is_nested else tensor
 
 
-def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
-    """One 64-bit checksum a row over its response tokens and their mu, to the bit; padding is not read.
+def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
+    """Compute a 64-bit checksum of each row's response tokens and their mu, to the bit; padding is not read.
 
     It ties mu to the tokens it was sampled with: a shift, a permutation of rows, a cast or a replacement changes it.
     Rows without a response token are left out.
@@ -325,23 +325,23 @@ def row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Te
         response_mask: (B, T) bool or 0/1.
         rollout_log_prob: (B, T) log mu, of any float dtype.
     """
-    (found,) = fetch([DeferredValue(row_hashes(responses, response_mask, rollout_log_prob), checksums)])
+    (found,) = fetch([DeferredValue(hash_rows(responses, response_mask, rollout_log_prob), drop_empty_rows)])
     return list(found)
 
 
-def checksums(hashes: list[int]) -> list[int]:
-    """``row_checksums`` of what ``row_hash.row_hashes`` gives."""
+def drop_empty_rows(hashes: list[int]) -> list[int]:
+    """Drop the hashes of rows without a response token."""
     return [one for one in hashes if one]
 
 
-def sampled_checksums(data: TensorDict) -> list[int]:
-    """``row_checksums`` of a rollout as verl stores it, nested or padded."""
+def compute_sampled_checksums(data: TensorDict) -> list[int]:
+    """Compute ``compute_row_checksums`` of a rollout as verl stores it, nested or padded."""
     dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor()
-    return row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
+    return compute_row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
 
 
 def _is_padded(log_probs: Tensor) -> bool:
-    """True if the forward pass has cut out and padded the responses already, as that of the legacy actors does."""
+    """Return True if the forward pass has padded the responses already, as that of the legacy actors does."""
     return not log_probs.is_nested and log_probs.dim() == 2
 
 

@@ -32,7 +32,7 @@ class Layout:
 
     @classmethod
     def of(cls, data: TensorDict) -> Layout:
-        """From "prompts" and "responses", nested, or padded with "attention_mask"."""
+        """Build from "prompts" and "responses", nested, or padded with "attention_mask"."""
         prompts, responses = data["prompts"], data["responses"]
         if responses.is_nested:
             # torch keeps it beside a nested tensor that was made from rows, as verl's micro-batches are, and asks the
@@ -48,11 +48,11 @@ class Layout:
         return self._positions >= self.responses[:, None]
 
     def column(self, values: Tensor) -> Tensor:
-        """(B, T) of the responses end to end, zeros on padding."""
+        """Pad responses that lie end to end to (B, T), zeros on padding."""
         return self._gathered(values, self._of_responses)
 
     def responses_of(self, values: Tensor) -> Tensor:
-        """(B, T) of what a model says of prompts and responses end to end, zeros on padding; differentiable.
+        """Select the responses, (B, T), from an output over prompts and responses; zeros on padding, differentiable.
 
         Args:
             values: (total tokens,), at each token what belongs to the one after it.
@@ -76,7 +76,7 @@ class Layout:
 
 
 def _data_of(nested: Any) -> Tensor:
-    """The rows end to end, out of reach of autograd.
+    """Return the rows end to end, out of reach of autograd.
 
     ``values()`` makes a view that autograd can follow, and takes as long as ten operations on a small batch.
     """
@@ -84,8 +84,8 @@ def _data_of(nested: Any) -> Tensor:
     return values.detach()
 
 
-def dense(column: Tensor, layout: Layout, key: str) -> Tensor:
-    """A column of the responses, (B, T), zeros on padding; one that is padded as it is.
+def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
+    """Pad a column of the responses to (B, T) with zeros; return a padded one as it is.
 
     Raises:
         ValueError: a nested column has more or fewer tokens than the responses.

@@ -18,7 +18,7 @@ from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollou
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_kept_scale
 from ..correction.row_layout import count_tokens_by_row
-from .weight_versions import EXTRA_FIELDS, row_versions, token_versions
+from .weight_versions import EXTRA_FIELDS, compute_token_versions, read_row_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -65,7 +65,7 @@ class SharedPlan:
         step: the trainer's step, from which the age of a row's weights is counted.
         constants: of the correction.
         shadow_constants: of the corrections that are only reported, by name.
-        update: how the batch is dealt, where it is to be recorded.
+        update: how the batch is split, where it is to be recorded.
         bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
     """
 
@@ -77,7 +77,7 @@ class SharedPlan:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class BatchSplit:
     """verl's split of a batch into ranks and mini-batches.
 
     Attributes:
@@ -91,46 +91,46 @@ class Dealing:
     loss_agg_mode: str
 
     @classmethod
-    def of(cls, config: DictConfig, ranks: int) -> Dealing:
-        """That of a configured run."""
+    def of(cls, config: DictConfig, ranks: int) -> BatchSplit:
+        """Build it from a composed configuration."""
         actor = config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         return cls(ranks, rows, actor.loss_agg_mode)
 
 
-def planned(
+def build_plan(
     spec: CorrectionSpec,
     shadows: Mapping[str, CorrectionSpec],
     *,
     step: int,
     rows: Callable[[], TensorDict],
-    dealing: Callable[[], Dealing],
+    batch_split: Callable[[], BatchSplit],
     bounds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> tuple[SharedPlan, dict[str, Tensor]]:
-    """The plan of one batch and the columns that travel beside it.
+    """Build the plan of one batch and the columns that travel beside it.
 
     Args:
         step: the trainer's step.
         rows: the batch with ``COLUMNS``; called only if something in it is needed.
-        dealing: how verl will deal the batch; likewise.
+        batch_split: how verl will split the batch; likewise.
         bounds: of parts whose bounds move; ``spec`` has them already.
     """
     counts = spec.denominator == "kept"
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
-    shadow_constants = {name: constants_of(shadow, batch) for name, shadow in shadows.items()}
-    plan = SharedPlan(step, constants_of(spec, batch), shadow_constants, bounds=bounds or {})
-    return plan, row_columns(spec, batch, dealing()) if counts else {}
+    shadow_constants = {name: compute_constants(shadow, batch) for name, shadow in shadows.items()}
+    plan = SharedPlan(step, compute_constants(spec, batch), shadow_constants, bounds=bounds or {})
+    return plan, build_row_columns(spec, batch, batch_split()) if counts else {}
 
 
-def constants_of(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
-    """The constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
+def compute_constants(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
+    """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
     return batch_constants(spec, **_tensors(spec, rows)) if spec.needs_constants else BatchConstants()
 
 
-def kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
-    """The response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
+def select_kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """Return the response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
     stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
     return stage.response_mask, stage.keep
 
@@ -150,27 +150,27 @@ class Groups:
     metrics: dict[str, float]
 
 
-def groups_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
-    """The groups of the batch ``rows``, which holds ``COLUMNS``, once what ``spec`` rejects has left them."""
-    mask, keep = kept(spec, rows)
+def regroup_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
+    """Regroup the batch ``rows``, which holds ``COLUMNS``, without the rows that ``spec`` rejects."""
+    mask, keep = select_kept(spec, rows)
     rejected = (count_tokens_by_row(mask) > 0) & (count_tokens_by_row(keep) == 0)
     regrouped, silent = regroup(uids, rejected)
     counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
     return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
 
 
-def row_columns(spec: CorrectionSpec, rows: TensorDict, dealing: Dealing) -> dict[str, Tensor]:
-    """The columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl deals them."""
-    mask, keep = kept(spec, rows)
+def build_row_columns(spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit) -> dict[str, Tensor]:
+    """Build the columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl splits them."""
+    mask, keep = select_kept(spec, rows)
     counts = count_tokens_by_row(mask).long()
-    group = assign_mini_batches(len(counts), ranks=dealing.ranks, rows_a_mini_batch=dealing.mini_batch_rows)
+    group = assign_mini_batches(len(counts), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
     tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
     scale = compute_kept_scale(
-        dealing.loss_agg_mode,
+        batch_split.loss_agg_mode,
         response_mask=mask,
         keep=keep,
         mini_batch=group,
-        mini_batch_rows=dealing.mini_batch_rows,
+        mini_batch_rows=batch_split.mini_batch_rows,
     )
     return {SCALE: scale, MINI_BATCH_TOKENS: tokens[group]}
 
@@ -182,5 +182,5 @@ def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
         "rollout_log_prob": rows["rollout_log_probs"],
         "response_mask": mask,
         "segment_ids": turns(mask),
-        "versions": token_versions(row_versions(rows), mask) if "version" in spec.levels else None,
+        "versions": compute_token_versions(read_row_versions(rows), mask) if "version" in spec.levels else None,
     }

@@ -18,7 +18,7 @@ VERSIONS = "offpolicy_versions"
 
 @dataclass(frozen=True)
 class RowVersions:
-    """verl notes the versions at a row's first and last token, and none in between.
+    """Versions of the weights at each row's first and last token; verl notes none in between.
 
     Attributes:
         oldest, newest: (B,) int64, equal to the trainer's step after which these weights were synchronised.
@@ -28,7 +28,7 @@ class RowVersions:
     newest: Tensor
 
     def by_token(self, like: Tensor) -> Tensor:
-        """The version that sampled each token, int64, in the layout and shape of ``like``.
+        """Compute the version that sampled each token, int64, in the layout and shape of ``like``.
 
         Raises:
             ValueError: a row was sampled by several versions.
@@ -41,8 +41,8 @@ class RowVersions:
         return spread_over_tokens(self.oldest, like)
 
 
-def row_versions(data: TensorDict) -> RowVersions | None:
-    """The versions of the rows of a batch; None where verl does not tell."""
+def read_row_versions(data: TensorDict) -> RowVersions | None:
+    """Read the versions of the rows of a batch; None where verl does not record them."""
     if VERSIONS in data.keys():
         return RowVersions(*data[VERSIONS].unbind(-1))
     if EXTRA_FIELDS not in data.keys():
@@ -54,8 +54,8 @@ def row_versions(data: TensorDict) -> RowVersions | None:
     return RowVersions(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(-1))
 
 
-def token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
-    """The version that sampled each token, int64, in the layout and shape of ``like``: (B, T), or nested by row.
+def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:
+    """Compute the version that sampled each token, int64, in the layout of ``like``: (B, T), or nested by row.
 
     Raises:
         ValueError: verl does not tell, or not by token.

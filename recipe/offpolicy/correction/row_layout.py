@@ -42,11 +42,11 @@ class RowLayout(ABC):
 
     @abstractmethod
     def min(self, tokens: Tensor) -> Tensor:
-        """Least integer of each row: a column of their dtype, its greatest number for a row of no length."""
+        """Compute the least integer of each row: a column of their dtype, its greatest number for an empty row."""
 
     @abstractmethod
     def max(self, tokens: Tensor) -> Tensor:
-        """Greatest value of each row: a column, float64, -inf for a row of no length."""
+        """Compute the greatest value of each row: a column, float64, -inf for a row of no length."""
 
     @abstractmethod
     def broadcast(self, column: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class RowLayout(ABC):
 
     @abstractmethod
     def equals_previous(self, tokens: Tensor) -> Tensor:
-        """Bool by token: True where the previous token of its row has the same value."""
+        """Flag tokens, bool, whose previous token in the row has the same value."""
 
     @abstractmethod
     def cumulative_count(self, flags: Tensor) -> Tensor:

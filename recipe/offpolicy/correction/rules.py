@@ -111,7 +111,7 @@ def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
 
 
 def _find_step_rejection(spec: CorrectionParts) -> str | None:
-    """Key of the first part that can drop tokens by the current policy or the advantages."""
+    """Return the key of the first part that can drop tokens by the current policy or the advantages."""
     weighs = spec.weight is not None and spec.weight.kind != "reject"
     return next((part for part in spec.step_parts if part != "weight" or not weighs), None)
 

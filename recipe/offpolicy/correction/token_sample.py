@@ -70,7 +70,7 @@ class TokenSample:
     staleness: Tensor | None
 
     def min_and_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
+        """Compute the least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
 
         Args:
             values: float64 by token, 0 off ``valid``.
@@ -207,5 +207,5 @@ def _bounds(with_age: bool, device: torch.device) -> _Bounds:
 
 
 def _matrix(columns: list[Tensor], rows: int) -> Tensor:
-    """(len(columns), rows)."""
+    """Stack the columns: (len(columns), rows)."""
     return torch.cat(columns).reshape(len(columns), rows)

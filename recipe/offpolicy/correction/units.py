@@ -46,13 +46,13 @@ class Units:
         return sums.scatter_add_(-1, self.index, values.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the tokens of each unit, float64, 0 for no token; ``values`` by token, 0 off ``valid``."""
+        """Average over the tokens of each unit, float64, 0 for no token; ``values`` by token, 0 off ``valid``."""
         if self.level == "token":
             return values.double()
         return self.total(values) / self.tokens.clamp(min=1)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """Greatest value of each unit, float64, -inf for no token; ``values`` by token."""
+        """Compute the greatest value of each unit, float64, -inf for no token; ``values`` by token."""
         chosen = torch.where(self.valid, values.double(), -math.inf)
         if self.level == "token":
             return chosen

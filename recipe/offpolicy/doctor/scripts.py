@@ -1,4 +1,4 @@
-"""The launch in a script: which of its programs trains, with all of its arguments known."""
+"""Search of a script for its training launch, with all of its arguments known."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..correction.problem import Problem, format_value
-from ..recording.redaction import redacted, redacted_text
+from ..recording.redaction import redact, redact_text
 from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 
@@ -62,7 +62,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "said": list(diagnosis.said),
     }
     # Arguments may hold secrets, and this output ends in logs.
-    return cast(dict[str, Any], redacted(plain))
+    return cast(dict[str, Any], redact(plain))
 
 
 def _problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _build_table(rows: tuple[VerdictRow, ...]) -> Table:
 
 
 def _print_line(console: Console, *texts: str, style: str | None = None) -> None:
-    first, *rest = map(redacted_text, texts)
+    first, *rest = map(redact_text, texts)
     text = Text()
     text.append(first, style=_STYLES[style] if style else "")
     for each in rest:

@@ -1,1 +1,1 @@
-"""The seam for what shapes rewards, advantages or the loss beside a correction; see docs/extensions.md."""
+"""Extensions: hooks that shape rewards, advantages or the loss beside a correction; see docs/extensions.md."""

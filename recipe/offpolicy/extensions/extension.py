@@ -87,10 +87,10 @@ class Extension:
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
-        """Take up the run, in the trainer's process."""
+        """Start with the run, in the trainer's process."""
 
     def end(self) -> None:
-        """Give back what was taken up, such as threads; also after a failure."""
+        """Release resources, such as threads; also called after a failure."""
 
     def next_batch(self, prompts: PromptView) -> None:
         """See the prompts that are about to be sampled."""
@@ -123,7 +123,7 @@ class Extension:
         return {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the step by their full names, such as ``opd/pass_rate``; asked for once an update."""
+        """Return the step's metrics by their full names, such as ``opd/pass_rate``; called once an update."""
         return {}
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -140,12 +140,12 @@ class Extension:
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """The settings without whose like a checkpoint is not resumed."""
+        """Settings that have to be equal for a checkpoint to be resumed."""
         return self.settings
 
     def state(self, folder: Path) -> Mapping[str, Any]:
-        """Return what a checkpoint has to hold, as JSON; what is larger goes into files below ``folder``."""
+        """Return the state for a checkpoint, as JSON; larger state goes into files below ``folder``."""
         return {}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take up where ``state`` was written."""
+        """Restore a checkpoint's ``state``."""

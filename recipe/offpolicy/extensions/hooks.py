@@ -30,7 +30,7 @@ class TrainerBatch(BatchView, Protocol):
         """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
-        """Inside, verl's estimator sees these rewards (n, T); afterwards the raw ones are back, to the bit."""
+        """Show verl's estimator these rewards (n, T) within the context; restore the raw ones after it, to the bit."""
 
     @property
     def advantages(self) -> Tensor:
@@ -57,7 +57,7 @@ class ExtensionHooks:
 
     @classmethod
     def begin(cls, config: DictConfig, phase: Phase = nullcontext) -> ExtensionHooks:
-        """Make those that are on and let them take up the run."""
+        """Create the extensions that are on and start them."""
         hooks = cls(load_extensions(config), phase)
         for extension in hooks._extensions:
             with hooks._within(extension):
@@ -65,7 +65,7 @@ class ExtensionHooks:
         return hooks
 
     def end(self) -> None:
-        """Let all of them end, also where one fails."""
+        """End all extensions, also where one fails."""
         with contextlib.ExitStack() as stack:
             for extension in self._extensions:
                 stack.callback(extension.end)
@@ -74,11 +74,11 @@ class ExtensionHooks:
         return bool(self._extensions)
 
     def _within(self, extension: Extension) -> AbstractContextManager[Any]:
-        """The time that a hook takes counts as the extension's phase."""
+        """Count the time of a hook as the extension's watchdog phase."""
         return self._phase(extension.phase or extension.section)
 
     def worker_halves(self) -> dict[str, WorkerExtension]:
-        """Section -> the half that travels to the workers, of those that have one."""
+        """Return, by section, the worker half of each extension that has one."""
         halves = {extension.section: extension.worker() for extension in self._extensions}
         return {section: half for section, half in halves.items() if half is not None}
 
@@ -195,7 +195,7 @@ class ExtensionHooks:
         }
 
     def differences(self, states: Mapping[str, Any]) -> list[str]:
-        """Keys in which this run would not go on as the checkpoint with ``states`` was left, with both values."""
+        """List the keys, with both values, in which this run differs from the checkpoint with ``states``."""
         noted = {section: each["settings"] for section, each in states.items()}
         now = {extension.section: dict(extension.noted) for extension in self._extensions}
         return [
@@ -205,7 +205,7 @@ class ExtensionHooks:
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Take up where ``states`` were written; an extension that was off then begins anew."""
+        """Restore the ``states`` of a checkpoint; an extension that was off then begins anew."""
         for extension in self._extensions:
             if extension.section in states:
                 extension.restore(states[extension.section]["state"], folder / extension.section)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import mini_batch_mean
-from ..batch.padding import Layout, dense
+from ..batch.padding import Layout, pad_column
 
 
 class LossRows:
@@ -34,7 +34,7 @@ class LossRows:
     @cached_property
     def log_prob(self) -> Tensor:
         """(B, T) log pi, zeros on padding; carries the gradient inside a loss."""
-        log_prob = mb.padded(self._output, self._data, self._layout)
+        log_prob = mb.pad_log_probs(self._output, self._data, self._layout)
         return log_prob if self._chosen is None else log_prob[self._chosen]
 
     @cached_property
@@ -53,7 +53,7 @@ class LossRows:
         return name in self._data.keys()
 
     def column(self, name: str) -> Tensor:
-        """A column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
+        """Read a column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
 
         Raises:
             KeyError: it did not arrive.
@@ -64,9 +64,9 @@ class LossRows:
         return values if self._chosen is None else values[self._chosen]
 
     def mean(self, values: Tensor, actor_config: Any) -> Tensor:
-        """verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
+        """Compute verl's mean of (B, T) values, with the denominators of the mini-batch over all ranks."""
         return mini_batch_mean(values, self.response_mask, actor_config, self._data)
 
     def _dense(self, name: str) -> Tensor:
         values: Tensor = self._data[name]
-        return values if self._layout is None else dense(values, self._layout, name)
+        return values if self._layout is None else pad_column(values, self._layout, name)

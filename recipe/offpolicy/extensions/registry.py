@@ -21,22 +21,22 @@ SHIPPED: dict[str, str] = {}
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
 
 
-def registered(config: DictConfig) -> dict[str, str]:
-    """All sections that a class is registered for, whether they are on or not."""
+def list_registered(config: DictConfig) -> dict[str, str]:
+    """List all sections with a registered class, on or off."""
     own = OmegaConf.select(config, KEY)
     plain: Any = OmegaConf.to_container(own, resolve=True) if isinstance(own, DictConfig) else {}
     return SHIPPED | plain
 
 
 def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
-    """Make the extensions that are on, in the order of their hooks.
+    """Create the extensions that are on, in the order of their hooks.
 
     Raises:
         CheckError: one is not to be had, or its settings are malformed; all problems at once.
     """
     made: list[Extension] = []
     problems: list[Problem] = []
-    for section, target in registered(config).items():
+    for section, target in list_registered(config).items():
         if not isinstance(node := OmegaConf.select(config, section), DictConfig):
             continue
         settings: Any = OmegaConf.to_container(node, resolve=True)
@@ -56,7 +56,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
         yield Problem(KEY, own, reason, fix, parts=(), overrides=(set_to(KEY, {}),))
         return
-    for section, target in registered(config).items():
+    for section, target in list_registered(config).items():
         if section in SHIPPED:
             continue
         key = f"{KEY}.{section}"

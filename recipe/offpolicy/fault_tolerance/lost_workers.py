@@ -1,4 +1,4 @@
-"""Detection of dead Ray actors, also of those for whose answer nobody waits.
+"""Detection of dead Ray actors, also of those that no call waits for.
 
 verl learns of a dead worker only by waiting for its answer. Where the driver does not wait, as for agent loops in
 the background, or another worker does, as an agent loop for an inference server, prompts stay pending or are requested
@@ -62,7 +62,7 @@ class LostWorkerDetector:
 
 
 def end_workers(trainer: Any) -> None:
-    """Kill the trainer's Ray actors, so that whoever waits for one of them gets an error at once."""
+    """Kill the trainer's Ray actors, so that callers waiting for one of them get an error at once."""
     import ray
 
     for _, handle in list_actor_handles(trainer):

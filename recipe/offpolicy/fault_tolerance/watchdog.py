@@ -64,7 +64,7 @@ EXIT_CODE = 70
 
 
 class WatchdogError(RuntimeError):
-    """The run is stuck or has lost a worker; the message names the phase."""
+    """The run hangs or has lost a worker; the message names the phase."""
 
 
 class _Interrupt(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from .bounds.controller import Calibration
 logger = logging.getLogger("verl.offpolicy")
 
 
-class Steering:
+class ActiveCorrection:
     """The correction and bounds in force.
 
     Args:
@@ -33,21 +33,21 @@ class Steering:
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig) -> None:
         self._configured = spec
-        self._panel = Alarms.from_config(config)
+        self._alarms = Alarms.from_config(config)
         self._calibration = Calibration.from_config(config, spec)
         self._noted = settings.read_noted_keys(config)
 
     @property
     def spec(self) -> CorrectionSpec:
         """The correction of the next update, under its bounds."""
-        if (fallback := self._panel.fallback) is not None:
+        if (fallback := self._alarms.fallback) is not None:
             return fallback
         return self._configured if self._calibration is None else self._calibration.spec
 
     @property
     def moving(self) -> dict[str, Side]:
         """Masks, and ``WEIGHT``, whose bounds come with each update, and the sides that move; none under a fallback."""
-        if self._calibration is None or self._panel.fallback is not None:
+        if self._calibration is None or self._alarms.fallback is not None:
             return {}
         return self._calibration.settings.moving
 
@@ -57,7 +57,7 @@ class Steering:
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
     def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
-        """Take in what one update showed, and decide for the next.
+        """Evaluate one update's statistics, and decide correction and bounds of the next.
 
         Args:
             values: statistics below ``offpolicy/``.
@@ -70,7 +70,7 @@ class Steering:
             AlarmError: an alarm ends the run.
         """
         moving = bool(self.moving)
-        switched = self._panel.judge(self.spec, values)
+        switched = self._alarms.judge(self.spec, values)
         if self._calibration is not None and moving and not switched:
             self._calibration.observe(histograms)
         elif self._calibration is not None:
@@ -80,24 +80,24 @@ class Steering:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of alarms and bounds, below ``offpolicy/``; the same keys at every update of a run."""
         calibrated = {} if self._calibration is None else self._calibration.metrics()
-        return self._panel.metrics() | calibrated
+        return self._alarms.metrics() | calibrated
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in plain values."""
-        fallback = self._panel.fallback
+        fallback = self._alarms.fallback
         return {
-            "alarms": self._panel.state(),
+            "alarms": self._alarms.state(),
             "fallback": None if fallback is None else fallback.to_mapping(),
             "calibrate": self._noted,
             "calibration": None if self._calibration is None else self._calibration.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up where ``state`` was written, as far as this run is configured alike; see ``differences``."""
+        """Restore a checkpoint's ``state``, as far as this run is configured alike; see ``find_differences``."""
         alarms = state["alarms"]
-        name, there = alarms["in_force"], self._panel.get_fallback(alarms["in_force"])
+        name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]
-        self._panel.restore(alarms, in_force=name if goes_on else CONFIGURED)
+        self._alarms.restore(alarms, in_force=name if goes_on else CONFIGURED)
         if self._calibration is not None and state["calibration"] is not None:
             self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
             for part, bounds in self._calibration.bounds.items():
@@ -108,7 +108,7 @@ class Steering:
             logger.warning("the fallback of alarm %s was in force: the configured one is now.", name)
 
 
-def differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
+def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
     """List the keys, with both values, in which a run differs from the checkpoint with this ``state``."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}

@@ -1,4 +1,4 @@
-"""Cost of a step beside verl's own work: forward passes for pi_old, and bytes that travel to the workers."""
+"""Cost of a step beside verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepCost:
         self._bytes = 0
 
     def counted(self, compute_log_prob: Callable[..., Any]) -> Callable[..., Any]:
-        """The worker group's ``compute_log_prob``, with those calls counted that are made within ``of_pi_old``.
+        """Wrap the worker group's ``compute_log_prob`` to count the calls made within ``of_pi_old``.
 
         verl computes the reference's log-probs by the same method where the reference is the actor without its adapter.
         """
@@ -36,7 +36,7 @@ class StepCost:
 
     @contextmanager
     def of_pi_old(self) -> Iterator[None]:
-        """Around what the trainer does to get log pi_old."""
+        """Count, within the context, the forward passes for log pi_old."""
         self._of_pi_old = True
         try:
             yield
@@ -55,17 +55,17 @@ class StepCost:
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
         """Add columns of all rows that travel as well."""
-        self._bytes += sum(bytes_of(column) for column in columns.values())
+        self._bytes += sum(count_bytes(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:
-        """By the names that the logger gets."""
+        """Return the metrics by the names that the logger gets."""
         counts = {"proximal_forwards": self._forwards, "added_bytes": self._bytes}
         return {f"offpolicy/cost/{name}": float(count) for name, count in counts.items()}
 
 
-def bytes_of(column: Tensor) -> int:
-    """Bytes of a column's values, of a nested one with its offsets."""
+def count_bytes(column: Tensor) -> int:
+    """Compute the bytes of a column's values, of a nested one with its offsets."""
     if column.is_nested:
         nested: Any = column  # torch's stubs know no offsets
-        return bytes_of(nested.values()) + bytes_of(nested.offsets())
+        return count_bytes(nested.values()) + count_bytes(nested.offsets())
     return column.numel() * column.element_size()

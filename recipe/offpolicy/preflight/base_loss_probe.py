@@ -1,4 +1,4 @@
-"""A probe of verl's configured policy loss: does it apply weight x keep as a correction needs it.
+"""Probe of verl's configured policy loss: checks that it applies weight x keep as a correction needs.
 
 A correction multiplies the policy term of each token, so with f = weight x keep the loss must satisfy
 dL/dlog_prob = f x dL_uncorrected/dlog_prob, and neither loss nor gradient may depend on how a mini-batch is split

@@ -1,4 +1,4 @@
-"""Detection of overrides that resemble our keys, or name a correction, and that nothing would read."""
+"""Detection of overrides that resemble our keys, or name a correction, and have no effect."""
 
 from __future__ import annotations
 

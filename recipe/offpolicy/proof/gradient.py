@@ -109,7 +109,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     trainer = batch.old_log_prob if adapter.spec.proximal == "recompute" else batch.log_prob.detach()
     proof.distances = _distances(trainer, batch)
     step = mb.decide(adapter.spec, batch, measure="nothing")
-    factor = mb.factor(adapter.spec, batch, step)
+    factor = mb.compute_factor(adapter.spec, batch, step)
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
@@ -197,7 +197,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
 
     def at_log_probs(gradient: Tensor) -> None:
         factor = upstream[-1] if upstream else gradient.new_zeros(())
-        error = (mb.flat(gradient.detach()) - predicted * factor).abs().max()
+        error = (mb.flatten(gradient.detach()) - predicted * factor).abs().max()
         # A loss that is not differentiated, or times zero, leaves nothing to compare.
         proof.gradient_error = _relative(error, scale * factor.abs()) if factor else math.inf
 
@@ -206,7 +206,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Scale of a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    """Scale a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
@@ -223,7 +223,7 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
-        there = trial.batch.restated()
+        there = trial.batch.restate()
         moved = replace(there, old_log_prob=_expected_proximal(spec, there))
         demanded, policy = _demanded(adapter.base_loss, moved, trial.factor)
         gradient = _adapter_gradient(adapter, spec, there, trial.constants)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, row_checksums
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, compute_row_checksums
 from .rollout_log_probs import build_missing_error, check_arrived, check_zeros
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
@@ -40,7 +40,7 @@ class RolloutChecker:
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
-        """Check that mu holds log-probs, and return the checksums of its rows, see ``micro_batch.row_checksums``.
+        """Check that mu holds log-probs; return its rows' checksums, see ``micro_batch.compute_row_checksums``.
 
         Args:
             rows: with ``SAMPLED``, (B, T) each, nested or padded.
@@ -50,7 +50,7 @@ class RolloutChecker:
         """
         responses, mask, mu = _dense(rows, SAMPLED)
         check_arrived(mu, mask)
-        return row_checksums(responses, mask, mu)
+        return compute_row_checksums(responses, mask, mu)
 
     def check_aligned(self, rows: TensorDict, groups: Sequence[str] | None = None) -> None:
         """Check mu against the log-probs that the trainer computed.

@@ -1,4 +1,4 @@
-"""Token alignment of mu: does it belong to its tokens, judged against the trainer's own log-probs over whole batches.
+"""Token alignment of mu: checks that it belongs to its tokens, by the trainer's log-probs over whole batches.
 
 Of two rows that differ at a position, the one that the rollout engine finds likelier is as a rule the one that the
 trainer finds likelier, whatever the mismatch and however stale the weights: the share of such agreements is near 1.
@@ -172,7 +172,7 @@ class AlignmentChecker:
 
 
 def compute_chance_limit(rows: int) -> float:
-    """Compute the concordance below which the log-probs of this many rows are taken for those of other rows.
+    """Compute the concordance below which this many rows count as misaligned with their log-probs.
 
     By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
     rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.

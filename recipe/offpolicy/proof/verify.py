@@ -21,7 +21,7 @@ class LivenessError(RuntimeError):
 
 
 class Evidence(Protocol):
-    """What one micro-batch reports to the proof, see ``worker.metrics.Packet``."""
+    """Interface of one micro-batch's evidence, see ``worker.metrics.Packet``."""
 
     fingerprint: int
     rows: list[int]
@@ -43,7 +43,7 @@ def verify(
     Args:
         packets: one per micro-batch, from every rank.
         spec: what the trainer wants, under the bounds of this update.
-        sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.row_checksums``.
+        sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.compute_row_checksums``.
         epochs: how often the worker visits each row.
         allow_identical: mu bit-identical to pi_old is meant.
         moving: parts whose bounds came with this update, and which the fingerprint leaves out.

@@ -1,7 +1,7 @@
-"""Recording what a run's corrections saw and did, and reading it again: needs pyarrow, nothing of verl."""
+"""Recorder of what a run's corrections saw and did, and its reader: needs pyarrow, nothing of verl."""
 
 from .files import RecordingError, Step
 from .recording import Recording
-from .rows import Rows, concatenated
+from .rows import Rows, concatenate
 
-__all__ = ["Recording", "RecordingError", "Rows", "Step", "concatenated"]
+__all__ = ["Recording", "RecordingError", "Rows", "Step", "concatenate"]

@@ -1,4 +1,4 @@
-"""One recorded file: written under another name first, and read with nothing taken on trust."""
+"""Recorded files: written atomically, and checked against their digest and declared size when read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from .declared import declared
+from .declared_size import read_declared_size
 from .rows import Rows
 from .schema import (
     DIGEST_KEY,
@@ -29,7 +29,7 @@ from .schema import (
     TOKEN_COLUMNS,
     VERSION,
     VERSION_KEY,
-    extended,
+    extend_schema,
 )
 
 COMPRESSION = "zstd"
@@ -68,7 +68,7 @@ class OverLimit(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """The record of one step, or of those of its updates that one correction acted in.
+    """Record of one step, or of the updates in it under one correction.
 
     Attributes:
         rows: its responses.
@@ -82,7 +82,7 @@ class Step:
 
 
 def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.Table:
-    """The Arrow table of a step."""
+    """Convert a step to an Arrow table."""
     if len(reasons) > MOST_REASONS:
         raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {MOST_REASONS} bits.")
     columns: dict[str, pa.Array] = {}
@@ -91,7 +91,7 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
     columns[PROMPT_COLUMN] = _lists(rows.prompt_offsets, rows.prompt_ids, PROMPT_COLUMN)
     for name in TOKEN_COLUMNS:
         columns[name] = _lists(rows.offsets, getattr(rows, name), name)
-    schema = extended(rows.extensions)
+    schema = extend_schema(rows.extensions)
     for name, values in rows.extensions.items():
         columns[name] = _lists(rows.offsets, values, name, schema)
     metadata = {
@@ -99,12 +99,12 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
         SPEC_KEY: json.dumps(spec, sort_keys=True).encode(),
         REASONS_KEY: json.dumps(list(reasons)).encode(),
     }
-    metadata[DIGEST_KEY] = digest(rows, metadata)
+    metadata[DIGEST_KEY] = compute_digest(rows, metadata)
     return pa.table([columns[name] for name in schema.names], schema=schema.with_metadata(metadata))
 
 
-def digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Checksum, in hexadecimal digits, of rows to the bit and of what the metadata say about them."""
+def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
+    """Compute the checksum, in hexadecimal digits, of rows to the bit and of their metadata."""
     state = hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
@@ -150,7 +150,7 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
 
 
 def read(path: Path) -> Step:
-    """One step's file.
+    """Read one step's file.
 
     Raises:
         RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
@@ -162,7 +162,7 @@ def read(path: Path) -> Step:
         with pq.ParquetFile(path) as file:
             metadata = file.schema_arrow.metadata or {}
             _check_version(path, metadata)
-            schema = extended(name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
+            schema = extend_schema(name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
             _check_schema(path, file.schema_arrow, schema)
             table = file.read(columns=schema.names)
             table.validate(full=True)
@@ -172,7 +172,7 @@ def read(path: Path) -> Step:
         raise RecordingError(f"{path}: does not fit into the memory that is free. Read fewer steps.") from error
     except Exception as error:  # which of Arrow's, depends on where it notices that a file contradicts itself
         if isinstance(error, OSError) and error.errno is not None:  # of Arrow's own, none has a number
-            raise unreadable(path, error) from error
+            raise build_unreadable_error(path, error) from error
         raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
@@ -182,13 +182,13 @@ def read(path: Path) -> Step:
     unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)
     if unknown:
         raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. {ASIDE}")
-    if metadata.get(DIGEST_KEY) != digest(rows, metadata):
+    if metadata.get(DIGEST_KEY) != compute_digest(rows, metadata):
         raise RecordingError(f"{path}: its content is not what was recorded. {ASIDE}")
     return Step(rows, spec, tuple(reasons))
 
 
-def unreadable(path: Path, error: OSError) -> RecordingError:
-    """The error of a file or directory that the system does not let be read, which says nothing of its content."""
+def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
+    """Build the error of a file or directory that the system refuses to read, whatever its content."""
     mend = "Mend its permissions" if isinstance(error, PermissionError) else "Mend that, or read a copy"
     return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
 
@@ -228,7 +228,7 @@ def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 def _check_size(path: Path) -> None:
-    says = declared(path)
+    says = read_declared_size(path)
     size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
     if size > LARGEST:
         raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. {ASIDE}")

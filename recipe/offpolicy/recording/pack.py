@@ -51,7 +51,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows on their way to the host: columns end to end in ``buffer``, in the order of ``layout``.
+    """Rows in transfer to the host: columns end to end in ``buffer``, in the order of ``layout``.
 
     Attributes:
         buffer: (bytes,) uint8 on the host, complete once ``ready`` is.
@@ -72,7 +72,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
+        """Host memory in bytes."""
         return self.buffer.numel()
 
 
@@ -119,7 +119,7 @@ def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
 
 
 def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
-    """The rows on the host, once they have arrived."""
+    """Unpack the rows on the host, once they have arrived."""
     if packed.ready is not None:
         packed.ready.synchronize()
     # A copy: pinned memory is scarce, and rows may wait.
@@ -148,7 +148,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         response_ids=columns["response_ids"],
         response_mask=mask,
         rejected_by=columns["rejected_by"].view(np.uint32),
-        turn=turns(mask, offsets),
+        turn=number_turns(mask, offsets),
         prompt_offsets=_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
         prompt_ids=columns.get("prompt_ids", np.zeros(0, dtype=np.int32)),
         extensions={name: columns[name] for name in sorted(columns) if name.startswith(EXTENSION_PREFIX)},
@@ -156,8 +156,8 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     )
 
 
-def turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
-    """The model's turn of each token: runs of the mask, counted from 0 in each row; -1 off the mask.
+def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int16]:
+    """Number the model's turn of each token by runs of the mask, from 0 in each row; -1 off the mask.
 
     Args:
         mask: (M,) bool, the tokens of all rows.
@@ -173,7 +173,7 @@ def turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int
 
 
 def _bits(seen: Seen) -> Tensor:
-    """(B, T) int32: bit i is set where the i-th of ``rejected`` rejects a valid token."""
+    """Pack rejections into bits, (B, T) int32: bit i is set where the i-th of ``rejected`` rejects a valid token."""
     bits = torch.zeros_like(seen.valid, dtype=torch.int32)
     for i, drop in enumerate(seen.rejected.values()):
         # As int32 has it: the highest bit is the sign.

@@ -1,4 +1,4 @@
-"""log pi_old by the trainer's own weights, whatever the recorded correction took for it.
+"""log pi_old by the trainer's own weights, whatever source of pi_old the recorded correction had.
 
 Under ``proximal=bypass`` the recorded column is mu, under ``loglinear`` a mixture of mu and pi: its distance from mu
 says nothing of the engines. At a step's first gradient step pi is of the weights that the step began with, and stands
@@ -14,16 +14,16 @@ from ..correction.proximal import OF_THE_TRAINER
 from .files import Step
 
 
-def scored_rows(step: Step) -> NDArray[np.bool_]:
-    """(N,) whether log pi_old of a row by the trainer's own weights is known."""
+def find_scored_rows(step: Step) -> NDArray[np.bool_]:
+    """Find the rows, (N,) bool, whose log pi_old by the trainer's own weights is known."""
     if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
         return np.ones(len(step.rows), dtype=bool)
     return step.rows.mini_batch == 0
 
 
-def trainers_pi_old(step: Step) -> NDArray[np.float32]:
-    """(M,) log pi_old of each token by the trainer's own weights, nats; NaN where it is not known."""
+def get_trainers_pi_old(step: Step) -> NDArray[np.float32]:
+    """Return log pi_old of each token by the trainer's own weights, (M,) nats; NaN where it is not known."""
     rows = step.rows
     if step.spec.get("proximal", "recompute") in OF_THE_TRAINER:
         return rows.old_log_prob
-    return np.where(scored_rows(step)[rows.row_of_token], rows.log_prob, np.float32(np.nan))
+    return np.where(find_scored_rows(step)[rows.row_of_token], rows.log_prob, np.float32(np.nan))

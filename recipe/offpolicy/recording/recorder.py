@@ -1,4 +1,4 @@
-"""Writes what the loss saw, in a thread beside the training; it drops rows, and in the end itself, before it waits."""
+"""Asynchronous recorder: drops samples, then disables itself, rather than block training."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Recorder:
             self._condition.notify()
 
     def stop(self, error: Exception, rows: int = 0) -> None:
-        """Record nothing any more, with one warning that gives the cause.
+        """Stop recording for good, with one warning that gives the cause.
 
         Args:
             rows: that were let in and are lost by it.
@@ -151,7 +151,7 @@ class Recorder:
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all that was put is written, complete steps or not; whether it was in time."""
+        """Wait until all that was put is written, complete steps or not; return True if it was in time."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()
@@ -161,13 +161,13 @@ class Recorder:
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
     def end(self, timeout: float = 30.0) -> bool:
-        """As ``flush``; the thread ends once all is written, and a later ``put`` begins another."""
+        """Flush and end the thread once all is written; a later ``put`` begins another."""
         with self._condition:
             self._ends = self._thread is not None
             return self.flush(timeout)
 
     def _leave_out(self, rows: int, *, ends: bool) -> None:
-        """Rows for which the step has no time; ``ends``: none of its update come after them."""
+        """Drop rows for which the step has no time; ``ends``: they are the last of their update."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -194,7 +194,7 @@ class Recorder:
             self._counters.dropped_rows += rows
 
     def _run(self) -> None:
-        """The writer's thread."""
+        """Run the writer's thread."""
         with contextlib.suppress(OSError, AttributeError):
             # On Linux a thread has a niceness of its own: the training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -233,8 +233,8 @@ class Recorder:
 _RECORDERS: dict[tuple[str, int], Recorder] = {}
 
 
-def recorder_of(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
-    """This process's recorder for the directory: losses are handed over again, the thread stays."""
+def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
+    """Get or create this process's recorder for the directory; it outlives the losses that use it."""
     key = (settings.dir, rank)
     recorder = _RECORDERS.get(key)
     if recorder is None or recorder.settings != settings:
@@ -247,6 +247,6 @@ def recorder_of(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder:
 
 
 def flush_all(timeout: float = 30.0) -> None:
-    """Write what is held, of every recorder in this process."""
+    """Flush every recorder in this process."""
     for recorder in _RECORDERS.values():
         recorder.flush(timeout)

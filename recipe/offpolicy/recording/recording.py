@@ -1,4 +1,4 @@
-"""A recorded run: a directory of steps, one file an update and rank, and a card that says what was run."""
+"""A recorded run: a directory with one file for each update and rank, and a card that describes the run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import ASIDE, RecordingError, Step, read, unreadable
-from .rows import Rows, concatenated
+from .files import ASIDE, RecordingError, Step, build_unreadable_error, read
+from .rows import Rows, concatenate
 
 CARD = "run.json"
 """What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
@@ -25,20 +25,20 @@ def file_name(step: int, rank: int, update: int | None = None) -> str:
     return f"step_{step:08d}{part}.rank_{rank:05d}.parquet"
 
 
-def step_of(name: str) -> tuple[int, int] | None:
-    """(step, rank) of a file's name; None for files of other kinds."""
+def parse_step(name: str) -> tuple[int, int] | None:
+    """Parse (step, rank) from a file's name; None for files of other kinds."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[3]))
 
 
-def update_of(name: str) -> int | None:
-    """The update of a file's name; None where it is of a whole step."""
+def parse_update(name: str) -> int | None:
+    """Parse the update from a file's name; None for the file of a whole step."""
     match = _NAME.fullmatch(name)
     return None if match is None or match[2] is None else int(match[2])
 
 
 class Recording:
-    """Reads what ``offpolicy.record.dir`` was written.
+    """Reader of the directory that ``offpolicy.record.dir`` names.
 
     Args:
         directory: with at least one recorded step.
@@ -58,9 +58,9 @@ class Recording:
         try:
             paths = sorted(self.directory.iterdir())
         except OSError as error:
-            raise unreadable(self.directory, error) from error
+            raise build_unreadable_error(self.directory, error) from error
         for path in paths:
-            if found := step_of(path.name):
+            if found := parse_step(path.name):
                 self.files.setdefault(found[0], []).append(path)
         if not self.files:
             raise RecordingError(
@@ -69,7 +69,7 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        """In ascending order."""
+        """Recorded steps in ascending order."""
         return sorted(self.files)
 
     def parts(self, step: int) -> list[Step]:
@@ -79,21 +79,21 @@ class Recording:
             RecordingError: a file of it is damaged, or ranks recorded different corrections.
         """
         files = self.files[step]
-        if len({update_of(path.name) is None for path in files}) > 1:
+        if len({parse_update(path.name) is None for path in files}) > 1:
             raise RecordingError(f"{files[0]}: beside files of single updates of its step. Move one kind elsewhere.")
         parts = [read(path) for path in files]
         first: dict[int | None, tuple[Path, Step]] = {}
         for path, part in zip(files, parts, strict=True):
             named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
-            if named - {step_of(path.name)}:
+            if named - {parse_step(path.name)}:
                 raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
-            beside, of = first.setdefault(update_of(path.name), (path, part))
+            beside, of = first.setdefault(parse_update(path.name), (path, part))
             if not _alike(part, of):
                 raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
         return parts
 
     def corrections(self, step: int) -> list[Step]:
-        """``step``, of all ranks together: once for each correction that acted, in the order of the updates.
+        """Read ``step`` of all ranks together: once for each correction that acted, in the order of the updates.
 
         Raises:
             RecordingError: see ``parts``.
@@ -104,10 +104,10 @@ class Recording:
                 groups[-1].append(part)
             else:
                 groups.append([part])
-        return [Step(concatenated([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
+        return [Step(concatenate([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
 
     def step(self, step: int) -> Step:
-        """``step``, of all ranks and updates together.
+        """Read ``step`` of all ranks and updates together.
 
         Raises:
             RecordingError: see ``parts``; or several corrections acted, which ``corrections`` tells apart.
@@ -121,12 +121,12 @@ class Recording:
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """All steps in order, one in memory at a time; one under several corrections comes once for each."""
+        """Yield all steps in order, one in memory at a time; one under several corrections comes once for each."""
         return (found for step in self.steps for found in self.corrections(step))
 
     def rows(self) -> Rows:
-        """The rows of all steps."""
-        return concatenated([step.rows for step in self])
+        """Read the rows of all steps."""
+        return concatenate([step.rows for step in self])
 
     @property
     def card(self) -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ class Recording:
 
     @property
     def proof(self) -> Mapping[str, Any]:
-        """The proof of life, see ``PROOF``; empty where there is none.
+        """The liveness proof, see ``PROOF``; empty where there is none.
 
         Raises:
             RecordingError: it is not readable.
@@ -152,7 +152,7 @@ def _alike(one: Step, other: Step) -> bool:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A card or a proof; empty where there is none.
+    """Read a card or a proof; empty where there is none.
 
     Raises:
         RecordingError: it is not readable.
@@ -166,7 +166,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except RecordingError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise build_unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
         fix = "Mend it at that place, or move it out of the directory."
         raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error

@@ -1,4 +1,4 @@
-"""Secrets are replaced by ``(hidden)`` in whatever is written down to be shown: a recording's card, a page, a report.
+"""Redaction: secrets become ``(hidden)`` in recordings' cards, pages and reports.
 
 A secret is known by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a URL,
 a web hook, the prefix of a known issuer), or as the value of an environment variable that is named like one.
@@ -52,18 +52,18 @@ _FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>\s+|['\"]?\s*,\s*['\"]?)(?P<v
 """``--token abc``, in a command or a list of its arguments."""
 
 
-def redacted(value: Any) -> Any:
-    """``value`` with its secrets hidden: mappings and lists at any depth, everything but text as it is."""
+def redact(value: Any) -> Any:
+    """Redact the secrets in ``value``: mappings and lists at any depth, everything but text as it is."""
     return _hidden(value, _of_environment())
 
 
-def redacted_text(text: str) -> str:
-    """One text, such as a message or a Hydra override, with its secrets hidden."""
+def redact_text(text: str) -> str:
+    """Redact the secrets in a text, such as a message or a Hydra override."""
     return _text(text, _of_environment())
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """True if ``value`` is a secret by the name ``key``, which may be dotted; what is empty or a flag is none."""
+    """Return True if the (dotted) name ``key`` makes ``value`` a secret; empty values and flags are none."""
     if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
         return False
     names = [_words(part) for part in re.split(r"[./@]", key)]
@@ -79,12 +79,12 @@ def _is_secret(key: str, value: Any) -> bool:
 
 
 def _words(name: str) -> str:
-    """``accessToken`` and ``access-token`` as ``access_token``."""
+    """Convert ``accessToken`` and ``access-token`` to ``access_token``."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def _of_environment() -> tuple[str, ...]:
-    """Values of variables that are named like secrets, the longest first."""
+    """List the values of environment variables that are named like secrets, the longest first."""
     named = ((name, value) for name, value in os.environ.items() if name != "PWD")
     found = {value for name, value in named if len(value) >= _SHORTEST and _is_secret(name, value)}
     return tuple(sorted(found, key=len, reverse=True))

@@ -55,17 +55,17 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """M, tokens of all rows, tool outputs included."""
+        """M, the number of tokens of all rows, tool outputs included."""
         return int(self.offsets[-1])
 
     @property
     def row_of_token(self) -> NDArray[np.int64]:
-        """(M,) which row each token belongs to."""
+        """(M,) the row of each token."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     @property
     def position(self) -> NDArray[np.int64]:
-        """(M,) place of each token in its response, from 0."""
+        """(M,) the position of each token in its response, from 0."""
         return np.arange(self.tokens) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
 
     @property
@@ -75,7 +75,7 @@ class Rows:
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
-        """These rows alone, in this order."""
+        """Return these rows alone, in this order."""
         index = np.asarray(rows, dtype=np.int64)
         values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
         places, values["offsets"] = _places(self.offsets, index)
@@ -86,7 +86,7 @@ class Rows:
         return Rows(**values)
 
     def padded(self, *names: str) -> dict[str, Tensor]:
-        """Token columns as (N, longest) tensors, zeros (False) on padding; ``response_mask`` is always among them."""
+        """Pad token columns to (N, longest) tensors with zeros (False); ``response_mask`` is always among them."""
         lengths = np.diff(self.offsets)
         place = np.arange(int(lengths.max(initial=0)))[None, :] < lengths[:, None]
         result = {}
@@ -98,8 +98,8 @@ class Rows:
         return result
 
 
-def concatenated(parts: Sequence[Rows]) -> Rows:
-    """The rows of all ``parts``, in order.
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Concatenate the rows of all ``parts``, in order.
 
     Raises:
         ValueError: there is no part.
@@ -119,7 +119,7 @@ def concatenated(parts: Sequence[Rows]) -> Rows:
 
 
 def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
-    """A column of an extension; NaN in rows that it was not on for."""
+    """Return a column of an extension; NaN in rows that it was not on for."""
     return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
 
 

@@ -1,4 +1,4 @@
-"""The trainer's half of a recording: whose directory it is, what was run, and how each update reaches the workers."""
+"""Trainer side of a recording: owns the directory and its card, and announces each update to the workers' recorders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ..batch.plan import Dealing, SharedPlan, UpdateRows
+from ..batch.plan import BatchSplit, SharedPlan, UpdateRows
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import write_json
 from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
-from .recording import CARD, PROOF, step_of, update_of
-from .run_info import card_of, foreign
+from .recording import CARD, PROOF, parse_step, parse_update
+from .run_info import build_card, explain_foreign
 from .settings import FOREIGN, SECTION, RecordSettings
 
 logger = logging.getLogger("verl.offpolicy")
@@ -54,21 +54,23 @@ class RunRecord:
         self._ended = False
         if self.settings is None:
             return
-        if trouble := foreign(self.settings.dir, config):
+        if trouble := explain_foreign(self.settings.dir, config):
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FOREIGN}")
         try:
             self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            write_json(self._directory / CARD, card_of(config, spec, shadows), mode=PRIVATE)
+            write_json(self._directory / CARD, build_card(config, spec, shadows), mode=PRIVATE)
         except OSError as error:
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Give another.") from error
         logger.info("recording goes to %s.", self._directory)
 
-    def announced(self, plan: SharedPlan, *, rows: int, dealing: Callable[[], Dealing], updates: int = 1) -> SharedPlan:
-        """The plan with what the recorders have to know of the update that it is for.
+    def announce_update(
+        self, plan: SharedPlan, *, rows: int, batch_split: Callable[[], BatchSplit], updates: int = 1
+    ) -> SharedPlan:
+        """Add to the plan what the recorders need of its update.
 
         Args:
             rows: of the batch.
-            dealing: how verl will deal it; called only if there is something to record.
+            batch_split: how verl will split it; called only if there is something to record.
             updates: that each step makes.
         """
         if self.settings is None or self._ended:
@@ -78,7 +80,7 @@ class RunRecord:
             return plan
         if plan.step != self._step:
             self._step, self._updates, self._gradient_steps = plan.step, 0, 0
-        dealt = dealing()
+        dealt = batch_split()
         self._ranks = dealt.ranks
         on_rank, mini_batch = rows // dealt.ranks, max(dealt.mini_batch_rows // dealt.ranks, 1)
         update = UpdateRows(dealt.ranks, on_rank, mini_batch, self._updates, updates, self._gradient_steps)
@@ -87,8 +89,8 @@ class RunRecord:
         self._gradient_steps += math.ceil(on_rank / mini_batch) * self._epochs
         return replace(plan, update=update)
 
-    def proved(self, step: int, sentence: str, live: Mapping[str, float]) -> None:
-        """Note the proof of life."""
+    def write_proof(self, step: int, sentence: str, live: Mapping[str, float]) -> None:
+        """Write the liveness proof to the directory of the recording."""
         if self.settings is None:
             return
         try:
@@ -98,7 +100,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step lies there, as far as this machine can see: workers end without a warning.
+        """Wait until the last step's files exist, as far as this machine can see: workers end without a warning.
 
         Args:
             patience: seconds of pauses; what the looks between them take does not count.
@@ -125,17 +127,17 @@ class RunRecord:
         return Path(self.settings.dir)
 
     def _written(self) -> int:
-        """Files of the last update."""
+        """List the files of the last update."""
         assert self._step is not None
-        return sum(update_of(path.name) == self._last for path in self._files(self._step, self._step))
+        return sum(parse_update(path.name) == self._last for path in self._files(self._step, self._step))
 
     def _files(self, first: int, last: int) -> list[Path]:
         """List the files of these steps."""
-        steps = ((path, step_of(path.name)) for path in self._directory.iterdir())
+        steps = ((path, parse_step(path.name)) for path in self._directory.iterdir())
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
     def _forget(self, first: int) -> bool:
-        """Remove what a run that is resumed recorded beyond the checkpoint that it goes on from; whether it is gone."""
+        """Remove what a resumed run recorded beyond its checkpoint; return True if it is gone."""
         assert self.settings is not None
         try:
             gone = self._files(first, sys.maxsize)

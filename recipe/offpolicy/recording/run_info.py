@@ -1,4 +1,4 @@
-"""``run.json``: what was run, without what belongs to nobody else."""
+"""``run.json``, the card of a run: its configuration without secrets, and how it samples and resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verl_patches.execution_path import live_path
 
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import CheckpointFolder
-from .recording import CARD, read_json, step_of
-from .redaction import HIDDEN, redacted, redacted_text
+from .recording import CARD, parse_step, read_json
+from .redaction import HIDDEN, redact, redact_text
 from .schema import VERSION
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -24,8 +24,8 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
 
 
-def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
-    """The card of a run.
+def build_card(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
+    """Build the card of a run.
 
     Returns:
         ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
@@ -40,14 +40,14 @@ def card_of(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, Corr
         "shadows": {name: shadow.to_mapping() for name, shadow in shadows.items()},
         "release": path.release,
         "path": str(path),
-        "model": redacted_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
-        "sampling": sampling_of(config),
+        "model": redact_text(str(OmegaConf.select(config, "actor_rollout_ref.model.path"))),
+        "sampling": read_sampling(config),
         "checkpoints": str(CheckpointFolder.from_config(config).path),
-        "config": redacted(_plain(OmegaConf.to_container(config, resolve=True))),
+        "config": redact(_plain(OmegaConf.to_container(config, resolve=True))),
     }
 
 
-def sampling_of(config: DictConfig) -> dict[str, Any]:
+def read_sampling(config: DictConfig) -> dict[str, Any]:
     """Describe how responses were sampled: engine, and the keys that are set, the engine's own last."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
@@ -57,8 +57,8 @@ def sampling_of(config: DictConfig) -> dict[str, Any]:
     return sampling
 
 
-def resumed_from(config: DictConfig) -> str | None:
-    """The directory whose checkpoints the run will resume; None for a new run."""
+def find_resumed_folder(config: DictConfig) -> str | None:
+    """Return the directory whose checkpoints the run will resume; None for a new run."""
     mode = OmegaConf.select(config, "trainer.resume_mode")
     if mode == "resume_path":
         return str((Path.cwd() / str(config.trainer.resume_from_path)).parent)
@@ -69,7 +69,7 @@ def resumed_from(config: DictConfig) -> str | None:
         return str(folder.path)
 
 
-def foreign(directory: str, config: DictConfig) -> str | None:
+def explain_foreign(directory: str, config: DictConfig) -> str | None:
     """Say why a run may not record into ``directory``; None where it may.
 
     Raises:
@@ -79,7 +79,7 @@ def foreign(directory: str, config: DictConfig) -> str | None:
     if not path.is_dir():
         return None
     card = read_json(path / CARD)
-    if not card and not any(step_of(each.name) for each in path.iterdir()):
+    if not card and not any(parse_step(each.name) for each in path.iterdir()):
         return None
     if card and _goes_on(card, config):
         return None
@@ -87,8 +87,8 @@ def foreign(directory: str, config: DictConfig) -> str | None:
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
-    """True if the run resumes that of the card, or begins it again where it ended before its first checkpoint."""
-    there = resumed_from(config)
+    """Return True if the run resumes the card's, or restarts it where that ended before its first checkpoint."""
+    there = find_resumed_folder(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)
     known = card.get("checkpoints")
@@ -96,7 +96,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """True if the run of the card was to leave a checkpoint: it was cut short where there is none."""
+    """Return True if the card's run was to save checkpoints: without one it was cut short."""
     found: Any = card
     for key in ("config", "trainer", "save_freq"):
         found = found.get(key) if isinstance(found, Mapping) else None

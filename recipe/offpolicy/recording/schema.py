@@ -1,4 +1,4 @@
-"""The columns of a recorded step, one Parquet row a response: the one place that names them.
+"""Columns of a recorded step, one Parquet row a response: the one place that names them.
 
 A file holds what one rank saw of one step, or of one update where a step makes several. Columns of tokens are lists
 over the response, from its first token to its last valid one; tool outputs in between are there, with
@@ -71,14 +71,14 @@ SCHEMA = pa.schema(
 )
 
 
-def extended(names: Iterable[str]) -> pa.Schema:
-    """The schema with columns of extensions."""
+def extend_schema(names: Iterable[str]) -> pa.Schema:
+    """Extend the schema by columns of extensions."""
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
     return pa.schema([*SCHEMA, *(pa.field(name, kind, nullable=False) for name in names)])
 
 
-def markdown() -> str:
-    """The table of all columns, for the documentation."""
+def format_markdown() -> str:
+    """Format the table of all columns as Markdown, for the documentation."""
     described = ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), _PROMPT)}
     rows = []
     for field in SCHEMA:

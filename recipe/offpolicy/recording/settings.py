@@ -1,4 +1,4 @@
-"""``offpolicy.record``: what is recorded, where to, and how much of it."""
+"""Parsing and validation of the keys ``offpolicy.record``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ..batch.shipped import shipped
+from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import format_value, remove, set_to
 from .files import MOST_REASONS, RecordingError
-from .run_info import foreign
+from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
 FOREIGN = "Give another directory, or move what is recorded there elsewhere."
@@ -26,7 +26,7 @@ _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """By value to every worker.
+    """Settings of a recording, sent by value to every worker.
 
     Attributes:
         dir: absolute directory; each node writes to the one of this name that it sees.
@@ -46,19 +46,19 @@ class RecordSettings:
 
     @classmethod
     def at(cls, dir: str, **changes: Any) -> RecordSettings:
-        """The settings that are shipped but for these, recording to ``dir``."""
-        return cls(**{**shipped("record"), **changes, "dir": dir})
+        """Build the shipped settings with these changes, recording to ``dir``."""
+        return cls(**{**read_shipped_defaults("record"), **changes, "dir": dir})
 
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
-        """The settings of a checked configuration; None where nothing is to be recorded."""
+        """Read the settings of a checked configuration; None where nothing is to be recorded."""
         values = _section(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
 
     def records(self, step: int) -> bool:
-        """True if ``step``, from 1, is one to record."""
+        """Return True if ``step``, from 1, is one to record."""
         return (step - 1) % self.every == 0
 
 
@@ -70,7 +70,7 @@ def resolve_dir(config: DictConfig) -> None:
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
 
-def problems(config: DictConfig) -> Iterator[Problem]:
+def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.record``."""
     values = _section(config)
     if values is None:
@@ -79,7 +79,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         fix = f"Remove this override; set {SECTION}.dir=PATH to record."
         yield _problem(SECTION, values, "not the keys of a recording.", fix)
         return
-    known = shipped("record")
+    known = read_shipped_defaults("record")
     for name, value in values.items():
         key = f"{SECTION}.{name}"
         if name not in known:
@@ -99,7 +99,7 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         return
     yield from _place(directory)
     try:
-        if trouble := foreign(str(Path.cwd() / directory), config):
+        if trouble := explain_foreign(str(Path.cwd() / directory), config):
             free = next(name for n in count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
             yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
     except (RecordingError, OSError) as error:
@@ -109,8 +109,8 @@ def problems(config: DictConfig) -> Iterator[Problem]:
         yield _problem(f"{SECTION}.dir", directory, reason, "", set_to(_MU, True))
 
 
-def too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find more parts of ``spec`` that can reject than a file has bits for; nothing without a recording."""
+def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
     values = _section(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
@@ -125,12 +125,12 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """A directory that cannot be had; nothing is recorded without it."""
+    """Build the problem of a directory that cannot be created or written."""
     return _problem(f"{SECTION}.dir", directory, reason, fix, set_to(f"{SECTION}.dir", None))
 
 
 def _place(directory: str) -> Iterator[Problem]:
-    """Find out whether this machine can write there."""
+    """Find out whether this machine can create and write the directory."""
     path = Path.cwd() / directory
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -141,7 +141,7 @@ def _place(directory: str) -> Iterator[Problem]:
 
 
 def _writable(folder: Path) -> bool:
-    """True if a folder can be made there; it is made and taken away, as permissions alone do not tell."""
+    """Return True if a folder can be made there, by making and removing one: permissions alone do not tell."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

@@ -1,4 +1,4 @@
-"""The share of a step that recording may take from the training thread, and the micro-batches that fit into it."""
+"""Time budget of the recorder: the share of a step that it may take from the training thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDING = 1e-9
 
 
 class TimeBudget:
-    """Lets micro-batches in as long as what they took before says that they fit into their step.
+    """Admits micro-batches while the measured cost of earlier ones fits the step's budget.
 
     What a micro-batch takes is known once it has been recorded: seconds a row of the latest one, and from one step to
     the next the less of the latest two, so that one slow moment ends nothing. Where an update does not fit whole, what
@@ -35,7 +35,7 @@ class TimeBudget:
         self._open = 0
 
     def begin(self, step: int, now: float, *, rows: int, updates: int) -> None:
-        """An update begins.
+        """Begin an update.
 
         Args:
             step: from 1; steps in between may have none.
@@ -53,7 +53,7 @@ class TimeBudget:
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
 
     def admits(self, rows: int) -> bool:
-        """True if a micro-batch of ``rows`` rows is to be recorded."""
+        """Return True if a micro-batch of ``rows`` rows is to be recorded."""
         self._open = 0
         self._credit += self._share * rows
         if self._credit < rows * (1 - _ROUNDING):

@@ -11,28 +11,28 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb
-from ..batch.padding import dense
+from ..batch.padding import pad_column
 from ..batch.plan import REWARD, UID
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
 from .ranks import Place, place
-from .recorder import Recorder, recorder_of
+from .recorder import Recorder, get_recorder
 from .settings import SECTION, RecordSettings
 
 _SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""
 
 
-def recorded(
+def record(
     settings: RecordSettings,
     spec: CorrectionSpec,
     batch: mb.MicroBatch,
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record what the loss sees of a micro-batch, if it is one to record.
+    """Record a micro-batch as the loss sees it, if it is one to record.
 
     Args:
         extensions: columns of theirs to record as well.
@@ -42,13 +42,13 @@ def recorded(
     A failure stops the recorder, see ``Recorder.stop``.
 
     Returns:
-        ``record/...``, see ``statistics``; nothing where nothing is announced.
+        ``record/...``, see ``take_statistics``; nothing where nothing is announced.
     """
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():
         return {}
     here = place(tu.get_non_tensor_data(batch.data, "dp_size", 1))
-    recorder = recorder_of(settings, rank=here.rank, ranks=plan.update.ranks)
+    recorder = get_recorder(settings, rank=here.rank, ranks=plan.update.ranks)
     if here.writes and settings.records(plan.step):
         started = recorder.clock()
         rows = len(batch.response_mask)
@@ -61,10 +61,10 @@ def recorded(
             except Exception as error:  # whatever it is: training goes on
                 recorder.stop(error, rows)
         recorder.spent(recorder.clock() - started)
-    return statistics(recorder, here)
+    return take_statistics(recorder, here)
 
 
-def statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
+def take_statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
     """Return the recorder's counts since they were last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
     counters = recorder.take()
     sums = {
@@ -85,7 +85,7 @@ def _seen(
     step: StepStage,
     extensions: Collection[str],
 ) -> Seen:
-    old_log_prob = mb.proximal(spec, batch)
+    old_log_prob = mb.choose_pi_old(spec, batch)
     versions = batch.versions
     return Seen(
         response_ids=batch.responses,
@@ -106,8 +106,8 @@ def _seen(
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
-    """(B, T) of a column by token or by row."""
-    column = batch.data[name] if batch.layout is None else dense(batch.data[name], batch.layout, name)
+    """Expand a column, by token or by row, to (B, T)."""
+    column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 
 
@@ -134,7 +134,7 @@ def _reward(data: TensorDict) -> Tensor | None:
 
 
 def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
-    """Token ids end to end and the length of each prompt; ``width`` is that of the responses."""
+    """Read token ids end to end and the length of each prompt; ``width`` is that of the responses."""
     prompts = data["prompts"] if "prompts" in data.keys() else None
     if prompts is not None and prompts.is_nested:
         return prompts.values(), prompts.offsets().diff()
@@ -148,17 +148,17 @@ def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """(B,) bool: rows of the prompts that are recorded, the same on every rank; None: all."""
+    """Select the rows, (B,) bool, of the prompts that are recorded, the same on every rank; None: all."""
     if share >= 1:
         return None
     if uids is None:
         raise KeyError(f"uid is not in the micro-batch that reached the loss: set {SECTION}.share=1.")
     if isinstance(uids, Tensor):
         uids = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in uids.cpu().numpy()]
-    return torch.tensor([chosen(uid, share) for uid in uids])
+    return torch.tensor([is_chosen(uid, share) for uid in uids])
 
 
-def chosen(uid: str, share: float) -> bool:
-    """True if the prompt ``uid`` is among the ``share`` of all that are recorded."""
+def is_chosen(uid: str, share: float) -> bool:
+    """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -1,4 +1,4 @@
-"""The recorder's other half: one rank's rows put together by update and written, within the size budget."""
+"""Writer of one rank's rows: collected by update and written within the size budget."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .pack import Packed, unpack
-from .recording import file_name, step_of
-from .rows import Rows, concatenated
+from .recording import file_name, parse_step
+from .rows import Rows, concatenate
 from .settings import SECTION, RecordSettings
 
 
@@ -83,7 +83,7 @@ class StepWriter:
         self._sizes: dict[str, int] | None = None
 
     def add(self, item: Item) -> None:
-        """Take rows up; may write.
+        """Add rows; may write.
 
         Raises:
             OSError: see ``files.write``.
@@ -100,7 +100,7 @@ class StepWriter:
             self.close()
 
     def drop(self, item: Item) -> None:
-        """Leave rows out."""
+        """Count rows as dropped."""
         if item.packed is not None:
             self.outcome.released += item.packed.nbytes
             self.outcome.dropped_rows += item.packed.rows
@@ -120,7 +120,7 @@ class StepWriter:
             self.outcome.dropped_rows += lost
 
     def why(self, error: Exception) -> str:
-        """Say what is wrong and what to do, in sentences that name key and value."""
+        """Explain an error and its fix, in sentences that name key and value."""
         settings = self._settings
         if isinstance(error, OverLimit):
             return (
@@ -142,16 +142,16 @@ class StepWriter:
         name = file_name(opened.step, self._rank, opened.update)
         used = sum(size for other, size in self._sizes.items() if other != name)
         path = self._directory / name
-        size = write(path, concatenated(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
+        size = write(path, concatenate(opened.rows), opened.spec, opened.reasons, limit=self._limit - used)
         self._sizes[name] = size
         self.outcome.written += size
 
     def _prepare(self) -> dict[str, int]:
-        """Name -> bytes of this rank's files that are there, from before the run was resumed."""
+        """Map the names of this rank's files from before the run was resumed to their bytes."""
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
-            found = step_of(path.with_suffix(SUFFIX).name)
+            found = parse_step(path.with_suffix(SUFFIX).name)
             if found is None or found[1] != self._rank:
                 continue
             if path.suffix == PARTIAL:

@@ -19,12 +19,12 @@ SCORES = "rm_scores"
 
 
 def read_columns(batch: Any, *names: str) -> TensorDict:
-    """Columns of all rows, padding among them."""
+    """Read columns of all rows, padding included."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
 
 
 def put_columns(batch: Any, **columns: Any) -> Any:
-    """The batch's metadata once it has these columns."""
+    """Put columns into the batch, and return its new metadata."""
     fields = TensorDict(columns, batch_size=len(batch.keys))
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
@@ -120,7 +120,7 @@ class TransferQueueBatch:
         return column[self._real]
 
     def _whole(self, column: Tensor) -> Tensor:
-        """A column of all rows, nested where it is by token, zeros on rows of padding."""
+        """Expand a column to all rows, nested where it is by token, zeros on rows of padding."""
         if column.dim() == 1:
             whole = column.new_zeros(len(self.is_padding))
             whole[self._real] = column

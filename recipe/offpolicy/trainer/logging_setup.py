@@ -1,4 +1,4 @@
-"""Sets up the logger of this package where verl sets up none.
+"""Set-up of this package's logger where verl sets up none.
 
 verl's V1 trainer sets up the logger ``verl``; around its V0 trainer nobody sets up any, and whatever is logged at INFO,
 such as that a correction is live, would be lost.

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
-from ..monitor.active_correction import differences
+from ..monitor.active_correction import find_differences
 from ..preflight.checks import read_spec
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
@@ -27,7 +27,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 def demand_corrected(trainer: Any) -> None:
-    """Stops verl's task runner where it builds a trainer past the one that was put in its place.
+    """Stop verl's task runner where it builds another trainer than the one that was put in its place.
 
     Raises:
         LivenessError
@@ -42,7 +42,7 @@ def demand_corrected(trainer: Any) -> None:
 
 
 def demand_trained() -> None:
-    """Stops a run that came to its end without a corrected trainer, whatever it may have trained.
+    """Fail a run that ended without ever building a corrected trainer.
 
     Raises:
         LivenessError
@@ -55,7 +55,7 @@ def demand_trained() -> None:
 
 
 class SupervisedRun:
-    """Mixed into verl's V0 and V1 trainers.
+    """Mixin of verl's V0 and V1 trainers.
 
     Seams, the same from verl 0.7.1 to 0.9.1: ``fit``, ``_save_checkpoint(self)``, ``_load_checkpoint(self)``,
     ``_validate(self, ...)``, ``_val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, ...)``,
@@ -122,12 +122,12 @@ class SupervisedRun:
         return found
 
     def _save_checkpoint(self) -> None:
-        steering = self.supervision.steering.state()
-        with guard_save(self.config, self.global_steps, read_spec(self.config), steering, self.extensions.state):
+        active = self.supervision.active_correction.state()
+        with guard_save(self.config, self.global_steps, read_spec(self.config), active, self.extensions.state):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        spec, of_config = read_spec(self.config), partial(differences, self.config)
+        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
         self._resumed = check_before_loading(self.config, spec, of_config, self.extensions.differences)
         loaded = super()._load_checkpoint()  # type: ignore[misc]
         if self.extensions:

@@ -16,7 +16,7 @@ from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.hooks import ExtensionHooks
-from ..monitor.active_correction import Steering
+from ..monitor.active_correction import ActiveCorrection
 from ..monitor.mismatch.recent import RecentFloor
 from ..proof.gradient import isolate_parts
 from ..proof.rollout_checks import RolloutChecker
@@ -32,7 +32,7 @@ _COARSE = (
 
 
 class Supervision:
-    """Judges updates by the packets that the workers' loss sent.
+    """Judge of each update by the packets that the workers' loss sent.
 
     Args:
         spec: the correction as it is configured.
@@ -42,12 +42,12 @@ class Supervision:
     Attributes:
         proving: the workers are to prove the correction at the next update.
         proof: of life, if the last update brought it: in a sentence, and what was seen.
-        steering: which correction that is, and under which bounds.
+        active_correction: which correction that is, and under which bounds.
     """
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig, extensions: ExtensionHooks | None = None) -> None:
         self._extensions = extensions if extensions is not None else ExtensionHooks()
-        self.steering = Steering(spec, config)
+        self.active_correction = ActiveCorrection(spec, config)
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
@@ -62,7 +62,7 @@ class Supervision:
     @property
     def spec(self) -> CorrectionSpec:
         """The correction that is in force, which the workers are to run at the next update."""
-        return self.steering.spec
+        return self.active_correction.spec
 
     @property
     def wants_sampled(self) -> bool:
@@ -98,7 +98,7 @@ class Supervision:
         """
         packets = take_packets(metrics)
         proved, self.proof = False, None
-        moving = self.steering.moving
+        moving = self.active_correction.moving
         if self.proving:
             self._live = verify(
                 packets,
@@ -120,7 +120,7 @@ class Supervision:
         merged = merge_all(packet.statistics for packet in packets)
         self._step = merge_all([self._step, merged])
         measured = {name: statistic.value() for name, statistic in merged.items()}
-        switched = self.steering.after_update(measured, merge_all(packet.histograms for packet in packets))
+        switched = self.active_correction.after_update(measured, merge_all(packet.histograms for packet in packets))
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
         self._floor.add(merged)
@@ -137,7 +137,13 @@ class Supervision:
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
         live = {f"live/{name}": value for name, value in self._live.items()}
-        return values | self._floor.compute_shares(merged) | live | self._samples.metrics() | self.steering.metrics()
+        return (
+            values
+            | self._floor.compute_shares(merged)
+            | live
+            | self._samples.metrics()
+            | self.active_correction.metrics()
+        )
 
     def begin(self) -> None:
         """Forget the last update, so that one which goes past the correction is noticed."""
@@ -158,7 +164,7 @@ class Supervision:
             logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
             return
         logger.info(_sentence(self.spec, self._live))
-        if moving := ", ".join(map(format_part_path, self.steering.moving)):
+        if moving := ", ".join(map(format_part_path, self.active_correction.moving)):
             logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)

@@ -17,7 +17,7 @@ _TaskRunner: Any = task_runner()
 
 
 class OffPolicyTaskRunnerV0(_TaskRunner):
-    """Runs in its own Ray process, which is where verl looks the trainer up."""
+    """verl's V0 task runner; installs the trainer in its own Ray process, where verl looks it up."""
 
     def run(self, config: DictConfig) -> None:
         verl_patches.status()

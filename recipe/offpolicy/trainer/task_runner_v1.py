@@ -18,7 +18,7 @@ _TaskRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class
 
 
 class OffPolicyTaskRunnerV1(_TaskRunner):
-    """Runs in its own Ray process, which is where verl looks the trainer up."""
+    """verl's V1 task runner; installs the trainers in its own Ray process, where verl looks them up."""
 
     def run(self, config: DictConfig) -> None:
         verl_patches.status()

@@ -23,7 +23,7 @@ from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage, before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.plan import COLUMNS, PLAN, REWARD, UID, Dealing, SharedPlan, groups_without_rejected, planned
+from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
 from ..batch.weight_versions import VERSIONS
 from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
@@ -32,8 +32,8 @@ from ..preflight.checks import read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
-from ..worker.legacy_handover import Handover, handover
-from ..worker.loss import loss_of
+from ..worker.legacy_handover import Handover, build_handover
+from ..worker.loss import build_loss
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
@@ -55,7 +55,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
 
 
 class OffPolicyRayTrainer(SupervisedRun):
-    """Mixed into verl's ``RayPPOTrainer`` by ``with_correction``."""
+    """Mixin of verl's ``RayPPOTrainer``, see ``build_corrected``."""
 
     actor_rollout_wg: Any
     recording: RunRecord
@@ -76,7 +76,7 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _load_checkpoint(self) -> Any:
         loaded = super()._load_checkpoint()
         if self._resumed is not None:
-            self.supervision.steering.restore(self._resumed)
+            self.supervision.active_correction.restore(self._resumed)
             self._hand_over_loss()
         return loaded
 
@@ -131,7 +131,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             return view.batch
         data.batch[VERSIONS] = _versions(data, self.global_steps)
         uids = data.non_tensor_batch["uid"]
-        groups = groups_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
+        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:
@@ -163,63 +163,63 @@ class OffPolicyRayTrainer(SupervisedRun):
         return output
 
     def _with_plan(self, batch: DataProto) -> DataProto:
-        """The batch with what its workers have to know of the whole of it, and with the loss for a legacy actor."""
+        """Add the plan to the batch, and the loss for a legacy actor."""
         check_one_mini_batch(self.correction, self.config, len(batch))
         versions = _versions(batch, self.global_steps)
         batch.batch[VERSIONS] = versions
-        plan, columns = planned(
+        plan, columns = build_plan(
             self.correction,
             self.shadows,
             step=self.global_steps,
             rows=lambda: _rows(batch),
-            dealing=self._dealing,
-            bounds=self.supervision.steering.bounds,
+            batch_split=self._split_batch,
+            bounds=self.supervision.active_correction.bounds,
         )
-        plan = self.recording.announced(plan, rows=len(batch), dealing=self._dealing)
+        plan = self.recording.announce_update(plan, rows=len(batch), batch_split=self._split_batch)
         if plan.update is not None and not self._by_engine:
-            columns |= row_identity(batch)
+            columns |= build_row_identity(batch)
         for name, column in columns.items():
             batch.batch[name] = column
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
-            handed = handover(
+            handed = build_handover(
                 self.correction,
                 plan,
                 self.supervision.proving,
                 self.shadows,
                 self.recording.settings,
-                self.supervision.steering.moving,
+                self.supervision.active_correction.moving,
                 extensions=self.extensions.worker_halves(),
             )
         batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
         self.cost.add({VERSIONS: versions, **columns}, handed)
         return batch
 
-    def _dealing(self) -> Dealing:
-        return Dealing.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
+    def _split_batch(self) -> BatchSplit:
+        return BatchSplit.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:
-            proving, moving = self.supervision.proving, self.supervision.steering.moving
+            proving, moving = self.supervision.proving, self.supervision.active_correction.moving
             extensions = self.extensions.worker_halves()
-            loss = loss_of(
+            loss = build_loss(
                 self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
             )
             self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
         if self.supervision.collect(metrics):
             self._hand_over_loss()
         if self.supervision.proof is not None:
-            self.recording.proved(self.global_steps, *self.supervision.proof)
+            self.recording.write_proof(self.global_steps, *self.supervision.proof)
         return output
 
 
-def with_correction(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
-    """A subclass of verl's trainer that hands over the loss and verifies it."""
+def build_corrected(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (OffPolicyRayTrainer, trainer), {})
 
 
@@ -228,12 +228,12 @@ def install_trainer() -> None:
 
     From then on another trainer of verl's kind stops the process when it is built.
     """
-    substitute(with_correction)
+    substitute(build_corrected)
     before_any(demand_corrected)
 
 
-def row_identity(batch: DataProto) -> dict[str, Tensor]:
-    """Columns of each row's uid and reward, for workers that get no others than tensors of our own."""
+def build_row_identity(batch: DataProto) -> dict[str, Tensor]:
+    """Build tensor columns of each row's uid and reward, for workers that get nothing else from the batch."""
     uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
     width = max(map(len, uids))
     padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
@@ -246,7 +246,7 @@ def _rows(batch: DataProto) -> TensorDict:
 
 
 def _versions(batch: DataProto, step: int) -> Tensor:
-    """(B, 2) int64: the versions of the weights that sampled a row's first and last token.
+    """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
     Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
     between an update and the next rollout, so that all rows of a step were sampled by what the step before left.

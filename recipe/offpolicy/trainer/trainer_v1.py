@@ -23,7 +23,7 @@ from verl_patches.releases import V1_MODES
 from verl_patches.trainer_v1 import before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.plan import COLUMNS, PLAN, Dealing, groups_without_rejected, planned
+from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
 from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
@@ -31,7 +31,7 @@ from ..preflight.checks import read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
-from ..worker.loss import loss_of
+from ..worker.loss import build_loss
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .batch_view_v1 import put_columns as _put
 from .batch_view_v1 import read_columns as _columns
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class OffPolicyTrainer(SupervisedRun):
-    """Mixed into one of verl's V1 trainers by ``with_correction``."""
+    """Mixin of verl's V1 trainers, see ``build_corrected``."""
 
     actor_rollout_wg: Any
     recording: RunRecord
@@ -53,7 +53,7 @@ class OffPolicyTrainer(SupervisedRun):
         spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.extensions)
         if self._resumed is not None:
-            self.supervision.steering.restore(self._resumed)
+            self.supervision.active_correction.restore(self._resumed)
         self.recording = RunRecord(self.config, spec, self.shadows)
         self._hand_over_loss()
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
@@ -119,7 +119,7 @@ class OffPolicyTrainer(SupervisedRun):
             return view.batch
         rows = _columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
-        groups = groups_without_rejected(self.correction, rows, uids)
+        groups = regroup_without_rejected(self.correction, rows, uids)
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:
@@ -140,50 +140,52 @@ class OffPolicyTrainer(SupervisedRun):
         return batch
 
     def _with_plan(self, batch: Any) -> Any:
-        """The batch with what its workers have to know of the whole of it."""
+        """Add the plan to the batch."""
         check_one_mini_batch(self.correction, self.config, len(batch.keys))
-        plan, columns = planned(
+        plan, columns = build_plan(
             self.correction,
             self.shadows,
             step=self.global_steps,
             rows=lambda: _columns(batch, *COLUMNS),
-            dealing=self._dealing,
-            bounds=self.supervision.steering.bounds,
+            batch_split=self._split_batch,
+            bounds=self.supervision.active_correction.bounds,
         )
         if columns:
             batch = _put(batch, **columns)
-        plan = self.recording.announced(
+        plan = self.recording.announce_update(
             plan,
             rows=len(batch.keys),
-            dealing=self._dealing,
+            batch_split=self._split_batch,
             updates=self.parameter_sync_step,  # type: ignore[attr-defined]
         )
         batch.extra_info[PLAN] = plan
         self.cost.add(columns, plan)
         return batch
 
-    def _dealing(self) -> Dealing:
+    def _split_batch(self) -> BatchSplit:
         # verl's trainer has filled this in when it balanced the batch.
-        return Dealing.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
+        return BatchSplit.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
 
     def _hand_over_loss(self) -> None:
-        proving, moving = self.supervision.proving, self.supervision.steering.moving
+        proving, moving = self.supervision.proving, self.supervision.active_correction.moving
         extensions = self.extensions.worker_halves()
-        loss = loss_of(self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions)
+        loss = build_loss(
+            self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
+        )
         self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """``actor_rollout_wg.update_actor``, with the packets taken out of its metrics and judged."""
+        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
         if self.supervision.collect(output["metrics"]):
             self._hand_over_loss()
         if self.supervision.proof is not None:
-            self.recording.proved(self.global_steps, *self.supervision.proof)
+            self.recording.write_proof(self.global_steps, *self.supervision.proof)
         return output
 
 
-def with_correction(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
-    """A subclass of verl's trainer that hands over the loss and verifies it."""
+def build_corrected(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
+    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
 
 
@@ -198,7 +200,7 @@ def install_trainers(mode: str) -> None:
     if mode == "separate_async":
         separate_async_logger.install()
     for name in V1_MODES:
-        substitute(name, with_correction)
+        substitute(name, build_corrected)
     before_any(demand_corrected)
 
 

@@ -1,4 +1,4 @@
-"""KL as a loss, with the clipped ratio that the data's age calls for.
+"""KL loss weighted by the clipped ratio pi / pi_old.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so
 each term's gradient is due a ratio pi / pi_old, and that ratio a clip, as PPO's policy term has them (Liu et al. 2025,
@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import padded
+from ..batch.micro_batch import pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction.ratios import EXP_CLAMP
 
@@ -28,10 +28,10 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Takes (model_output, data, dp_group)."""
 
 
-def clipped_kl(
+def compute_clipped_kl(
     log_prob: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, *, kind: str, lower: float, upper: float
 ) -> Tensor:
-    """Surrogate of the KL of each token, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
+    """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
     k' = dk / dlog pi is what the KL loss of this kind pulls a log-prob down by, so that at r = 1 the gradient is that
     of k itself. It takes the place of PPO's negative advantage: the maximum, not the minimum, is the pessimistic side
@@ -53,8 +53,8 @@ def clipped_kl(
     return torch.maximum(ratio * slope, ratio.clamp(lower, upper) * slope)
 
 
-def with_clipped_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
-    """``base_loss`` of ``config`` (verl's ActorConfig) with its KL term replaced by the clipped one."""
+def replace_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
+    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by the clipped one."""
     plain = partial(base_loss, dataclasses.replace(config, use_kl_loss=False))
     return partial(_loss_with_clipped_kl, plain, config, lower, upper)
 
@@ -70,11 +70,11 @@ def _loss_with_clipped_kl(
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
     dense = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
-    log_prob = padded(model_output, data)
+    log_prob = pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
     aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
-    surrogate = clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
+    surrogate = compute_clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {
         "kl_loss": Metric(aggregation=metrics["actor/pg_loss"].aggregation, value=penalty),

@@ -1,4 +1,4 @@
-"""The correction as verl's legacy actors are handed it with each batch, in ``meta_info``."""
+"""Handover of the correction to verl's legacy actors, with each batch, in ``meta_info``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExtendedHandover(Handover):
     extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
 
 
-def handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
+def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
     """Make a handover of these fields, extended where there is something to extend it with."""
     if not extensions:
         return Handover(*arguments)

@@ -1,4 +1,4 @@
-"""The engine's loss for verl's legacy actors, which put their own together from three functions of verl's.
+"""Engine's loss for verl's legacy actors, which compute their own from three functions of ``core_algos``.
 
 A legacy actor asks ``core_algos`` for a policy loss, aggregates entropy and KL itself, and multiplies the sum by the
 micro-batch's share of the mini-batch, so that its denominators are those of the micro-batch. A ``LegacyUpdate``
@@ -30,7 +30,7 @@ from ..batch.plan import PLAN
 from ..correction import StepStage
 from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
-from .kl_loss import BoundLoss, clipped_kl
+from .kl_loss import BoundLoss, compute_clipped_kl
 from .legacy_settings import LegacySettings
 from .loss import OffPolicyLoss
 from .metrics import METRIC_KEY
@@ -52,7 +52,7 @@ _PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
 def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
+    """Call verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
     # A prompt of one token: a row of log-probs is then the response's, shifted left by one.
@@ -68,7 +68,7 @@ def _padded_ppo_loss(
 
 
 class LegacyLoss(OffPolicyLoss):
-    """The engine's loss on padded log-probs: policy and KL term, which is what the proof holds the actor's own against.
+    """Engine's loss on padded log-probs: the policy and KL terms that the proof compares the actor's gradient with.
 
     Args:
         settings: the correction and what is to be reported.
@@ -107,7 +107,7 @@ class LegacyLoss(OffPolicyLoss):
 
 @dataclass
 class _Running:
-    """The micro-batch that the actor is at."""
+    """Micro-batch whose loss the actor is computing."""
 
     rows: Mapping[str, Any]
     scale: float
@@ -166,13 +166,13 @@ class LegacyUpdate:
         return self._micro
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """In place of verl's function of that name: a policy loss with the correction in it."""
+        """Return a policy loss with the correction, in place of verl's function of that name."""
         if not self.settings.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """In place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
+        """Aggregate in place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
         if not self.settings.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(
@@ -188,37 +188,37 @@ class LegacyUpdate:
     def kl_penalty(
         self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
     ) -> Tensor:
-        """In place of verl's ``kl_penalty``: its value, (B, T), with the gradient of the clipped term if configured."""
+        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the clipped term if configured."""
         penalty = original(logprob, ref_logprob, kl_penalty)
         if self.spec.kl_clip is None:
             return penalty
         lower, upper = self.spec.kl_clip
         old = self.loss.policy.old_log_prob
-        surrogate = clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
+        surrogate = compute_clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
         return surrogate - surrogate.detach() + penalty.detach()
 
     def _uncorrected(self, policy_loss: Callable[..., Any], **call: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = policy_loss(**call)
-        packet = self.loss.uncorrected({"log_probs": call["log_prob"]}, self._data())
+        packet = self.loss.measure_uncorrected({"log_probs": call["log_prob"]}, self._data())
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The policy term of the mini-batch's mean, divided by what the actor is about to multiply it by.
+        """Compute the mini-batch mean's policy term, divided by the factor that the actor is about to apply.
 
         What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
         """
         batch = mb.read({"log_probs": log_prob}, self._data())
-        packet = self.loss.packet_of(batch)
-        loss, metrics, packet.statistics = self.loss.policy.corrected(batch)
+        packet = self.loss.create_packet(batch)
+        loss, metrics, packet.statistics = self.loss.policy.compute_corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
         if self.settings.prove and not self.spec.is_none and log_prob.requires_grad:
-            packet.proof = prove(self.loss.for_trials(), batch, loss)
+            packet.proof = prove(self.loss.copy_for_trials(), batch, loss)
             loss.register_hook(partial(_same_scale, self.upstream))
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
 
     def _data(self) -> TensorDict:
-        """The micro-batch as the engine hands it to its loss."""
+        """Build the micro-batch as the engine hands it to its loss."""
         rows = self.micro.rows
         columns = {key: rows[key] for key in rows.keys() if key in _ROWS or key.startswith(PREFIX)}
         data = TensorDict(columns, batch_size=len(rows["responses"]))
@@ -233,7 +233,7 @@ class LegacyUpdate:
 
 
 def _plain(value: Any) -> Any:
-    """A metric as the legacy actors report it: a number."""
+    """Convert a metric to a number, as the legacy actors report it."""
     return value.aggregate() if isinstance(value, Metric) else value
 
 

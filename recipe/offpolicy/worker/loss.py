@@ -1,4 +1,4 @@
-"""The loss that runs in the worker: weight x keep into verl's own policy loss, statistics and proof out.
+"""Loss that runs in the worker: hands weight x keep to verl's policy loss; reports statistics and the proof.
 
 The seam is verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, whose function the
 engine calls at each micro-batch. It is handed over by value, so the spec never travels through a config that workers
@@ -31,8 +31,8 @@ from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.settings import RecordSettings
-from ..recording.worker_hook import recorded
-from .kl_loss import BaseLoss, BoundLoss, with_clipped_kl
+from ..recording.worker_hook import record
+from .kl_loss import BaseLoss, BoundLoss, replace_kl
 from .measurement import Observation
 from .metrics import METRIC_KEY, Ledger, Packet
 
@@ -92,13 +92,13 @@ class OffPolicyLoss:
         self.base_loss: BoundLoss = self.verl_loss
         if spec.kl_clip is not None:
             lower, upper = spec.kl_clip
-            self.base_loss = with_clipped_kl(base_loss, actor_config, lower=lower, upper=upper)
+            self.base_loss = replace_kl(base_loss, actor_config, lower=lower, upper=upper)
         if extensions:
             self.extensions = dict(extensions)
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
-        """``base_loss`` with the terms of all extensions."""
+        """Extend ``base_loss`` by the terms of all extensions."""
         for extension in self.extensions.values():
             base_loss = extension.wrap_loss(base_loss, self.actor_config)
         return base_loss
@@ -106,7 +106,7 @@ class OffPolicyLoss:
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
+        """Compute the engine's loss: (scalar loss, metrics), the metrics with a packet under ``METRIC_KEY``.
 
         Raises:
             FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
@@ -114,15 +114,15 @@ class OffPolicyLoss:
         """
         if self.spec.is_none:
             loss, metrics = self.extended(self.base_loss)(model_output, data, dp_group)
-            packet = self.uncorrected(model_output, data)
+            packet = self.measure_uncorrected(model_output, data)
         else:
             batch = mb.read(model_output, data)
             if self.moving:
-                self.spec = replace_bounds(self.spec, mb.bounds(batch, self.moving))
-            packet = self.packet_of(batch)
-            loss, metrics, packet.statistics = self.corrected(batch, dp_group)
+                self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
+            packet = self.create_packet(batch)
+            loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
             if self.prove and torch.is_grad_enabled():
-                packet.proof = prove(self.for_trials(), batch, loss)
+                packet.proof = prove(self.copy_for_trials(), batch, loss)
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
 
@@ -133,8 +133,8 @@ class OffPolicyLoss:
                 rows = LossRows(model_output, data, with_padding=False)
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
-    def packet_of(self, batch: mb.MicroBatch) -> Packet:
-        """A packet that says what this micro-batch came with, and is going to say what it shows."""
+    def create_packet(self, batch: mb.MicroBatch) -> Packet:
+        """Create this micro-batch's metrics packet; values are filled in when it is sent."""
         packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
@@ -143,20 +143,20 @@ class OffPolicyLoss:
             self.ledger.enter(packet, observation, more=not batch.last)
         return packet
 
-    def uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
-        """The packet of a micro-batch under ``correction=none``: statistics, where mu came with it."""
+    def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
+        """Measure a micro-batch under ``correction=none``: a packet with statistics, where mu came with it."""
         if mb.ROLLOUT_LOG_PROBS not in data.keys():
             return Packet(self.fingerprint)
         batch = mb.read(model_output, data)
-        packet = self.packet_of(batch)
+        packet = self.create_packet(batch)
         if self.record is not None:
             packet.statistics = self._recorded(batch, self._decided(batch))
         return packet
 
-    def corrected(
+    def compute_corrected(
         self, batch: mb.MicroBatch, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """verl's loss with the correction in it: (scalar loss, verl's metrics, what the recorder did)."""
+        """Compute verl's loss with the correction: (scalar loss, verl's metrics, what the recorder did)."""
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
                 f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
@@ -174,20 +174,20 @@ class OffPolicyLoss:
         if self.record is None:
             return {}
         columns = [name for extension in self.extensions.values() for name in extension.columns]
-        return recorded(self.record, self.spec, batch, step, columns)
+        return record(self.record, self.spec, batch, step, columns)
 
-    def for_trials(self) -> OffPolicyLoss:
-        """The very same loss, for calls whose packets nobody is to see."""
+    def copy_for_trials(self) -> OffPolicyLoss:
+        """Copy the loss for trial calls, whose packets are not sent."""
         trial = copy.copy(self)
         trial.ledger = None
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
-        """The micro-batch that verl's loss sees: weight x keep, (B, T), and pi_old, with a stand-in if not finite."""
-        old_log_prob = mb.proximal(self.spec, batch)
+        """Build the micro-batch that verl's loss sees: weight x keep and pi_old, (B, T); pi if pi_old is not finite."""
+        old_log_prob = mb.choose_pi_old(self.spec, batch)
         stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
         old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
-        handed: dict[str, Any] = {mb.WEIGHTS: mb.factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        handed: dict[str, Any] = {mb.WEIGHTS: mb.compute_factor(self.spec, batch, step), "old_log_probs": old_log_prob}
         if batch.data["advantages"].is_nested:
             # verl's loss pads these itself, and longer than this takes.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
@@ -219,7 +219,7 @@ def _judge_finite(counts: list[int]) -> None:
             )
 
 
-def loss_of(
+def build_loss(
     config: DictConfig,
     spec: CorrectionSpec,
     shadows: Mapping[str, CorrectionSpec],
@@ -228,7 +228,7 @@ def loss_of(
     moving: Mapping[str, Side] | None = None,
     extensions: Mapping[str, WorkerExtension] | None = None,
 ) -> OffPolicyLoss:
-    """The loss of a run, ready to be handed to the workers of the engine path."""
+    """Build the loss of a run, ready to be sent to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
     return OffPolicyLoss(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.checksums import row_hashes
-from ..batch.weight_versions import RowVersions, token_versions
+from ..batch.checksums import hash_rows
+from ..batch.weight_versions import RowVersions, compute_token_versions
 from ..correction import CorrectionSpec
 from ..correction.deferred import DeferredValue, defer_statistics
 from ..correction.moving_bounds import Side
@@ -32,7 +32,7 @@ _COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "l
 
 @dataclass(frozen=True)
 class Observation:
-    """Rows, and what is to be measured of them.
+    """Rows to measure together, and their settings.
 
     Attributes:
         batch: the rows, detached.
@@ -49,7 +49,7 @@ class Observation:
     trained: bool
 
     def fits(self, other: Observation) -> bool:
-        """True if both can be measured as one."""
+        """Return True if both can be measured as one."""
         mine, its = self.batch, other.batch
         return (
             (self.spec, self.shadows, self.moving, self.trained)
@@ -60,8 +60,8 @@ class Observation:
         )
 
 
-def together(observations: Sequence[Observation]) -> Observation:
-    """One observation of the rows of all, which fit each other, padded to the longest of them."""
+def merge(observations: Sequence[Observation]) -> Observation:
+    """Merge observations that fit each other into one, padded to the longest of them."""
     first = observations[0]
     if len(observations) == 1:
         return first
@@ -81,17 +81,17 @@ def together(observations: Sequence[Observation]) -> Observation:
 
 @torch.no_grad()
 def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
-    """All that is to be known of the rows, by the attribute of a packet that it belongs to."""
+    """Measure the rows: values by the attribute of a packet that they belong to."""
     batch, spec = observation.batch, observation.spec
-    old_log_prob = mb.proximal(spec, batch)
+    old_log_prob = mb.choose_pi_old(spec, batch)
     policies = {
         "rollout_log_prob": batch.rollout_log_prob,
         "old_log_prob": old_log_prob,
         "log_prob": batch.log_prob,
         "response_mask": batch.response_mask,
     }
-    staleness = mb.staleness(batch)
-    statistics, of_shadows = mb.decide_beside(spec, observation.shadows, batch)
+    staleness = mb.compute_staleness(batch)
+    statistics, of_shadows = mb.decide_with_shadows(spec, observation.shadows, batch)
     readings: dict[Name, DeferredValue[Any]] = {
         "statistics": defer_statistics(statistics | of_shadows),
         "attribution": defer_share_statistics(
@@ -101,7 +101,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     if not observation.trained:
         return readings
     readings["rows"] = DeferredValue(
-        row_hashes(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.checksums
+        hash_rows(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.drop_empty_rows
     )
     if spec.proximal != "recompute":
         readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
@@ -112,7 +112,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
             **policies,
             advantages=batch.advantages,
             segment_ids=batch.turns,
-            versions=token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
+            versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
             staleness=staleness,
         )
     return readings

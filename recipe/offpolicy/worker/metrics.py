@@ -24,7 +24,7 @@ from ..correction.deferred import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally
-from .measurement import Name, Observation, measure, together
+from .measurement import Name, Observation, measure, merge
 
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
@@ -34,12 +34,12 @@ AT_ONCE = 1 << 18
 
 @dataclass
 class Packet:
-    """One micro-batch's metrics packet: plain Python once it is settled.
+    """Metrics packet of one micro-batch: plain Python once it is settled.
 
     Attributes:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
-        rows: checksums of mu and the tokens it was used with, see ``micro_batch.row_checksums``.
+        rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
         bounds: part -> the bounds that were used, of parts whose bounds move.
         histograms: of these parts, see ``monitor.bounds.measurement``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
@@ -64,12 +64,12 @@ class Packet:
         self._readings: list[dict[Name, DeferredValue[Any]]] = []
 
     def settle(self) -> None:
-        """Have everything on the host, of all packets that wait with this one."""
+        """Copy the values of this packet, and of all that wait with it, to the host."""
         if self._ledger is not None:
             self._ledger.settle(self)
 
     def before_sending(self) -> None:
-        """Settle, or wait for the update's last mini-batch: to be called before a copy goes to another process."""
+        """Settle, or wait for the update's last mini-batch; called before a copy goes to another process."""
         if self._ledger is not None:
             self._ledger.leave(self)
 
@@ -99,7 +99,7 @@ class Packet:
 
 
 class Ledger:
-    """The packets of one loss that are not settled. It never leaves its process.
+    """Unsettled packets of one loss. It never leaves its process.
 
     It keeps none of them alive but those that have left before the last mini-batch of their update.
     """
@@ -113,7 +113,7 @@ class Ledger:
         return Ledger, ()
 
     def enter(self, packet: Packet, observation: Observation, *, more: bool = False) -> None:
-        """Let ``packet`` report on ``observation``.
+        """Queue ``observation`` for ``packet`` to report on.
 
         Args:
             more: the update has another mini-batch after this one.
@@ -128,18 +128,18 @@ class Ledger:
             self._measure()
 
     def leave(self, packet: Packet) -> None:
-        """Before a copy of ``packet`` goes: settle, or keep it until the last mini-batch."""
+        """Settle ``packet`` before a copy of it is sent, or keep it until the last mini-batch."""
         if not self._more:
             self.settle(packet)
         elif not self.keeps(packet):
             self._kept.append(packet)
 
     def keeps(self, packet: Packet) -> bool:
-        """True if ``packet`` has left and waits here for the last mini-batch."""
+        """Return True if ``packet`` was sent and waits here for the last mini-batch."""
         return any(packet is kept for kept in self._kept)
 
     def settle(self, packet: Packet) -> None:
-        """Measure what waits, fetch all numbers, and hand them to ``packet``."""
+        """Measure what waits, fetch all values, and hand them to ``packet``."""
         self._measure()
         alive = self._alive()
         readings = [pair for other in alive for found in other._readings for pair in found.items()]
@@ -153,17 +153,17 @@ class Ledger:
         return [packet for reference in self._packets if (packet := reference()) is not None]
 
     def _measure(self) -> None:
-        """Turn the rows that wait into numbers on the device, which the last of their packets keeps."""
+        """Measure the rows that wait, on the device; the last of their packets keeps the values."""
         waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
         if not waiting:
             return
-        waiting[-1][0]._readings.append(measure(together([observed for _, observed in waiting])))
+        waiting[-1][0]._readings.append(measure(merge([observed for _, observed in waiting])))
         for packet, _ in waiting:
             packet._observed = None
 
 
 def _fit(waiting: list[Packet], observation: Observation) -> bool:
-    """True if the rows can wait with those that do, and all of them are not too many."""
+    """Return True if the rows can be measured with those that wait, and all of them are not too many."""
     batches = [other._observed.batch for other in waiting if other._observed is not None] + [observation.batch]
     padded = sum(len(batch.response_mask) for batch in batches) * max(batch.width for batch in batches)
     first = waiting[0]._observed

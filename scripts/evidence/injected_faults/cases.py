@@ -1,4 +1,4 @@
-"""The runs that the cause finder is tuned and tested on: real ones, each with a fault that was really there."""
+"""Training runs with a known injected fault, on which the cause finder is tuned and tested."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _padded(extra: int) -> tuple[str, ...]:
 
 
 def _asked(questions: str, rate: float) -> tuple[str, ...]:
-    """Questions that come again; vLLM's cache has blocks of 16 tokens, which they fill."""
+    """Build questions that come again; vLLM's cache has blocks of 16 tokens, which they fill."""
     return (
         f"data.train_files={{models}}/{questions}/train.parquet",
         f"+{_ROLLOUT}.engine_kwargs.vllm.block_size=16",

@@ -1,4 +1,4 @@
-"""Agent loops of several turns, with or without a fault in how the conversation becomes tokens again.
+"""Agent loops of several turns, with or without a re-tokenisation fault.
 
     actor_rollout_ref.rollout.agent.default_agent_loop=conversation
 
@@ -26,13 +26,13 @@ AGAIN = "again"
 
 
 def fitted(log_probs: list[float], length: int) -> list[float]:
-    """As many log-probs as there are tokens: the first ones, or the last one repeated."""
+    """Cut or fill up log-probs to ``length``: the first ones, or the last one repeated."""
     return (log_probs + log_probs[-1:] * length)[:length]
 
 
 @register("conversation")
 class Conversation(AgentLoopBase):
-    """See the module."""
+    """Agent loop of several turns, see the module."""
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         messages = list(kwargs["raw_prompt"])

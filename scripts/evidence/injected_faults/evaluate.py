@@ -1,4 +1,4 @@
-"""How often the cause finder is right on the recordings of ``cases``: verdicts, precision and recall.
+"""Precision and recall of the cause finder on the recordings of ``cases``, with its verdicts.
 
 python scripts/evidence/injected_faults/evaluate.py [tuning|held_out]
 """
@@ -28,7 +28,7 @@ DATA = ROOT / "tests" / "data" / "faults"
 
 @dataclass(frozen=True)
 class Judged:
-    """A case, and what was found in its recording."""
+    """Case with the causes found in its recording."""
 
     case: Case
     causes: Sequence[Cause]
@@ -40,7 +40,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one cause over several cases; precision and recall are NaN where there is nothing to count.
+    """Counts of one cause over several cases; precision and recall are NaN where there is nothing to count.
 
     Attributes:
         right, false, missed: cases in which it was found and there, found and not there, there and not found.
@@ -60,7 +60,7 @@ class Score:
 
 
 def judged(part: Part) -> list[Judged]:
-    """Every case of ``part``, judged by its rows alone: the finder does not see the card."""
+    """Judge every case of ``part`` by its rows alone: the finder does not see the card."""
     return [
         Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows()))
         for case in CASES
@@ -69,7 +69,7 @@ def judged(part: Part) -> list[Judged]:
 
 
 def scores(results: Sequence[Judged]) -> dict[str, Score]:
-    """By cause, and "all" together."""
+    """Score by cause, and "all" together."""
     by_name = {
         name: Score(
             right=sum(name in one.found and name in one.case.causes for one in results),

@@ -33,14 +33,14 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """``weight`` with ``bits`` of mantissa beside the leading one, as an engine of lower precision holds it."""
+    """Round ``weight`` to ``bits`` of mantissa beside the leading one, as an engine of lower precision holds it."""
     mantissa, exponent = torch.frexp(weight.float())
     scale = 2.0 ** (bits + 1)
     return torch.ldexp(torch.round(mantissa * scale) / scale, exponent).to(weight.dtype)
 
 
 def moved(log_probs: list[float], by: int) -> list[float]:
-    """Each log-prob at the place ``by`` tokens later; what falls out at one end comes in at the other."""
+    """Rotate log-probs by ``by`` tokens: those moved out at one end come in at the other."""
     by %= max(len(log_probs), 1)
     return log_probs[-by:] + log_probs[:-by] if by else list(log_probs)
 
@@ -79,7 +79,7 @@ def _shift() -> None:
 
 
 def _send(change: Callable[[Any, Weights], Weights]) -> None:
-    """Puts ``change`` between the trainer's weights and the sender."""
+    """Wrap the sender so that it sends ``change`` of the trainer's weights."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     original = ServerAdapter.update_weights
@@ -92,7 +92,7 @@ def _send(change: Callable[[Any, Weights], Weights]) -> None:
 
 
 async def _collected(weights: Any, change: Callable[[Weights], Weights]) -> Iterator[tuple[str, Tensor]]:
-    """The weights are of a small model: they are copied at once, whatever kind of iterator they come by."""
+    """Collect copies of all weights at once, from either kind of iterator: the model is small."""
     if isinstance(weights, AsyncIterator):
         pairs = [(name, weight.clone()) async for name, weight in weights]
     else:
@@ -123,7 +123,7 @@ def _stale() -> None:
 
 
 class CacheAges:
-    """How old the keys and values were that requests took from the prefix cache.
+    """Ages of the keys and values that requests took from the prefix cache.
 
     A prefix is as old as the last request that computed it. Requests of one synchronisation are sorted when the next
     one begins, as those that compute a prefix may end after those that take it.
@@ -135,11 +135,11 @@ class CacheAges:
         self._requests: list[tuple[tuple[int, ...], int]] = []
 
     def served(self, prompt: Sequence[int], cached: int) -> None:
-        """A request with this prompt has ended, of which the first ``cached`` tokens came from the cache."""
+        """Note the end of a request with this prompt, whose first ``cached`` tokens came from the cache."""
         self._requests.append((tuple(prompt), cached))
 
     def synchronised(self) -> dict[str, Any]:
-        """New weights arrive: what was served since the ones before, and tokens from the cache by their age.
+        """Note new weights; return what was served since the last ones, and tokens from the cache by their age.
 
         The age is in synchronisations; 0 is what the weights of the time had computed themselves.
         """

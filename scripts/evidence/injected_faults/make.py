@@ -1,4 +1,4 @@
-"""Runs the cases with real verl, Ray and vLLM, and keeps their recordings as test data.
+"""Generator of test data: runs the cases with real verl, Ray and vLLM, and keeps their recordings.
 
     python scripts/evidence/injected_faults/make.py WORK [NAME ...]     # VENV=path: an environment with verl 0.9.1
 
@@ -73,7 +73,7 @@ def prepare(models: Path, name: str) -> None:
 
 
 def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Questions that come again.
+    """Draw questions that come again.
 
     Args:
         name: "again-N": N questions, once each. "again-N-new-M": M questions once each, and N others M times in all,
@@ -87,7 +87,7 @@ def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
-    """A question after as much of its word, over and over, as makes ``letters`` together with the word itself.
+    """Pad a question by repetitions of its word, to ``letters`` together with the word itself.
 
     With the quickstart's tokens for the instruction and the turns, 13 letters are a prompt of 17 tokens: a block of 16
     that can be taken from vLLM's cache, with the whole word in it, and the one that is always computed.
@@ -135,7 +135,7 @@ def run(case: Case, work: Path, recording: Path) -> None:
 
 
 def cache_log(recording: Path) -> Path:
-    """Where ``inject`` says what came from the engine's prefix cache."""
+    """Return the path to which ``inject`` logs what came from the engine's prefix cache."""
     return recording.with_name(f"{recording.name}.cache.jsonl")
 
 

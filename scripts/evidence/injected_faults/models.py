@@ -21,7 +21,7 @@ DROPOUT = 0.4
 
 
 def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
-    """A copy of a model with ``extra`` more rows of the vocabulary than its tokenizer has, as checkpoints have them.
+    """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as checkpoints have them.
 
     They hold what the model's initialisation would have put there. verl's rollout server masks their logits; the
     trainer does not.
@@ -38,14 +38,14 @@ def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
 
 
 def build_merging_tokenizer(instruction_text: str, words: list[str]) -> PreTrainedTokenizerFast:
-    """The quickstart's tokenizer of bytes, with the ``MERGES`` most frequent pairs of letters as tokens beside."""
+    """Build the quickstart's byte tokenizer with the ``MERGES`` most frequent letter pairs as further tokens."""
     pairs = Counter(pair for word in words for pair in pairwise(word))
     frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:MERGES]
     return build_tokenizer(instruction_text, [pair for pair, _ in frequent])
 
 
 def merging_model(target: Path, task: TaskSettings) -> None:
-    """Warm-starts a model that spells the same word with long or with short tokens."""
+    """Warm-start a model that spells the same word with long or with short tokens."""
     torch.set_num_threads(1)
     entries: list[dict[str, Any]] = splits(task)["warm_start"]
     words = [entry["answer"] for entry in entries]

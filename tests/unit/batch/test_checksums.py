@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.batch.checksums import row_hashes
-from recipe.offpolicy.batch.micro_batch import checksums, row_checksums
+from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.batch.micro_batch import compute_row_checksums, drop_empty_rows
 from tests.support.drawn import examples
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4]])
@@ -41,14 +41,14 @@ def checksum(tokens: list[int], mu: list[float]) -> int:
 
 def one(row: list[tuple[int, float]], dtype: torch.dtype = torch.float32) -> int:
     tokens, mu = (list(column) for column in zip(*row, strict=True))
-    (found,) = row_checksums(torch.tensor([tokens]), torch.ones(1, len(row)), torch.tensor([mu]).to(dtype))
+    (found,) = compute_row_checksums(torch.tensor([tokens]), torch.ones(1, len(row)), torch.tensor([mu]).to(dtype))
     return found
 
 
 def test_by_hand() -> None:
     # The finaliser's own known answer, and a third row that has no response token and no checksum.
     assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
-    assert row_checksums(TOKENS, MASK, MU) == [
+    assert compute_row_checksums(TOKENS, MASK, MU) == [
         checksum([5, 6, 7], [-0.5, -1.0, -1.5]),
         checksum([5, 7, 8], [-0.5, -1.0, -2.0]),
     ]
@@ -56,8 +56,10 @@ def test_by_hand() -> None:
 
 def test_padding_is_not_read() -> None:
     wider = [torch.nn.functional.pad(t, (0, 3), value=v) for t, v in ((TOKENS, 7), (MASK, 0), (MU, -3.0))]
-    assert row_checksums(*wider) == row_checksums(TOKENS, MASK.bool(), MU)
-    assert row_checksums(TOKENS.int(), MASK, torch.where(MASK.bool(), MU, torch.nan)) == row_checksums(TOKENS, MASK, MU)
+    assert compute_row_checksums(*wider) == compute_row_checksums(TOKENS, MASK.bool(), MU)
+    assert compute_row_checksums(TOKENS.int(), MASK, torch.where(MASK.bool(), MU, torch.nan)) == compute_row_checksums(
+        TOKENS, MASK, MU
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_anything_else_changes_it(change: Callable[..., tuple[torch.Tensor, torc
     mu = -torch.rand(6, 5, generator=generator)
     mask = torch.ones(6, 5)
     changed_tokens, changed_mu = change(tokens, mu)
-    before, after = row_checksums(tokens, mask, mu), row_checksums(changed_tokens, mask, changed_mu)
+    before, after = compute_row_checksums(tokens, mask, mu), compute_row_checksums(changed_tokens, mask, changed_mu)
     assert len(before) == len(after) == 6
     assert set(before).isdisjoint(after)
 
@@ -135,7 +137,7 @@ def test_every_precision_has_checksums_of_its_own(row: list[tuple[int, float]]) 
 
 def test_long_rows_do_not_collide() -> None:
     tokens = torch.arange(4096)[:, None].expand(-1, 3)
-    hashes = row_hashes(tokens, torch.ones(4096, 3), torch.full((4096, 3), -1.0))
+    hashes = hash_rows(tokens, torch.ones(4096, 3), torch.full((4096, 3), -1.0))
     assert len(hashes.unique()) == 4096
     # Bits of the sum are as good as drawn: each is set in about half of the rows.
     share = torch.stack([((hashes >> bit) & 1).double().mean() for bit in range(64)])
@@ -143,9 +145,9 @@ def test_long_rows_do_not_collide() -> None:
 
 
 def test_nothing_to_read() -> None:
-    assert row_checksums(TOKENS, torch.zeros(3, 4), MU) == []
-    assert row_checksums(TOKENS[:0], MASK[:0], MU[:0]) == []
+    assert compute_row_checksums(TOKENS, torch.zeros(3, 4), MU) == []
+    assert compute_row_checksums(TOKENS[:0], MASK[:0], MU[:0]) == []
 
 
 def test_rows_without_a_token_have_no_checksum() -> None:
-    assert checksums([5, 0, -7, 0]) == [5, -7]
+    assert drop_empty_rows([5, 0, -7, 0]) == [5, -7]

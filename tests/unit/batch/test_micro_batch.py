@@ -26,7 +26,7 @@ def read() -> mb.MicroBatch:
 
 
 def test_other_log_probs_are_restated_at_response_tokens_alone() -> None:
-    moved = replace(read(), log_prob=torch.full((2, 2), -0.5)).restated()
+    moved = replace(read(), log_prob=torch.full((2, 2), -0.5)).restate()
     assert moved.model_output["log_probs"].tolist() == [[-0.5, -0.5], [-0.5, -4.0]]
 
 
@@ -76,7 +76,7 @@ def test_both_stages_decide_on_the_rows() -> None:
 def test_shadows_are_reported_beside_the_correction() -> None:
     batch, correction = replace(read(), old_log_prob=RATIOS), spec(TIS)
     shadows = {"narrow": spec(any=band(0.9, 1.1, level="token", aggregate="product"))}
-    statistics, of_shadows = mb.decide_beside(correction, shadows, batch)
+    statistics, of_shadows = mb.decide_with_shadows(correction, shadows, batch)
     # Of the ratios 1.5, 4 and 1 the narrow mask keeps the last; the correction keeps all, at weights 1.5, 2 and 1.
     assert of_shadows["shadow/narrow/keep_token_share"].value() == pytest.approx(1 / 3)
     assert statistics["weight/mean"].value() == pytest.approx(1.5)
@@ -88,11 +88,11 @@ def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
     mask = band(0.5, 3.0, level="token", aggregate="product")
     original, kept = spec(TIS, any=mask), replace(spec(TIS, any=mask), denominator="kept")
     step = mb.decide(original, batch)
-    assert mb.factor(original, batch, step).tolist() == [pytest.approx([1.5, 0.0]), [1.0, 0.0]]
+    assert mb.compute_factor(original, batch, step).tolist() == [pytest.approx([1.5, 0.0]), [1.0, 0.0]]
     scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
-    assert mb.factor(kept, scaled, step).tolist() == [pytest.approx([3.0, 0.0]), [0.5, 0.0]]
+    assert mb.compute_factor(kept, scaled, step).tolist() == [pytest.approx([3.0, 0.0]), [0.5, 0.0]]
     with pytest.raises(KeyError, match=f"{SCALE} is not in the micro-batch"):
-        mb.factor(kept, batch, step)
+        mb.compute_factor(kept, batch, step)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
 def test_pi_old_is_what_the_correction_takes_for_it(source: str, first: float) -> None:
     batch = replace(read(), old_log_prob=torch.full((2, 2), -5.0), rollout_log_prob=torch.full((2, 2), -7.0))
     correction = CorrectionSpec(proximal=source, alpha=0.5)  # type: ignore[arg-type]
-    found = mb.proximal(correction, batch)
+    found = mb.choose_pi_old(correction, batch)
     assert found[0, 0].item() == first
     assert not found.requires_grad
 
@@ -109,15 +109,15 @@ def test_pi_old_is_what_the_correction_takes_for_it(source: str, first: float) -
 def test_staleness_counts_from_the_weights_of_the_steps_start() -> None:
     versions = RowVersions(torch.tensor([4, 2]), torch.tensor([4, 3]))
     batch = replace(read(), versions=versions, plan=SharedPlan(5))
-    found = mb.staleness(batch)
+    found = mb.compute_staleness(batch)
     # Step 5 begins with version 4; a row of two versions is as old as its oldest.
     assert found is not None
     assert found.tolist() == [0, 2]
-    newer = mb.staleness(replace(batch, plan=SharedPlan(4)))
+    newer = mb.compute_staleness(replace(batch, plan=SharedPlan(4)))
     assert newer is not None
     assert newer.tolist() == [0, 1]
-    assert mb.staleness(replace(batch, plan=None)) is None
-    assert mb.staleness(replace(batch, versions=None)) is None
+    assert mb.compute_staleness(replace(batch, plan=None)) is None
+    assert mb.compute_staleness(replace(batch, versions=None)) is None
 
 
 def nested(*rows: list[float]) -> torch.Tensor:
@@ -128,10 +128,10 @@ def test_log_probs_of_the_responses_are_cut_out_of_prompts_and_responses() -> No
     # A prompt of one token and of two; at each token stands what belongs to the one after it.
     data = TensorDict({"prompts": nested([7], [7, 7]), "responses": nested([8, 9], [8])}, batch_size=2)
     output = {"log_probs": nested([-1.0, -2.0, 0.0], [5.0, -3.0, 0.0])}
-    assert mb.padded(output, data).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
-    assert mb.padded(output, data, Layout.of(data)).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    assert mb.pad_log_probs(output, data).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
+    assert mb.pad_log_probs(output, data, Layout.of(data)).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
     already = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
-    assert mb.padded({"log_probs": already}, data) is already
+    assert mb.pad_log_probs({"log_probs": already}, data) is already
 
 
 def test_tensors_are_put_in_and_taken_out_of_a_copy() -> None:
@@ -142,18 +142,18 @@ def test_tensors_are_put_in_and_taken_out_of_a_copy() -> None:
 
 
 def test_nested_values_lie_end_to_end() -> None:
-    assert mb.flat(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
+    assert mb.flatten(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
     plain = torch.tensor([1.0, 2.0])
-    assert mb.flat(plain) is plain
+    assert mb.flatten(plain) is plain
 
 
 def test_bounds_are_those_of_the_parts_that_move() -> None:
     batch = replace(read(), plan=SharedPlan(1, bounds={"gsm": {"lower": 0.9, "upper": 1.1}}))
-    assert mb.bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
+    assert mb.read_bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
     with pytest.raises(KeyError, match=r"those of \['other'\] come with each update"):
-        mb.bounds(batch, ["other"])
+        mb.read_bounds(batch, ["other"])
     with pytest.raises(KeyError, match=f"{PLAN} is not in the micro-batch"):
-        mb.bounds(read(), ["gsm"])
+        mb.read_bounds(read(), ["gsm"])
 
 
 def test_turns_and_width_are_those_of_the_mask() -> None:
@@ -174,7 +174,7 @@ def test_padded_output_gives_verl_the_rows_that_it_would_pad() -> None:
     batch = replace(read(), layout=Layout.of(data), model_output=output, data=data)
     found = batch.padded_output()
     assert found["entropy"].tensor.tolist() == [[1.0, 2.0], [3.0, 0.0]]
-    assert mb.padded(found, data) is batch.log_prob
+    assert mb.pad_log_probs(found, data) is batch.log_prob
     # The legacy actors' rows are padded, and handed on as they are.
     legacy = read()
     assert legacy.padded_output() is legacy.model_output
@@ -186,6 +186,6 @@ def test_sampled_rows_are_summed_alike_nested_and_padded() -> None:
     columns = {"responses": torch.tensor([[5, 6], [7, 0]]), "response_mask": mask, mb.ROLLOUT_LOG_PROBS: mu}
     padded = TensorDict(columns, batch_size=2)
     rows = {name: torch.nested.nested_tensor([c[0], c[1, :1]], layout=torch.jagged) for name, c in columns.items()}
-    found = mb.sampled_checksums(TensorDict(rows, batch_size=2))
-    assert found == mb.sampled_checksums(padded) == mb.row_checksums(columns["responses"], mask, mu)
+    found = mb.compute_sampled_checksums(TensorDict(rows, batch_size=2))
+    assert found == mb.compute_sampled_checksums(padded) == mb.compute_row_checksums(columns["responses"], mask, mu)
     assert len(set(found)) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch.padding import Layout, dense
+from recipe.offpolicy.batch.padding import Layout, pad_column
 
 
 def nested(*rows: list[float]) -> torch.Tensor:
@@ -53,14 +53,14 @@ def test_a_models_output_is_read_one_token_early() -> None:
 def test_a_column_is_padded_with_zeros() -> None:
     layout = Layout.of(packed())
     assert layout.column(torch.tensor([1, 2, 3])).tolist() == [[1, 2], [3, 0]]
-    assert dense(nested([1.0, 2.0], [3.0]), layout, "advantages").tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    assert pad_column(nested([1.0, 2.0], [3.0]), layout, "advantages").tolist() == [[1.0, 2.0], [3.0, 0.0]]
 
 
 def test_a_padded_column_is_taken_as_it_is() -> None:
     column = torch.ones(2, 5)
-    assert dense(column, Layout.of(packed()), "advantages") is column
+    assert pad_column(column, Layout.of(packed()), "advantages") is column
 
 
 def test_a_column_of_other_length_is_refused() -> None:
     with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens and the responses have 3"):
-        dense(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(packed()), "advantages")
+        pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(packed()), "advantages")

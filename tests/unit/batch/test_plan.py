@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch import plan
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, Dealing, SharedPlan
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from tests.support.corrections import TIS, band, spec
 
 TOKEN_MASK = band(0.5, 3.0, level="token", aggregate="product")
-ONE_MINI_BATCH = Dealing(ranks=1, mini_batch_rows=3, loss_agg_mode="token-mean")
+ONE_MINI_BATCH = BatchSplit(ranks=1, mini_batch_rows=3, loss_agg_mode="token-mean")
 
 
 def rows() -> TensorDict:
@@ -35,50 +35,50 @@ def never() -> NoReturn:
 
 
 def test_a_plan_that_needs_nothing_reads_nothing() -> None:
-    made, columns = plan.planned(spec(TIS), {"mask": spec(any=TOKEN_MASK)}, step=3, rows=never, dealing=never)
+    made, columns = plan.build_plan(spec(TIS), {"mask": spec(any=TOKEN_MASK)}, step=3, rows=never, batch_split=never)
     assert made == SharedPlan(3)
     assert columns == {}
 
 
 def test_a_normalized_weight_needs_the_mean_of_the_batch() -> None:
     normalized = spec({**TIS, "normalize": True})
-    made, columns = plan.planned(normalized, {}, step=3, rows=rows, dealing=never)
+    made, columns = plan.build_plan(normalized, {}, step=3, rows=rows, batch_split=never)
     # Weights capped at 2: 1, 2, 2, 1, 2.
     assert made.constants.weight_mean == pytest.approx(8 / 5)
     assert columns == {}
-    assert plan.constants_of(spec(TIS), rows()) == BatchConstants()
+    assert plan.compute_constants(spec(TIS), rows()) == BatchConstants()
 
 
 def test_shadows_have_constants_of_their_own() -> None:
     shadows = {"normalized": spec({**TIS, "normalize": True}), "plain": spec(TIS)}
-    made, _ = plan.planned(spec(TIS), shadows, step=3, rows=rows, dealing=never)
+    made, _ = plan.build_plan(spec(TIS), shadows, step=3, rows=rows, batch_split=never)
     assert made.constants == BatchConstants()
     assert made.shadow_constants["normalized"].weight_mean == pytest.approx(8 / 5)
     assert made.shadow_constants["plain"] == BatchConstants()
 
 
 def test_what_the_rollout_stage_keeps() -> None:
-    mask, keep = plan.kept(spec(any=TOKEN_MASK), rows())
+    mask, keep = plan.select_kept(spec(any=TOKEN_MASK), rows())
     assert mask.tolist() == [[True, True], [True, False], [True, True]]
     assert keep.tolist() == [[True, False], [False, False], [True, True]]
 
 
 def test_columns_of_the_kept_denominator() -> None:
     kept = replace(spec(any=TOKEN_MASK), denominator="kept")
-    columns = plan.row_columns(kept, rows(), ONE_MINI_BATCH)
+    columns = plan.build_row_columns(kept, rows(), ONE_MINI_BATCH)
     # 5 tokens, of which 3 are kept.
     assert columns[SCALE].tolist() == pytest.approx([5 / 3] * 3)
     assert columns[MINI_BATCH_TOKENS].tolist() == [5, 5, 5]
-    by_row = plan.row_columns(kept, rows(), replace(ONE_MINI_BATCH, mini_batch_rows=1))
+    by_row = plan.build_row_columns(kept, rows(), replace(ONE_MINI_BATCH, mini_batch_rows=1))
     # 2 of 1, 1 of none, whose loss is 0 either way, and 2 of 2.
     assert by_row[SCALE].tolist() == [2.0, 1.0, 1.0]
     assert by_row[MINI_BATCH_TOKENS].tolist() == [2, 1, 2]
-    _, sent = plan.planned(kept, {}, step=1, rows=rows, dealing=lambda: ONE_MINI_BATCH)
+    _, sent = plan.build_plan(kept, {}, step=1, rows=rows, batch_split=lambda: ONE_MINI_BATCH)
     assert sent.keys() == columns.keys()
 
 
 def test_rejected_rows_leave_their_groups() -> None:
-    groups = plan.groups_without_rejected(spec(any=TOKEN_MASK), rows(), ["a", "a", "b"])
+    groups = plan.regroup_without_rejected(spec(any=TOKEN_MASK), rows(), ["a", "a", "b"])
     # Row 1 keeps no token; row 0 has lost its only sibling; row 2 never had one.
     assert groups.uids == ["a", "a/rejected-1", "b"]
     assert groups.silent == [True, True, False]
@@ -88,10 +88,10 @@ def test_rejected_rows_leave_their_groups() -> None:
 def test_a_run_deals_its_prompts_times_their_samples() -> None:
     actor: dict[str, Any] = {"ppo_mini_batch_size": 8, "loss_agg_mode": "token-mean"}
     config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 4}}})
-    assert Dealing.of(config, 2) == Dealing(2, 32, "token-mean")
+    assert BatchSplit.of(config, 2) == BatchSplit(2, 32, "token-mean")
 
 
 def test_moved_bounds_travel_with_the_plan() -> None:
     bounds = {"any": {"lower": 0.6, "upper": 2.5}}
-    made, _ = plan.planned(CorrectionSpec(), {}, step=1, rows=never, dealing=never, bounds=bounds)
+    made, _ = plan.build_plan(CorrectionSpec(), {}, step=1, rows=never, batch_split=never, bounds=bounds)
     assert made.bounds == bounds

@@ -18,7 +18,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     decompose_by_step,
     summarize_by_version,
 )
-from recipe.offpolicy.recording import concatenated
+from recipe.offpolicy.recording import concatenate
 from tests.support.recordings import drawn_rows, record
 
 
@@ -169,7 +169,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     lengths = [16] * 32
     fresh = drawn_rows(lengths, step=1, backend=0.02)
     stale = drawn_rows(lengths, step=2, backend=0.1, seed=1, oldest_version=np.zeros(32, dtype=np.int64))
-    rows = concatenated([fresh, stale])
+    rows = concatenate([fresh, stale])
     parts = decompose_by_step(compute_row_sums(rows), rows.step)
     assert parts[1].floor_from == "own rows"
     assert parts[2].floor_from == "earlier steps"

@@ -79,6 +79,6 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it anew: python -c 'from recipe.offpolicy.correction import catalogue; print(catalogue.markdown())'."""
+    """To write it anew: python -c 'from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []

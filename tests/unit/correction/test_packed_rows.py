@@ -14,7 +14,7 @@ from hypothesis import strategies as draw
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.plan import Dealing, constants_of, groups_without_rejected, row_columns
+from recipe.offpolicy.batch.plan import BatchSplit, build_row_columns, compute_constants, regroup_without_rejected
 from recipe.offpolicy.correction import (
     CorrectionSpec,
     batch_constants,
@@ -190,10 +190,10 @@ def test_a_plan_is_made_without_padding(level: str, mode: str) -> None:
     versions = torch.arange(9)[:, None].expand(9, 2) // 2
     plans = []
     for batch in (stored(rows, offpolicy_versions=versions), stored(pack(rows, lengths), offpolicy_versions=versions)):
-        constants = constants_of(correction, batch)
+        constants = compute_constants(correction, batch)
         one = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"lower": 0.9, "upper": 1.1, "level": level}}})
-        groups = groups_without_rejected(one, batch, [f"prompt {i // 3}" for i in range(9)])
-        columns = row_columns(replace(one, denominator="kept"), batch, Dealing(1, 3, mode))
+        groups = regroup_without_rejected(one, batch, [f"prompt {i // 3}" for i in range(9)])
+        columns = build_row_columns(replace(one, denominator="kept"), batch, BatchSplit(1, 3, mode))
         plans.append((constants, groups, columns))
     (constants, groups, columns), (packed_constants, packed_groups, packed_columns) = plans
     assert packed_constants.weight_mean == pytest.approx(constants.weight_mean, rel=1e-12)

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from recipe.offpolicy.doctor.bash import programs
+from tests.support.doctor_answer import Answer, Ask
 
 
 @pytest.fixture(autouse=True)
 def programs_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script's programs answer is known on a busy machine too, which may take them long."""
     monkeypatch.setattr(programs, "_SECONDS", 300)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """Run the command in an empty folder, in which it must leave no output."""
+    # Here and not above: test files of this folder that need no verl share this one.
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from recipe.offpolicy.doctor.command import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def asked(*arguments: str) -> Answer:
+        status = main(arguments)
+        return Answer(status, capsys.readouterr().out)
+
+    yield asked
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    assert list(tmp_path.glob("outputs")) == [], "a look leaves nothing behind"

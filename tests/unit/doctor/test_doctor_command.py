@@ -6,24 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.applications import CONFIGS, NEEDED
+from tests.support.doctor_answer import Ask
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
-
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-
-from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.command import main
-from recipe.offpolicy.doctor.scripts import find_launch
-from tests.support.applications import CONFIGS, NEEDED
-from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
 
 pytestmark = pytest.mark.slow
 
@@ -34,40 +25,6 @@ GSM_UPPER = "correction.masks.gsm.upper"
 PLAIN = ("--module", "verl.trainer.main_ppo")
 GIVEN = (f"{ROLLOUT}.name=vllm", *NEEDED)
 RUN = ROOT / "recipe" / "offpolicy"
-
-
-class Answer(NamedTuple):
-    status: int
-    printed: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.printed)
-
-    def verdicts(self) -> dict[str, str]:
-        return {row["name"]: row["verdict"] for row in self.json["corrections"]}
-
-    def overrides(self) -> list[str]:
-        return [
-            each for row in self.json["corrections"] for problem in row["problems"] for each in problem["overrides"]
-        ]
-
-
-Ask = Callable[..., Answer]
-
-
-@pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
-    monkeypatch.chdir(tmp_path)
-
-    def asked(*arguments: str) -> Answer:
-        status = main(arguments)
-        return Answer(status, capsys.readouterr().out)
-
-    yield asked
-    GlobalHydra.instance().clear()
-    HydraConfig.instance().cfg = None
-    assert list(tmp_path.glob("outputs")) == [], "a look leaves nothing behind"
 
 
 def test_all_is_live(ask: Ask) -> None:
@@ -370,179 +327,3 @@ def test_another_engine_is_wrong_and_mended(ask: Ask) -> None:
         assert (mended or f"{ACTOR}.strategy=fsdp2") in answer.overrides()
         assert ask("correction=gsm", given, *GIVEN, *dict.fromkeys(answer.overrides())).status == 0
     assert ask(*PLAIN, f"{VERL}.rollout_is=token", "model_engine=veomni", *GIVEN).status == 0
-
-
-# Scripts --------------------------------------------------------------------------------------------------------
-
-
-def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
-    """verl hands the weights and rejections of bypass mode to no worker unless the worker has the keys itself."""
-    expected = {
-        RLOO: {"rollout_is": "INERT", "bypass_mode": "LIVE", "loss_type": "INERT"},
-        MULTI_RS: {"rollout_is": "INERT", "rollout_rs": "INERT", "bypass_mode": "LIVE"},
-    }
-    for source, verdicts in expected.items():
-        script = tmp_path / "run.sh"
-        script.write_text(source)
-        answer = ask("--json", "--script", str(script))
-        assert answer.status == 1
-        assert answer.verdicts() == {f"rollout_correction.{name}": verdict for name, verdict in verdicts.items()}
-        line = source.splitlines().index("python3 -m verl.trainer.main_ppo \\") + 1
-        assert answer.json["origin"] == f"{script}, line {line}"
-        assert answer.json["module"] == "verl.trainer.main_ppo"
-        mended = ask("--json", "--script", str(script), *dict.fromkeys(answer.overrides()))
-        assert set(mended.verdicts().values()) == {"LIVE"}
-
-
-def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(DECOUPLED)
-    answer = ask("--json", "--script", str(script))
-    assert answer.status == 0
-    assert answer.verdicts() == {"rollout_correction.rollout_is": "LIVE", "rollout_correction.rollout_rs": "LIVE"}
-    assert ask("--script", str(script), f"{ROLLOUT}.calculate_log_probs=false").status == 1
-
-
-@pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron"])
-def test_our_scripts_are_live(name: str, ask: Ask) -> None:
-    assert ask("--script", str(RUN / f"{name}.sh")).status == 0
-    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.top_k=5")
-    assert answer.status == 2
-    assert set(answer.overrides()) == {f"{ROLLOUT}.top_k=-1"}
-
-
-@pytest.mark.verl(">=0.9")
-def test_our_asynchronous_script_is_live(ask: Ask) -> None:
-    assert ask("--script", str(RUN / "run_async.sh")).status == 0
-
-
-LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
-UNREADABLE = {
-    "no launch": (
-        "python3 -m pip install verl\npython3 prepare.py --out=x",
-        "no launch: no call of `python -m MODULE`",
-    ),
-    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at the lines 1 (verl.trainer.main_ppo), 2"),
-    "an override that is not known": (
-        f"\n{LAUNCH} c.d=$NOT_SET_HERE",
-        "line 2: an override is not known (c.d): $NOT_SET_HERE",
-    ),
-    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: whether this is launched is not known"),
-    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: which program this calls is not known"),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path: Path) -> None:
-    source, part = UNREADABLE[name]
-    script = tmp_path / "run.sh"
-    script.write_text(source)
-    answer = ask("--script", str(script))
-    assert answer.status == 2
-    assert part in answer.printed
-    assert answer.printed.splitlines()[0] == str(script), "no program that would follow a colon"
-    assert part in ask("--json", "--script", str(script)).json["error"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--line", "3", *NEEDED], "--line: the line of a launch in a script"),
-        (["--script", "run.sh", "--module", "a.b"], "--script and --module"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    arguments: list[str], said: str, ask: Ask, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        ask(*arguments)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_one_of_several_launches(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH}\n\n{LAUNCH} c.d=2\n")
-    assert find_launch(script, [], line=3).arguments == ("a.b=1", "c.d=2")
-    with pytest.raises(ScriptError, match="no launch at line 2"):
-        find_launch(script, [], line=2)
-
-
-def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH}\n")
-    with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
-        find_launch(script, ["c.d=2"])
-
-
-COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
-
-
-@pytest.mark.parametrize(
-    ("words", "given", "arguments"),
-    [
-        # The value given stands for the one that is not known; "$@" hands it on as well.
-        (f'{COUNTED} "$@"', ["trainer.n_gpus_per_node=8"], ["trainer.n_gpus_per_node=8"] * 2),
-        (COUNTED, ["trainer.n_gpus_per_node=8"], ["trainer.n_gpus_per_node=8"]),
-        # A key of the user's own stays one; of two later values the last counts, with or without a plus.
-        ("+my.key=$(make_it) my.key=2 my.key=3", [], ["+my.key=3", "my.key=2", "my.key=3"]),
-        ('my.key="$(make_it)"', ["++my.key=4"], None),
-    ],
-)
-def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
-    words: str, given: list[str], arguments: list[str] | None, tmp_path: Path
-) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH} {words}\n")
-    if arguments is None:  # the script hands nothing on
-        with pytest.raises(ScriptError, match="does not reach the launch"):
-            find_launch(script, given)
-    else:
-        assert list(find_launch(script, given).arguments) == ["a.b=1", *arguments]
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        (COUNTED, []),
-        (f"trainer.n_gpus_per_node=2 {COUNTED}", []),  # an earlier value counts less
-        (f"{COUNTED} trainer.nnodes=2", ["trainer.nnodes=2"]),
-    ],
-)
-def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH} {words}\n")
-    with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE behind --script {script}"):
-        find_launch(script, given)
-
-
-def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH} $(make_it)\n")
-    with pytest.raises(ScriptError, match="an override is not known") as caught:
-        find_launch(script, ["c.d=1"])
-    assert "VALUE" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("call", "module"),
-    [
-        ("PYTHONUNBUFFERED=1 nohup python3 -u -m verl.trainer.main_ppo a.b=1 2>&1 | tee log", "verl.trainer.main_ppo"),
-        ("ray job submit --no-wait -- python3 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
-        (
-            'PYTHON=/opt/py/bin/python3.11; "$PYTHON" -m recipe.offpolicy.main_offpolicy a.b=1',
-            "recipe.offpolicy.main_offpolicy",
-        ),
-        ("exec python verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
-        ("python -W ignore -X dev -m verl.trainer.main_ppo a.b=1 &", "verl.trainer.main_ppo"),
-        ("torchrun --nnodes 1 --nproc_per_node=8 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
-        ("torchrun --nproc_per_node $NOT_SET_HERE verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
-        ("python3 -m torch.distributed.run --nnodes 1 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
-        ("srun --nodes=2 bash -c 'python3 -m verl.trainer.main_ppo a.b=1'", "verl.trainer.main_ppo"),
-    ],
-)
-def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{call}\n")
-    launch = find_launch(script, [])
-    assert (launch.module, launch.arguments) == (module, ("a.b=1",))

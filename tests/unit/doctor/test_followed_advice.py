@@ -13,7 +13,7 @@ from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import opsm
-from tests.support.doctor_cases import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
+from tests.support.doctor_keys import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
 from tests.support.mended import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.slow]

@@ -11,7 +11,7 @@ from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.recording.settings import problems
+from recipe.offpolicy.recording.settings import find_problems
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.mended import with_overrides
 
@@ -137,7 +137,7 @@ def recording(**values: Any) -> dict[str, tuple[str, ...]]:
             "actor_rollout_ref": {"rollout": {"calculate_log_probs": values.pop("measured", True)}},
         }
     )
-    return {problem.key: problem.overrides for problem in problems(config)}
+    return {problem.key: problem.overrides for problem in find_problems(config)}
 
 
 def test_another_directory_beside_one_that_is_taken(tmp_path: Any) -> None:

@@ -12,12 +12,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from recipe.offpolicy.batch.micro_batch import sampled_checksums
+from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.extension import BoundLoss, WorkerExtension
 from recipe.offpolicy.proof.verify import LivenessError, verify
-from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, handover
+from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, build_handover
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
@@ -86,7 +86,7 @@ def test_a_coefficient_of_zero_is_the_loss_to_the_bit(name: str) -> None:
 
 def verdict(loss: OffPolicyLoss) -> dict[str, float]:
     _, packet = run(loss)
-    return verify([packet], loss.spec, sampled_rows=sampled_checksums(micro_batch()[1]))
+    return verify([packet], loss.spec, sampled_rows=compute_sampled_checksums(micro_batch()[1]))
 
 
 def test_a_correction_is_proved_live_beside_a_term_that_its_weights_multiply() -> None:
@@ -149,14 +149,14 @@ def test_without_extensions_nothing_of_them_travels() -> None:
     assert "extensions" not in vars(loss_of(CORRECTIONS["tis"], {}))
     assert "reports" not in Packet(1).__getstate__()
     assert pickle.loads(pickle.dumps(Packet(1, reports={"one": 2}))).reports == {"one": 2}
-    plain = handover(CORRECTIONS["tis"], SharedPlan(1), extensions={})
+    plain = build_handover(CORRECTIONS["tis"], SharedPlan(1), extensions={})
     assert type(plain) is Handover
     assert "extensions" not in vars(plain)
-    assert not handover(CorrectionSpec(), SharedPlan(1), extensions={}).ours
+    assert not build_handover(CorrectionSpec(), SharedPlan(1), extensions={}).ours
 
 
 def test_a_handover_takes_extensions_along_by_value() -> None:
-    made = handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
+    made = build_handover(CorrectionSpec(), SharedPlan(1), extensions={"one": NudgeWorker(COLUMN, 0.5)})
     assert isinstance(made, ExtendedHandover)
     assert made.ours
     again = pickle.loads(pickle.dumps(made))

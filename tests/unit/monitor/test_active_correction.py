@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
-from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from tests.support.corrections import TIS, band, spec
@@ -52,12 +52,12 @@ def seen(distance: float = 0.1) -> dict[str, Statistic]:
     return {"gsm/distance": distances, "gsm/kept": Statistic(Reduction.MEAN, (5.0, 10.0))}
 
 
-def steering(made: DictConfig | None = None) -> Steering:
-    return Steering(CONFIGURED, config() if made is None else made)
+def active(made: DictConfig | None = None) -> ActiveCorrection:
+    return ActiveCorrection(CONFIGURED, config() if made is None else made)
 
 
 def test_without_alarms_and_calibration_it_is_the_configured_one() -> None:
-    plain = Steering(CONFIGURED, OmegaConf.create({"offpolicy": {}}))
+    plain = ActiveCorrection(CONFIGURED, OmegaConf.create({"offpolicy": {}}))
     assert plain.spec == CONFIGURED
     assert (plain.moving, plain.bounds) == ({}, {})
     assert not plain.after_update(BAD, {})
@@ -65,7 +65,7 @@ def test_without_alarms_and_calibration_it_is_the_configured_one() -> None:
 
 
 def test_bounds_move_while_the_configured_correction_is_in_force() -> None:
-    made = steering()
+    made = active()
     assert made.moving == {"gsm": "both"}
     assert made.bounds == {"gsm": {"lower": 0.99, "upper": 1.01}}
     assert not made.after_update(GOOD, seen())
@@ -76,7 +76,7 @@ def test_bounds_move_while_the_configured_correction_is_in_force() -> None:
 
 
 def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
-    made = steering()
+    made = active()
     made.after_update(GOOD, seen())
     bounds, keys = made.bounds, set(made.metrics())
     assert made.after_update(BAD, seen())
@@ -99,7 +99,7 @@ def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
 
 
 def test_a_stop_goes_through() -> None:
-    made = steering(config(offpolicy__alarms__ess={"action": "stop", "patience": 1}))
+    made = active(config(offpolicy__alarms__ess={"action": "stop", "patience": 1}))
     with pytest.raises(AlarmError, match="alarm ess"):
         made.after_update(BAD, seen())
 
@@ -107,24 +107,24 @@ def test_a_stop_goes_through() -> None:
 # Checkpoints ------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, made: Steering) -> None:
+def saved(folder: Path, made: ActiveCorrection) -> None:
     """A checkpoint of step 4, written while ``made`` decided."""
     with guard_save(config(folder), 4, CONFIGURED, made.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
 
-def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> Steering:
+def resumed(made: DictConfig, correction: CorrectionSpec = CONFIGURED) -> ActiveCorrection:
     """As the trainers do it."""
-    state = check_before_loading(made, correction, partial(differences, made))
-    steering = Steering(correction, made)
+    state = check_before_loading(made, correction, partial(find_differences, made))
+    active = ActiveCorrection(correction, made)
     if state is not None:
-        steering.restore(state)
-    return steering
+        active.restore(state)
+    return active
 
 
 def test_a_resume_goes_on_with_the_bounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = steering()
+    made = active()
     for _ in range(3):
         made.after_update(GOOD, seen())
     saved(tmp_path, made)
@@ -138,7 +138,7 @@ def test_a_resume_goes_on_with_the_bounds(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_resume_goes_on_with_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = steering()
+    made = active()
     made.after_update(GOOD, seen())
     bounds = made.bounds
     made.after_update(BAD, seen())
@@ -168,7 +168,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_schedule_stops_unless_it_is_meant(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes, expected = CHANGES[name]
-    made = steering()
+    made = active()
     made.after_update(GOOD, seen())
     saved(tmp_path, made)
     with pytest.raises(CheckpointError) as stopped:
@@ -183,7 +183,7 @@ def test_another_schedule_stops_unless_it_is_meant(name: str, tmp_path: Path, ca
 
 def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
     """With both sides a row at -0.1 nats lies 0.1 out; with side=upper the lower bound rejects it."""
-    made = steering()
+    made = active()
     made.after_update(GOOD, seen())
     saved(tmp_path, made)
     changed: dict[str, Any] = {"offpolicy__calibrate__side": "upper", "offpolicy__resume_changed_correction": True}
@@ -197,7 +197,7 @@ def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", ["fallback", "stop"])
 def test_what_an_alarm_that_fired_is_to_do_from_now_on_is_done(action: str, tmp_path: Path) -> None:
-    made = steering(config(offpolicy__alarms__ess={"action": "warn", "patience": 1}))
+    made = active(config(offpolicy__alarms__ess={"action": "warn", "patience": 1}))
     for _ in range(3):
         made.after_update(BAD, seen())
     saved(tmp_path, made)
@@ -212,7 +212,7 @@ def test_what_an_alarm_that_fired_is_to_do_from_now_on_is_done(action: str, tmp_
 
 
 def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) -> None:
-    made = steering()
+    made = active()
     made.after_update(BAD, seen())
     saved(tmp_path, made)
     changes: dict[str, Any] = {"offpolicy__alarms__ess__fallback__correction": OTHER.to_mapping()}
@@ -224,7 +224,7 @@ def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) ->
 
 def test_a_schedule_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
     plain = config(tmp_path, offpolicy__calibrate={"target_kept": None})
-    saved(tmp_path, Steering(CONFIGURED, plain))
+    saved(tmp_path, ActiveCorrection(CONFIGURED, plain))
     assert resumed(plain).spec == CONFIGURED
     with pytest.raises(CheckpointError, match=r"offpolicy\.calibrate\.target_kept: null in the checkpoint, 0\.9 now"):
         resumed(config(tmp_path))
@@ -234,7 +234,7 @@ def test_a_schedule_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
 def test_a_fallback_that_is_not_configured_any_more(
     gone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = steering()
+    made = active()
     made.after_update(BAD, seen())
     saved(tmp_path, made)
     changes: dict[str, Any] = {"offpolicy__alarms__ess": {"action": "warn"}}
@@ -251,7 +251,7 @@ def test_a_fallback_that_is_not_configured_any_more(
 
 
 def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = steering()
+    made = active()
     made.after_update(BAD, seen())
     saved(tmp_path, made)
     wider = spec(gsm=band(0.9, 1.1))

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading
-from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from tests.support.paths import ROOT
@@ -54,13 +54,13 @@ def config(folder: str) -> DictConfig:
     )
 
 
-def resumed(folder: str) -> Steering:
+def resumed(folder: str) -> ActiveCorrection:
     made = config(folder)
-    state = check_before_loading(made, CONFIGURED, partial(differences, made))
+    state = check_before_loading(made, CONFIGURED, partial(find_differences, made))
     assert state is not None
-    steering = Steering(CONFIGURED, made)
-    steering.restore(state)
-    return steering
+    active = ActiveCorrection(CONFIGURED, made)
+    active.restore(state)
+    return active
 
 
 def seen(log_rho: list[float]) -> dict[str, Any]:
@@ -80,26 +80,26 @@ def seen(log_rho: list[float]) -> dict[str, Any]:
 
 
 def test_moved_bounds_go_on_from_where_they_were() -> None:
-    steering = resumed("moved_bounds")
-    assert steering.spec.fingerprint() == 1447517447
-    assert steering.bounds == {
+    active = resumed("moved_bounds")
+    assert active.spec.fingerprint() == 1447517447
+    assert active.bounds == {
         "gsm": {"lower": 0.9827829564107875, "upper": 1.0173428423519233},
         "correction.weight": {"upper": 2.1757317184490237},
     }
-    steering.after_update(GOOD, seen([0.3, -0.2, 0.1, 0.0] * 5))
-    gsm, weight = steering.bounds["gsm"], steering.bounds["correction.weight"]
+    active.after_update(GOOD, seen([0.3, -0.2, 0.1, 0.0] * 5))
+    gsm, weight = active.bounds["gsm"], active.bounds["correction.weight"]
     assert gsm["lower"] == pytest.approx(0.9793752834762478, rel=1e-9)
     assert gsm["upper"] == pytest.approx(1.020847338093258, rel=1e-9)
     assert weight["upper"] == pytest.approx(2.305649803099602, rel=1e-9)
-    assert math.isclose(steering.metrics()["calibrate/weight/ess"], 0.9686912587272997, rel_tol=1e-9)
+    assert math.isclose(active.metrics()["calibrate/weight/ess"], 0.9686912587272997, rel_tol=1e-9)
 
 
 def test_a_fallback_stays_in_force_until_the_run_is_quiet() -> None:
-    steering = resumed("fallback")
-    assert (steering.spec, steering.spec.fingerprint()) == (FALLBACK, 1591711840)
-    assert [steering.after_update(GOOD, {}) for _ in range(2)] == [False, True]
-    assert steering.spec.fingerprint() == 1554838279
-    assert steering.bounds == {
+    active = resumed("fallback")
+    assert (active.spec, active.spec.fingerprint()) == (FALLBACK, 1591711840)
+    assert [active.after_update(GOOD, {}) for _ in range(2)] == [False, True]
+    assert active.spec.fingerprint() == 1554838279
+    assert active.bounds == {
         "gsm": {"lower": 0.9880120321448115, "upper": 1.0120119681431987},
         "correction.weight": {"upper": 1.9143566852070582},
     }

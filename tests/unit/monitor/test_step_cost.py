@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from recipe.offpolicy.monitor.step_cost import StepCost, bytes_of
+from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
 
 
 def counts(cost: StepCost) -> tuple[float, float]:
@@ -36,4 +36,4 @@ def test_bytes_of_columns_and_of_what_is_pickled() -> None:
     column = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged)
     cost.add_columns({"rows": column})
     assert counts(cost) == (0.0, 36.0)
-    assert bytes_of(column) == 36
+    assert count_bytes(column) == 36

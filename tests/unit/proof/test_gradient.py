@@ -20,7 +20,7 @@ MASKED = spec(TIS, narrow=band(0.9, 1.1, level="token", aggregate="product"))
 
 
 def policy_loss(model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]:
-    ratio = (mb.padded(model_output, data) - data["old_log_probs"]).exp()
+    ratio = (mb.pad_log_probs(model_output, data) - data["old_log_probs"]).exp()
     return -(ratio * data["advantages"] * data[mb.WEIGHTS] * data["response_mask"]).sum(), {}
 
 
@@ -42,7 +42,7 @@ class Adapter:
 
     def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]:
         batch = mb.read(model_output, data)
-        factor = mb.factor(self.spec, batch, mb.decide(self.spec, batch, measure="nothing"))
+        factor = mb.compute_factor(self.spec, batch, mb.decide(self.spec, batch, measure="nothing"))
         handed = {mb.WEIGHTS: factor if self.alive else torch.ones_like(factor), "old_log_probs": batch.old_log_prob}
         return policy_loss(model_output, batch.data_with(**handed))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch.micro_batch import sampled_checksums
+from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column
 from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
 from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
@@ -37,7 +37,7 @@ def rollout(*, nested: bool, seed: int = 0) -> TensorDict:
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_healthy_rollout(nested: bool) -> None:
     watch, rows = RolloutChecker(), rollout(nested=nested)
-    assert watch.check_sampled(rows) == sampled_checksums(rows)
+    assert watch.check_sampled(rows) == compute_sampled_checksums(rows)
     watch.check_aligned(rows, groups=[str(row // 8) for row in range(ROWS)])
     assert watch.metrics()["alignment/concordance_rows"] > 0.95
     assert watch.metrics().keys() == {f"alignment/concordance_{kind}" for kind in ("rows", "siblings", "tokens")}

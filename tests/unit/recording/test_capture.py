@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.recording import Rows
-from recipe.offpolicy.recording.pack import Seen, pack, turns, unpack
+from recipe.offpolicy.recording.pack import Seen, number_turns, pack, unpack
 from tests.support.examples import at_most
 
 MASK = torch.tensor(
@@ -70,7 +70,7 @@ def test_turns_are_runs_of_the_mask() -> None:
 
 def test_a_row_that_ends_in_a_turn_does_not_lengthen_that_of_the_next() -> None:
     mask = np.array([True, True, True, False, True])
-    assert turns(mask, np.array([0, 2, 5])).tolist() == [0, 0, 0, -1, 1]
+    assert number_turns(mask, np.array([0, 2, 5])).tolist() == [0, 0, 0, -1, 1]
 
 
 def test_what_is_not_known() -> None:

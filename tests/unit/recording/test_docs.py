@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.recording.files import LARGEST
 from recipe.offpolicy.recording.recorder import Counters
-from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, markdown
+from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, format_markdown
 from recipe.offpolicy.recording.time_budget import FIRST, MOST_TIME
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
@@ -20,8 +20,8 @@ PAGE = (ROOT / "docs" / "recording.md").read_text()
 
 
 def test_the_table_of_columns_is_the_schemas() -> None:
-    assert markdown() in PAGE
-    assert markdown().count("\n") == 2 + 18
+    assert format_markdown() in PAGE
+    assert format_markdown().count("\n") == 2 + 18
 
 
 def test_every_key_is_there_with_its_default() -> None:

@@ -14,7 +14,7 @@ from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
 from recipe.offpolicy.recording.pack import Seen, pack, unpack
-from recipe.offpolicy.recording.rows import Rows, concatenated
+from recipe.offpolicy.recording.rows import Rows, concatenate
 from recipe.offpolicy.recording.schema import SCHEMA
 from recipe.offpolicy.report import main as report
 from tests.support.recordings import drawn_rows, record
@@ -58,7 +58,7 @@ def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
 
 
 def test_rows_that_an_extension_was_not_on_for_have_no_value() -> None:
-    both = concatenated([drawn_rows([2]), extended_rows()])
+    both = concatenate([drawn_rows([2]), extended_rows()])
     np.testing.assert_array_equal(both.extensions[COLUMN], [np.nan, np.nan, 1, 2, 3, np.nan, 5])
     np.testing.assert_array_equal(both.take([2, 0]).extensions[COLUMN], [np.nan, 5, np.nan, np.nan])
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording import RecordingError, Rows, concatenated
+from recipe.offpolicy.recording import RecordingError, Rows, concatenate
 from recipe.offpolicy.recording import files as files_module
-from recipe.offpolicy.recording.files import OverLimit, digest, read, to_table, unreadable, write
-from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY, extended
+from recipe.offpolicy.recording.files import OverLimit, build_unreadable_error, compute_digest, read, to_table, write
+from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY, extend_schema
 from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
@@ -134,7 +134,7 @@ def test_rows_of_several_files_end_to_end(tmp_path: Path) -> None:
     one, other = drawn_rows([2, 3]), drawn_rows([4], seed=1)
     path = tmp_path / "step_00000001.rank_00001.parquet"
     write(path, other, SPEC, REASONS)
-    both = concatenated([read(written(tmp_path, one)).rows, read(path).rows])
+    both = concatenate([read(written(tmp_path, one)).rows, read(path).rows])
     assert both.offsets.tolist() == [0, 2, 5, 9]
     assert both.log_prob.tolist() == [*one.log_prob, *other.log_prob]
 
@@ -143,10 +143,10 @@ def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:
     rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
     same_rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
     nudged = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, np.nextafter(np.float32(-3), 0)], dtype=np.float32))
-    assert digest(rows, {}) == digest(same_rows, {})
-    assert len({digest(rows, {}), digest(nudged, {}), digest(rows, {SPEC_KEY: b"{}"})}) == 3
+    assert compute_digest(rows, {}) == compute_digest(same_rows, {})
+    assert len({compute_digest(rows, {}), compute_digest(nudged, {}), compute_digest(rows, {SPEC_KEY: b"{}"})}) == 3
     # Other metadata, such as a writer's own, say nothing about the rows.
-    assert digest(rows, {b"writer": b"x"}) == digest(rows, {})
+    assert compute_digest(rows, {b"writer": b"x"}) == compute_digest(rows, {})
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:
     ],
 )
 def test_what_the_system_does_not_let_be_read(error: OSError, mend: str) -> None:
-    assert str(unreadable(Path("step"), error)) == f"step: not readable ({mend}"
+    assert str(build_unreadable_error(Path("step"), error)) == f"step: not readable ({mend}"
 
 
 def test_columns_of_extensions_come_after_ours() -> None:
-    schema = extended(["offpolicy_teacher"])
+    schema = extend_schema(["offpolicy_teacher"])
     assert schema.names == [*SCHEMA.names, "offpolicy_teacher"]
     assert schema.field("offpolicy_teacher").type.value_type == pa.float32()

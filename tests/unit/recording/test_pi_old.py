@@ -10,7 +10,7 @@ import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
-from recipe.offpolicy.recording.pi_old import scored_rows, trainers_pi_old
+from recipe.offpolicy.recording.pi_old import find_scored_rows, get_trainers_pi_old
 from tests.support.recordings import drawn_rows, record
 
 
@@ -23,13 +23,13 @@ def step_under(directory: Path, correction: dict[str, Any]) -> Step:
 
 def test_a_forward_pass_is_recorded_as_it_was(tmp_path: Path) -> None:
     step = step_under(tmp_path, {})
-    assert scored_rows(step).tolist() == [True, True]
-    assert trainers_pi_old(step).tolist() == step.rows.old_log_prob.tolist()
+    assert find_scored_rows(step).tolist() == [True, True]
+    assert get_trainers_pi_old(step).tolist() == step.rows.old_log_prob.tolist()
 
 
 def test_pi_of_the_first_gradient_step_stands_in(tmp_path: Path) -> None:
     step = step_under(tmp_path, {"proximal": "bypass"})
-    assert scored_rows(step).tolist() == [True, False]
-    found = trainers_pi_old(step)
+    assert find_scored_rows(step).tolist() == [True, False]
+    found = get_trainers_pi_old(step)
     assert found[:2] == pytest.approx(step.rows.log_prob[:2])
     assert np.isnan(found[2:]).all()

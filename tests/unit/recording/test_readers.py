@@ -12,7 +12,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import ROW_COLUMNS, SCHEMA, TOKEN_COLUMNS
 from tests.support.recordings import drawn_rows, record
 
@@ -21,7 +21,7 @@ PARTS = (
     drawn_rows([2, 4], step=1, rank=1, seed=1),
     drawn_rows([5], step=2, seed=2),
 )
-ALL = concatenated(PARTS)
+ALL = concatenate(PARTS)
 BY_TOKEN = (*TOKEN_COLUMNS, "prompt_ids")
 
 

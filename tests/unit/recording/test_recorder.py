@@ -398,12 +398,12 @@ def test_whatever_else_fails_stops_the_recording(recorder: Recorder, monkeypatch
 
 def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
     settings = RecordSettings.at(str(tmp_path / "rec"))
-    one = recorder_module.recorder_of(settings, rank=0, ranks=1)
-    assert recorder_module.recorder_of(RecordSettings.at(str(tmp_path / "rec")), rank=0, ranks=1) is one
+    one = recorder_module.get_recorder(settings, rank=0, ranks=1)
+    assert recorder_module.get_recorder(RecordSettings.at(str(tmp_path / "rec")), rank=0, ranks=1) is one
     micro_batch(one)
     thread = one._thread
     assert thread is not None
-    other = recorder_module.recorder_of(replace(settings, every=2), rank=0, ranks=1)
+    other = recorder_module.get_recorder(replace(settings, every=2), rank=0, ranks=1)
     assert other is not one
     assert written(one) == ["step_00000001.rank_00000.parquet"]  # what was open is closed
     thread.join(HANGS)

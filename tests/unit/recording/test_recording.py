@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording import Recording, RecordingError, concatenated
+from recipe.offpolicy.recording import Recording, RecordingError, concatenate
 from recipe.offpolicy.recording.files import write
-from recipe.offpolicy.recording.recording import file_name, step_of, update_of
+from recipe.offpolicy.recording.recording import file_name, parse_step, parse_update
 from tests.support.recordings import NONE, drawn_rows, record, same
 
 FIRST, SECOND, LATER = drawn_rows([2, 3]), drawn_rows([4], rank=1, seed=1), drawn_rows([1], step=12, seed=2)
@@ -29,20 +29,20 @@ def recorded(tmp_path: Path) -> Path:
 
 def test_names_say_step_and_rank() -> None:
     assert file_name(12, 3) == "step_00000012.rank_00003.parquet"
-    assert step_of(file_name(12, 3)) == (12, 3)
-    assert (step_of(file_name(12, 3)), update_of(file_name(12, 3))) == ((12, 3), None)
+    assert parse_step(file_name(12, 3)) == (12, 3)
+    assert (parse_step(file_name(12, 3)), parse_update(file_name(12, 3))) == ((12, 3), None)
     assert file_name(12, 3, update=4) == "step_00000012.update_0004.rank_00003.parquet"
-    assert (step_of(file_name(12, 3, 4)), update_of(file_name(12, 3, 4))) == ((12, 3), 4)
+    assert (parse_step(file_name(12, 3, 4)), parse_update(file_name(12, 3, 4))) == ((12, 3), 4)
     for name in ("step_1.rank_0.parquet", "step_00000001.rank_00000.partial", "run.json", ".step_00000001.rank_00000"):
-        assert step_of(name) is None
+        assert parse_step(name) is None
 
 
 def test_steps_in_order_and_ranks_together(recorded: Path) -> None:
     recording = Recording(recorded)
     assert recording.steps == [1, 12]
-    assert same(recording.step(1).rows, concatenated([FIRST, SECOND]))
+    assert same(recording.step(1).rows, concatenate([FIRST, SECOND]))
     assert [len(step.rows) for step in recording] == [3, 1]
-    assert same(recording.rows(), concatenated([FIRST, SECOND, LATER]))
+    assert same(recording.rows(), concatenate([FIRST, SECOND, LATER]))
 
 
 def test_other_files_do_not_matter(recorded: Path) -> None:

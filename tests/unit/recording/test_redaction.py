@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.recording.redaction import HIDDEN, redacted, redacted_text
+from recipe.offpolicy.recording.redaction import HIDDEN, redact, redact_text
 from tests.support.applications import NEEDED, application
 
 BY_KEY = {
@@ -130,33 +130,33 @@ NOT_IN_TEXT = [
 
 @pytest.mark.parametrize(("key", "value"), BY_KEY.items())
 def test_hidden_by_key(key: str, value: Any) -> None:
-    assert redacted({"a": [{key: value}]}) == {"a": [{key: HIDDEN}]}
+    assert redact({"a": [{key: value}]}) == {"a": [{key: HIDDEN}]}
 
 
 @pytest.mark.parametrize(("key", "value"), NOT_BY_KEY.items())
 def test_kept_under_its_key(key: str, value: Any) -> None:
-    assert redacted({key: value}) == {key: value}
+    assert redact({key: value}) == {key: value}
 
 
 @pytest.mark.parametrize(("text", "shown"), IN_TEXT)
 def test_hidden_in_text(text: str, shown: str) -> None:
-    assert redacted_text(text) == shown
-    assert redacted([text, {"x": text}]) == [shown, {"x": shown}]
-    assert redacted_text(shown) == shown
+    assert redact_text(text) == shown
+    assert redact([text, {"x": text}]) == [shown, {"x": shown}]
+    assert redact_text(shown) == shown
 
 
 @pytest.mark.parametrize("text", NOT_IN_TEXT)
 def test_kept_in_text(text: str) -> None:
-    assert redacted_text(text) == text
+    assert redact_text(text) == text
 
 
 def test_what_is_named_beside_its_value() -> None:
     """Entries of an environment as Kubernetes lists them, and flags as a program takes them."""
-    assert redacted([{"name": "HF_TOKEN", "value": "abc"}, {"name": "HOME", "value": "/root"}]) == [
+    assert redact([{"name": "HF_TOKEN", "value": "abc"}, {"name": "HOME", "value": "/root"}]) == [
         {"name": "HF_TOKEN", "value": HIDDEN},
         {"name": "HOME", "value": "/root"},
     ]
-    assert redacted(["--api-key", "abc", "--steps", "3"]) == ["--api-key", HIDDEN, "--steps", "3"]
+    assert redact(["--api-key", "abc", "--steps", "3"]) == ["--api-key", HIDDEN, "--steps", "3"]
 
 
 def test_values_of_secret_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +164,10 @@ def test_values_of_secret_environment_variables(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SHORT_KEY", "abc")
     monkeypatch.setenv("PWD", "/runs/somewhere")
     given = {"a": "x abcdef123456 y", "b": "abc", "c": "/runs/somewhere/else"}
-    assert redacted(given) == {"a": f"x {HIDDEN} y", "b": "abc", "c": "/runs/somewhere/else"}
+    assert redact(given) == {"a": f"x {HIDDEN} y", "b": "abc", "c": "/runs/somewhere/else"}
 
 
 def test_nothing_of_verls_own_configuration_is_hidden() -> None:
     with application(*NEEDED) as config:
         values = OmegaConf.to_container(config)
-    assert redacted(values) == values
+    assert redact(values) == values

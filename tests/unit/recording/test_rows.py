@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows, same
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
@@ -47,7 +47,7 @@ def test_taken_rows_in_another_order() -> None:
 @given(LENGTHS, LENGTHS)
 def test_parts_put_together_are_what_they_were(one: list[int], other: list[int]) -> None:
     parts = [drawn_rows(one), drawn_rows(other, seed=1)]
-    both = concatenated(parts)
+    both = concatenate(parts)
     cut = len(one)
     assert same(both.take(range(cut)), parts[0])
     assert same(both.take(range(cut, len(both))), parts[1])
@@ -61,7 +61,7 @@ def test_taking_all_changes_nothing(lengths: list[int]) -> None:
 
 def test_nothing_cannot_be_put_together() -> None:
     with pytest.raises(ValueError, match="at least one part"):
-        concatenated([])
+        concatenate([])
 
 
 def test_rows_are_frozen() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.offpolicy.batch.plan import Dealing, SharedPlan, UpdateRows
+from recipe.offpolicy.batch.plan import BatchSplit, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import POLL, RunRecord
-from recipe.offpolicy.recording.run_info import card_of
+from recipe.offpolicy.recording.run_info import build_card
 from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.writer import Item, StepWriter
 from tests.support.recordings import drawn_rows, record
@@ -53,8 +53,10 @@ def run(tmp_path: Path, **kwargs: Any) -> RunRecord:
     return RunRecord(config(tmp_path, **kwargs), SPEC, {"other": CorrectionSpec()})
 
 
-def announced(of: RunRecord, step: int, rows: int = 24, updates: int = 1) -> UpdateRows | None:
-    plan = of.announced(SharedPlan(step), rows=rows, dealing=lambda: Dealing(2, 8, "token-mean"), updates=updates)
+def announce(of: RunRecord, step: int, rows: int = 24, updates: int = 1) -> UpdateRows | None:
+    plan = of.announce_update(
+        SharedPlan(step), rows=rows, batch_split=lambda: BatchSplit(2, 8, "token-mean"), updates=updates
+    )
     assert plan.step == step
     return plan.update
 
@@ -81,7 +83,7 @@ def test_no_secret_is_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         given.logging = {"header": "x ${oc.env:WANDB_API_KEY}", "wandb_token": "x", "tokens": 7}
         given.ray_kwargs = {"ray_init": {"runtime_env": {"env_vars": {"HOME": "/root", "PATH": "/bin"}}}}
         given.data = {"max_token_len": 4096, "train_files": "https://user:pass@host/train.parquet"}
-    text = json.dumps(card_of(given, SPEC, {}))
+    text = json.dumps(build_card(given, SPEC, {}))
     found = json.loads(text)["config"]
     assert "/root" not in text
     assert found["logging"] == {"header": "x (hidden)", "wandb_token": "(hidden)", "tokens": 7}
@@ -93,7 +95,7 @@ def test_a_card_is_strict_json(tmp_path: Path) -> None:
     given = config(tmp_path)
     with open_dict(given):
         given.extra = {"a": float("nan"), "b": float("inf"), 1: [True, None]}
-    card = card_of(given, SPEC, {})
+    card = build_card(given, SPEC, {})
     assert card["config"]["extra"] == {"a": "nan", "b": "inf", "1": [True, None]}
     json.dumps(card, allow_nan=False)
 
@@ -101,7 +103,7 @@ def test_a_card_is_strict_json(tmp_path: Path) -> None:
 def test_the_proof_is_noted(tmp_path: Path) -> None:
     of = run(tmp_path)
     record(tmp_path / "rec", drawn_rows([1]))
-    of.proved(3, "opsm LIVE", {"proved": 1.0})
+    of.write_proof(3, "opsm LIVE", {"proved": 1.0})
     assert Recording(tmp_path / "rec").proof == {"step": 3, "sentence": "opsm LIVE", "live": {"proved": 1.0}}
 
 
@@ -109,7 +111,7 @@ def test_what_is_recorded_is_its_owners_alone(tmp_path: Path) -> None:
     """By a trainer or by a worker that comes first, whatever the umask; a directory that was there keeps its mode."""
     before = os.umask(0)
     try:
-        run(tmp_path).proved(1, "LIVE", {})
+        run(tmp_path).write_proof(1, "LIVE", {})
         for directory in ("rec", "worker"):
             writer = StepWriter(RecordSettings.at(str(tmp_path / directory)), rank=0, ranks=1)
             writer.add(Item(1, None, 0, None, {}, (), last=False))
@@ -137,33 +139,33 @@ def test_a_full_disk_costs_the_proof_and_not_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("recipe.offpolicy.recording.run.write_json", full)
-    of.proved(1, "LIVE", {})
+    of.write_proof(1, "LIVE", {})
     assert "the proof is not recorded (No space left on device)" in warnings.text
 
 
 def test_how_an_update_is_dealt(tmp_path: Path) -> None:
     """24 rows over 2 ranks, mini-batches of 8 over both: 12 rows a rank in mini-batches of 4."""
-    assert announced(run(tmp_path), step=1) == UpdateRows(ranks=2, rows=12, mini_batch_rows=4)
+    assert announce(run(tmp_path), step=1) == UpdateRows(ranks=2, rows=12, mini_batch_rows=4)
 
 
 def test_updates_of_a_step_are_counted_with_their_gradient_steps(tmp_path: Path) -> None:
     """3 mini-batches in 2 epochs are 6 gradient steps an update, also where the last mini-batch is smaller."""
     of = run(tmp_path, epochs=2)
-    assert announced(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=0, updates=2, gradient_steps=0)
-    assert announced(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
-    assert announced(of, step=2, rows=20, updates=2) == UpdateRows(2, 10, 4, update=0, updates=2)
-    assert announced(of, step=2, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
+    assert announce(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=0, updates=2, gradient_steps=0)
+    assert announce(of, step=1, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
+    assert announce(of, step=2, rows=20, updates=2) == UpdateRows(2, 10, 4, update=0, updates=2)
+    assert announce(of, step=2, updates=2) == UpdateRows(2, 12, 4, update=1, updates=2, gradient_steps=6)
 
 
 def test_where_nothing_is_recorded_nothing_is_done(tmp_path: Path) -> None:
     of = run(tmp_path, directory=None)
 
-    def never() -> Dealing:
+    def never() -> BatchSplit:
         raise AssertionError("not asked")
 
     plan = SharedPlan(1)
-    assert of.announced(plan, rows=8, dealing=never) is plan
-    of.proved(1, "LIVE", {})
+    assert of.announce_update(plan, rows=8, batch_split=never) is plan
+    of.write_proof(1, "LIVE", {})
     of.finish()
     assert list(tmp_path.iterdir()) == []
 
@@ -188,8 +190,8 @@ def test_a_resumed_run_forgets_what_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
     resumed = run(tmp_path)
     assert Recording(tmp_path / "rec").steps == [1, 2, 3, 4, 5]
-    announced(resumed, step=4)
-    announced(resumed, step=5)
+    announce(resumed, step=4)
+    announce(resumed, step=5)
     assert Recording(tmp_path / "rec").steps == [1, 2, 3]
 
 
@@ -200,7 +202,7 @@ def test_a_run_that_begins_again_forgets_all_of_it(tmp_path: Path) -> None:
     RunRecord(given, SPEC, {})
     record(tmp_path / "rec", *(drawn_rows([1], step=step) for step in (1, 2)))
     again = RunRecord(given, SPEC, {})
-    announced(again, step=1)
+    announce(again, step=1)
     with pytest.raises(RecordingError, match="no recorded step"):
         Recording(tmp_path / "rec")
 
@@ -221,7 +223,7 @@ def pauses(of: RunRecord, then: Callable[[int], None] = lambda number: None) -> 
 def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
     """A rank writes in the first pause, the other in the third."""
     of = run(tmp_path)
-    announced(of, step=1)
+    announce(of, step=1)
     assert pauses(of) == 4
 
     def write(number: int) -> None:
@@ -235,7 +237,7 @@ def test_the_end_waits_for_the_last_step_of_every_rank(tmp_path: Path) -> None:
 def test_the_end_waits_for_the_last_of_several_updates(tmp_path: Path) -> None:
     of = run(tmp_path)
     for update in range(2):
-        announced(of, step=1, updates=2)
+        announce(of, step=1, updates=2)
         if update == 0:
             for rank in range(2):
                 write(tmp_path / "rec" / file_name(1, rank, 0), drawn_rows([1], rank=rank), {}, ())
@@ -249,7 +251,7 @@ def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     of = run(tmp_path)
-    announced(of, step=1)
+    announce(of, step=1)
     shutil.rmtree(tmp_path / "rec")
     assert pauses(of) == 0
     assert [entry.getMessage() for entry in warnings.records] == [
@@ -264,8 +266,8 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
     """A directory under a file's name: unlink raises, whoever runs it."""
     of = run(tmp_path)
     (tmp_path / "rec" / "step_00000004.rank_00000.parquet").mkdir()
-    assert announced(of, step=4) is None
-    assert announced(of, step=5) is None
+    assert announce(of, step=4) is None
+    assert announce(of, step=5) is None
     assert pauses(of) == 0
     (entry,) = warnings.records
     assert entry.getMessage().startswith(

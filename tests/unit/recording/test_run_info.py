@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.recording import RecordingError
 from recipe.offpolicy.recording.recording import CARD, read_json
-from recipe.offpolicy.recording.run_info import foreign, resumed_from, sampling_of
+from recipe.offpolicy.recording.run_info import explain_foreign, find_resumed_folder, read_sampling
 
 
 def config(folder: Path, **trainer: Any) -> DictConfig:
@@ -22,29 +22,29 @@ def config(folder: Path, **trainer: Any) -> DictConfig:
 def test_the_engines_own_sampling_comes_last() -> None:
     engine = {"vllm": {"top_k": 5, "override_generation_config": {"min_p": 0.1}}}
     rollout = {"name": "vllm", "temperature": 0.7, "top_k": -1, "top_p": None, "engine_kwargs": engine}
-    found = sampling_of(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
+    found = read_sampling(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
     assert found == {"engine": "vllm", "temperature": 0.7, "top_k": 5, "min_p": 0.1}
 
 
 def test_which_checkpoints_a_run_resumes(tmp_path: Path) -> None:
-    assert resumed_from(config(tmp_path)) is None
+    assert find_resumed_folder(config(tmp_path)) is None
     by_path = config(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / "old" / "global_step_3"))
-    assert resumed_from(by_path) == str(tmp_path / "old")
+    assert find_resumed_folder(by_path) == str(tmp_path / "old")
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir()
     for written in ("3", ""):  # a number, and one whose writing was interrupted
         tracker.write_text(written)
-        assert resumed_from(config(tmp_path)) == str(tmp_path / "checkpoints")
-    assert resumed_from(config(tmp_path, resume_mode="disable")) is None
+        assert find_resumed_folder(config(tmp_path)) == str(tmp_path / "checkpoints")
+    assert find_resumed_folder(config(tmp_path, resume_mode="disable")) is None
 
 
 def test_a_directory_of_another_run_is_foreign(tmp_path: Path) -> None:
     folder = tmp_path / "rec"
-    assert foreign(str(folder), config(tmp_path)) is None
+    assert explain_foreign(str(folder), config(tmp_path)) is None
     folder.mkdir()
-    assert foreign(str(folder), config(tmp_path)) is None
+    assert explain_foreign(str(folder), config(tmp_path)) is None
     (folder / CARD).write_text(json.dumps({"checkpoints": str(tmp_path / "others")}))
-    said = foreign(str(folder), config(tmp_path))
+    said = explain_foreign(str(folder), config(tmp_path))
     assert said is not None
     assert "the recording of another run" in said
 
@@ -52,8 +52,8 @@ def test_a_directory_of_another_run_is_foreign(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_short_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:
     saved = {"checkpoints": str(tmp_path / "checkpoints"), "config": {"trainer": {"save_freq": 5}}}
     (tmp_path / CARD).write_text(json.dumps(saved))
-    assert foreign(str(tmp_path), config(tmp_path)) is None
-    assert foreign(str(tmp_path), config(tmp_path, resume_mode="disable")) is not None
+    assert explain_foreign(str(tmp_path), config(tmp_path)) is None
+    assert explain_foreign(str(tmp_path), config(tmp_path, resume_mode="disable")) is not None
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not readable as JSON"), ("[]", "expected a JSON object")])

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.recording.files import MOST_REASONS
-from recipe.offpolicy.recording.settings import FOREIGN, RecordSettings, problems, resolve_dir, too_many_parts
+from recipe.offpolicy.recording.settings import FOREIGN, RecordSettings, find_problems, find_too_many_parts, resolve_dir
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
@@ -36,15 +36,15 @@ def config(tmp_path: Path, *, mu: bool = True, resume: str = "auto", **values: A
 def test_nothing_is_recorded_unless_a_directory_is_given(tmp_path: Path) -> None:
     assert RecordSettings.from_config(config(tmp_path)) is None
     assert RecordSettings.from_config(OmegaConf.create({})) is None
-    assert list(problems(config(tmp_path))) == []
-    assert list(problems(OmegaConf.create({"offpolicy": {}}))) == []
+    assert list(find_problems(config(tmp_path))) == []
+    assert list(find_problems(OmegaConf.create({"offpolicy": {}}))) == []
 
 
 def test_the_directory_is_all_that_has_to_be_given(tmp_path: Path) -> None:
     """The defaults of the file in ``configs`` and of the class are one."""
     found = RecordSettings.from_config(config(tmp_path, dir="/runs/a"))
     assert found == RecordSettings.at("/runs/a")
-    assert list(problems(config(tmp_path, dir=str(tmp_path / "a" / "b")))) == []
+    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "a" / "b")))) == []
     assert not (tmp_path / "a").exists()
 
 
@@ -87,7 +87,7 @@ def test_settings_travel_by_value() -> None:
     ],
 )
 def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expected: str) -> None:
-    (problem,) = problems(config(tmp_path, **{name: value}))
+    (problem,) = find_problems(config(tmp_path, **{name: value}))
     assert (problem.key, problem.value, problem.reason) == (f"offpolicy.record.{name}", value, expected)
     assert problem.advice.startswith(f"Set offpolicy.record.{name}=")
 
@@ -97,32 +97,32 @@ def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expecte
     [("every", 10, "1"), ("share", 0.5, "1.0"), ("prompts", False, "true"), ("max_bytes", 1e6, "10000000000.0")],
 )
 def test_keys_that_nothing_reads_without_a_directory(tmp_path: Path, name: str, value: Any, shipped: str) -> None:
-    (problem,) = problems(config(tmp_path, **{name: value}))
+    (problem,) = find_problems(config(tmp_path, **{name: value}))
     key = f"offpolicy.record.{name}"
     assert (problem.key, problem.overrides) == (key, (f"{key}={shipped}",))
     assert problem.reason == "nothing is recorded without offpolicy.record.dir."
-    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec"), **{name: value}))) == []
+    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec"), **{name: value}))) == []
 
 
 def test_an_unknown_key(tmp_path: Path) -> None:
-    (problem,) = problems(config(tmp_path, folder="x"))
+    (problem,) = find_problems(config(tmp_path, folder="x"))
     assert (problem.key, problem.value, problem.reason) == ("offpolicy.record.folder", "x", "unknown key.")
     assert problem.overrides == ("~offpolicy.record.folder",)
     assert "dir, every, share" in problem.fix
 
 
 def test_no_keys_at_all() -> None:
-    (problem,) = problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
+    (problem,) = find_problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
     assert (problem.key, problem.value) == ("offpolicy.record", "yes")
     assert problem.fix == "Remove this override; set offpolicy.record.dir=PATH to record."
 
 
 def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
-    (problem,) = problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
+    (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
     assert problem.key == "offpolicy.record.dir"
     assert "no mu" in problem.reason
     assert problem.overrides == ("actor_rollout_ref.rollout.calculate_log_probs=true",)
-    assert list(problems(config(tmp_path, mu=False))) == []
+    assert list(find_problems(config(tmp_path, mu=False))) == []
 
 
 def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
@@ -131,27 +131,27 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     recorded, nothing = config(tmp_path, dir=place), config(tmp_path)
     masks = {f"m{number}": GSM for number in range(MOST_REASONS)}
     rejects = TIS | {"kind": "reject"}
-    assert list(too_many_parts(recorded, spec(TIS, **masks))) == []
-    (problem,) = too_many_parts(recorded, spec(rejects, **masks))
+    assert list(find_too_many_parts(recorded, spec(TIS, **masks))) == []
+    (problem,) = find_too_many_parts(recorded, spec(rejects, **masks))
     assert (problem.key, problem.value) == ("offpolicy.record.dir", place)
     assert problem.reason == "33 parts of the correction can reject, and a recording tells 32 apart."
     assert problem.fix == "Set offpolicy.record.dir=null, or give fewer masks."
-    assert len(list(too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
-    assert list(too_many_parts(nothing, spec(rejects, **masks))) == []
+    assert len(list(find_too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
+    assert list(find_too_many_parts(nothing, spec(rejects, **masks))) == []
 
 
 def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in ("file", "file/below"):
-        (problem,) = problems(config(tmp_path, dir=str(tmp_path / place)))
+        (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / place)))
         assert problem.reason == f"{tmp_path / 'file'} is no directory."
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     """Where not even root can."""
-    (problem,) = problems(config(tmp_path, dir="/proc/self/rec"))
+    (problem,) = find_problems(config(tmp_path, dir="/proc/self/rec"))
     assert problem.reason == "/proc/self cannot be written."
-    assert list(problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
+    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,23 +173,23 @@ REFUSED = ("it holds the recording of another run, of which this one resumes no 
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:
-    (problem,) = problems(config(tmp_path, dir=recording(tmp_path)))
+    (problem,) = find_problems(config(tmp_path, dir=recording(tmp_path)))
     assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_run_that_is_resumed_goes_on_recording(tmp_path: Path) -> None:
     place = recording(tmp_path)
     checkpointed(tmp_path)
-    assert list(problems(config(tmp_path, dir=place))) == []
-    assert list(problems(config(tmp_path, dir=place, resume="resume_path"))) == []
-    (problem,) = problems(config(tmp_path, dir=place, resume="disable"))
+    assert list(find_problems(config(tmp_path, dir=place))) == []
+    assert list(find_problems(config(tmp_path, dir=place, resume="resume_path"))) == []
+    (problem,) = find_problems(config(tmp_path, dir=place, resume="disable"))
     assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_run_that_is_resumed_from_elsewhere_does_not(tmp_path: Path) -> None:
     place = recording(tmp_path, checkpoints="of_another")
     checkpointed(tmp_path)
-    (problem,) = problems(config(tmp_path, dir=place))
+    (problem,) = find_problems(config(tmp_path, dir=place))
     assert (problem.reason, problem.fix) == REFUSED
 
 
@@ -204,8 +204,8 @@ def begun(tmp_path: Path, **card: Any) -> DictConfig:
 def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for folder in (tmp_path, tmp_path / "link", tmp_path / "nowhere" / ".."):
-        assert list(problems(begun(tmp_path, checkpoints=str(folder / "checkpoints")))) == []
-    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec"), resume="disable"))) != []
+        assert list(find_problems(begun(tmp_path, checkpoints=str(folder / "checkpoints")))) == []
+    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec"), resume="disable"))) != []
 
 
 @pytest.mark.parametrize(
@@ -219,24 +219,24 @@ def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: P
     ids=str,
 )
 def test_no_other_run_begins_again(card: dict[str, Any], tmp_path: Path) -> None:
-    (problem,) = problems(begun(tmp_path, **card))
+    (problem,) = find_problems(begun(tmp_path, **card))
     assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_steps_without_a_card_are_somebodys(tmp_path: Path) -> None:
     checkpointed(tmp_path)
-    (problem,) = problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
+    (problem,) = find_problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
     assert (problem.reason, problem.fix) == REFUSED
 
 
 def test_a_directory_with_other_things_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "rec").mkdir()
     (tmp_path / "rec" / "notes.txt").touch()
-    assert list(problems(config(tmp_path, dir=str(tmp_path / "rec")))) == []
+    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec")))) == []
 
 
 def test_a_card_that_is_damaged_is_named(tmp_path: Path) -> None:
     place = recording(tmp_path)
     (tmp_path / "rec" / "run.json").write_text("{")
-    (problem,) = problems(config(tmp_path, dir=place))
+    (problem,) = find_problems(config(tmp_path, dir=place))
     assert "run.json: not readable" in problem.reason

@@ -90,11 +90,11 @@ def test_our_own_column_of_rewards_comes_first() -> None:
 def test_prompts_are_chosen_by_their_uid_alone() -> None:
     """A share of 0.3 of 2000 uids is 600 +- 20 (one standard deviation is sqrt(2000 0.3 0.7) = 20.5)."""
     uids = [f"prompt-{i}" for i in range(2000)]
-    some = [uid for uid in uids if worker_hook.chosen(uid, 0.3)]
+    some = [uid for uid in uids if worker_hook.is_chosen(uid, 0.3)]
     assert 500 < len(some) < 700
     # A larger share has the smaller one in it.
-    assert set(some) < {uid for uid in uids if worker_hook.chosen(uid, 0.6)}
-    assert all(worker_hook.chosen(uid, 1.0) for uid in uids)
+    assert set(some) < {uid for uid in uids if worker_hook.is_chosen(uid, 0.6)}
+    assert all(worker_hook.is_chosen(uid, 1.0) for uid in uids)
 
 
 def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
@@ -131,7 +131,7 @@ def test_what_fails_in_the_training_thread_stops_the_recording_alone(
             plan=plan, response_mask=torch.ones(ROWS, WIDTH, dtype=torch.bool), data=batch()
         )
         decided: Any = SimpleNamespace(rejected={})
-        found.append(worker_hook.recorded(settings, CorrectionSpec(), batch_of, decided))
+        found.append(worker_hook.record(settings, CorrectionSpec(), batch_of, decided))
     values = [{name: statistic.value() for name, statistic in each.items()} for each in found]
     assert [each["record/dropped_rows"] for each in values] == [ROWS, ROWS]
     assert [each["record/stopped"] for each in values] == [1.0, 1.0]

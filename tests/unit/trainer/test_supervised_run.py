@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
-from recipe.offpolicy.monitor.active_correction import Steering
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.proof.verify import LivenessError
 
@@ -43,7 +43,7 @@ class Trainer:
         from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
         self.config, self.global_steps, self.ends_before_tracker = config, 0, ends_before_tracker
-        self.supervision = SimpleNamespace(steering=Steering(read_spec(config), config))
+        self.supervision = SimpleNamespace(active_correction=ActiveCorrection(read_spec(config), config))
         self.manager = object.__new__(BaseCheckpointManager)
         self.manager.previous_saved_paths = []
 

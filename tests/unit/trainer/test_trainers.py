@@ -20,7 +20,7 @@ class Supervised:
 
     def __init__(self, spec: CorrectionSpec, config: Any, extensions: Any) -> None:
         self.spec = spec
-        self.steering = SimpleNamespace(restore=self._restore)
+        self.active_correction = SimpleNamespace(restore=self._restore)
 
     def _restore(self, state: Any) -> None:
         self.spec = FALLBACK
@@ -48,7 +48,7 @@ def test_the_card_of_a_run_names_the_configured_correction(
     if version == "v0":
         monkeypatch.setattr(module, "around_advantage", lambda around: None)
         monkeypatch.setattr(module, "live_path", lambda config: SimpleNamespace(worker="engine"))
-    made: Any = object.__new__(module.with_correction(Verls))
+    made: Any = object.__new__(module.build_corrected(Verls))
     monkeypatch.setattr(type(made), "_hand_over_loss", lambda self: None)
     made.config = OmegaConf.create({"correction": CONFIGURED})
     made.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)

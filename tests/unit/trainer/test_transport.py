@@ -15,10 +15,10 @@ from verl import DataProto
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
-from recipe.offpolicy.monitor.step_cost import StepCost, bytes_of
+from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, with_correction
+from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, build_corrected
 from tests.support.corrections import GSM, M2PO, TIS, opsm
 from verl_patches.legacy.handover import HANDOVER
 
@@ -59,7 +59,7 @@ def configuration() -> DictConfig:
 
 
 def trainer(correction: dict[str, Any], *, legacy: bool = False) -> Any:
-    made: Any = object.__new__(with_correction(VerlsTrainer))  # type: ignore[arg-type]
+    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
     made.config, made.shadows, made.global_steps = configuration(), {}, 7
     made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
     made.supervision.begin = lambda: None
@@ -101,7 +101,7 @@ def test_nothing_of_a_token_each_is_added(name: str, legacy: bool) -> None:
         assert WIDTH not in column.shape, key
     assert set(VERLS) <= set(made.sent.batch.keys())
     handed = made.sent.meta_info[HANDOVER if legacy else PLAN]
-    assert metrics[f"{COST}/added_bytes"] == sum(map(bytes_of, added.values())) + len(pickle.dumps(handed))
+    assert metrics[f"{COST}/added_bytes"] == sum(map(count_bytes, added.values())) + len(pickle.dumps(handed))
     # A single column of log-probs of this small batch is larger than all of it together for a plain plan.
     if not legacy:
         assert metrics[f"{COST}/added_bytes"] < 1000
@@ -125,7 +125,7 @@ def test_what_is_added_does_not_grow_with_the_responses() -> None:
     ],
 )
 def test_bytes_of_a_column(column: Tensor, expected: int) -> None:
-    assert bytes_of(column) == expected
+    assert count_bytes(column) == expected
 
 
 @pytest.mark.parametrize(("proximal", "forwards"), [("recompute", 1.0), ("reuse", 0.0), ("bypass", 0.0)])

@@ -19,7 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch.profiler import ProfilerActivity, profile
 
 from recipe.offpolicy.batch.micro_batch import LAST
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, constants_of
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
 from recipe.offpolicy.correction import CorrectionSpec, deferred
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.bounds.histogram import UNITS
@@ -131,8 +131,8 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
     }
     data = TensorDict(columns, batch_size=len(lengths))
     tokens = sum(int(row.sum()) for row in data["response_mask"].unbind())
-    constants = constants_of(correction, data)
-    shadows = {name: constants_of(shadow, data) for name, shadow in SHADOWS.items()}
+    constants = compute_constants(correction, data)
+    shadows = {name: compute_constants(shadow, data) for name, shadow in SHADOWS.items()}
     moving = read_bounds(correction, MOVING)
     tu.assign_non_tensor(data, batch_num_tokens=tokens)
     tu.assign_non_tensor(data, **{PLAN: SharedPlan(1, constants, shadows, bounds=moving)})

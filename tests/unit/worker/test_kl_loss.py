@@ -14,12 +14,12 @@ from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from recipe.offpolicy.worker.kl_loss import clipped_kl, with_clipped_kl
+from recipe.offpolicy.worker.kl_loss import compute_clipped_kl, replace_kl
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:
     leaf = pi.clone().requires_grad_()
-    clipped_kl(leaf, old, ref, kind=kind, lower=lower, upper=upper).sum().backward()
+    compute_clipped_kl(leaf, old, ref, kind=kind, lower=lower, upper=upper).sum().backward()
     assert leaf.grad is not None
     return leaf.grad
 
@@ -63,7 +63,7 @@ def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
     exact = torch.autograd.grad((log_pi.exp() * (log_pi - ref)).sum(), logits)[0]
 
     log_pi = logits.log_softmax(-1)
-    surrogate = clipped_kl(log_pi[None], old[None], ref[None], kind="k2", lower=1e-6, upper=1e6)[0]
+    surrogate = compute_clipped_kl(log_pi[None], old[None], ref[None], kind="k2", lower=1e-6, upper=1e6)[0]
     ours = torch.autograd.grad((old.exp() * surrogate).sum(), logits)[0]
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
@@ -95,7 +95,7 @@ def test_it_takes_the_place_of_verls_own_term() -> None:
     columns = {"response_mask": torch.ones(1, 2), "old_log_probs": old, "ref_log_prob": torch.tensor([[-1.5, -0.5]])}
     data = TensorDict(columns, batch_size=1)
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=1)
-    loss, metrics = with_clipped_kl(base_loss, ActorConfig(), lower=0.8, upper=1.2)({"log_probs": pi}, data, "group")
+    loss, metrics = replace_kl(base_loss, ActorConfig(), lower=0.8, upper=1.2)({"log_probs": pi}, data, "group")
     assert asked == [(False, "group")]
     # Slopes 0.5 and -0.5: 0.5, and max(1.5 x -0.5, 1.2 x -0.5) = -0.6; the mini-batch has 4 tokens.
     assert loss.item() == pytest.approx(3.0 + 0.1 * (0.5 - 0.6) / 4)

@@ -7,14 +7,14 @@ import pickle
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.extension import WorkerExtension
-from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, handover
+from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, build_handover
 from tests.support.corrections import TIS, spec
 
 PLAN = SharedPlan(3)
 
 
 def test_without_extensions_it_travels_as_it_always_did() -> None:
-    made = handover(spec(TIS), PLAN, True, extensions={})
+    made = build_handover(spec(TIS), PLAN, True, extensions={})
     assert type(made) is Handover
     assert made == Handover(spec(TIS), PLAN, prove=True)
     assert b"extensions" not in pickle.dumps(made)
@@ -23,7 +23,7 @@ def test_without_extensions_it_travels_as_it_always_did() -> None:
 
 def test_extensions_travel_along() -> None:
     extension = WorkerExtension()
-    made = handover(CorrectionSpec(), PLAN, extensions={"nudge": extension})
+    made = build_handover(CorrectionSpec(), PLAN, extensions={"nudge": extension})
     assert isinstance(made, ExtendedHandover)
     assert made.extensions == {"nudge": extension}
     # Without a correction it is the extension that makes the actor train with our loss, and read mu.
@@ -32,6 +32,6 @@ def test_extensions_travel_along() -> None:
 
 
 def test_nothing_configured_leaves_verls_loss() -> None:
-    made = handover(CorrectionSpec(), PLAN, extensions={})
+    made = build_handover(CorrectionSpec(), PLAN, extensions={})
     assert not made.ours
     assert not made.reads_rollout_log_probs

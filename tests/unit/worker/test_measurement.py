@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.batch.micro_batch import MicroBatch, row_checksums
+from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_row_checksums
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction.deferred import fetch
-from recipe.offpolicy.worker.measurement import Observation, measure, together
+from recipe.offpolicy.worker.measurement import Observation, measure, merge
 from tests.support.corrections import TIS, spec
 
 
@@ -36,24 +36,24 @@ def observation(ratios: list[list[float]], *, version: int | None = None, **chan
 
 
 def test_rows_are_put_together_and_padded_to_the_longest() -> None:
-    joined = together([observation([[1.0]], version=2), observation([[1.0, 3.0], [2.0, 0.0]], version=3)])
+    joined = merge([observation([[1.0]], version=2), observation([[1.0, 3.0], [2.0, 0.0]], version=3)])
     assert joined.batch.response_mask.tolist() == [[True, False], [True, True], [True, False]]
     assert joined.batch.versions is not None
     assert joined.batch.versions.oldest.tolist() == [2, 3, 3]
     alone = observation([[1.0]])
-    assert together([alone]) is alone
+    assert merge([alone]) is alone
 
 
 def test_measured_together_they_show_what_they_show_apart() -> None:
     parts = [observation([[1.0]]), observation([[1.0, 3.0], [1.5, 0.0]])]
-    readings = measure(together(parts))
+    readings = measure(merge(parts))
     found = dict(zip(readings, fetch(list(readings.values())), strict=True))
     # Weights capped at 2: 1, 1, 2 and 1.5.
     assert found["statistics"]["weight/mean"].value() == pytest.approx(5.5 / 4)
     assert found["statistics"]["weight/truncated_share"].value() == pytest.approx(1 / 4)
     batches = [part.batch for part in parts]
     assert found["rows"] == [
-        one for b in batches for one in row_checksums(b.responses, b.response_mask, b.rollout_log_prob)
+        one for b in batches for one in compute_row_checksums(b.responses, b.response_mask, b.rollout_log_prob)
     ]
 
 

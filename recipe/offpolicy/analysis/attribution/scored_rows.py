@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...recording import Rows, Step, concatenated
-from ...recording.pi_old import scored_rows, trainers_pi_old
+from ...recording import Rows, Step, concatenate
+from ...recording.pi_old import find_scored_rows, get_trainers_pi_old
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def select_scored_rows(parts: Iterable[Step]) -> ScoredRows:
     """
     rows, left_out = [], 0
     for part in parts:
-        known = scored_rows(part)
-        rows.append(replace(part.rows, old_log_prob=trainers_pi_old(part)).take(np.flatnonzero(known)))
+        known = find_scored_rows(part)
+        rows.append(replace(part.rows, old_log_prob=get_trainers_pi_old(part)).take(np.flatnonzero(known)))
         left_out += int((~known).sum())
-    return ScoredRows(concatenated(rows), left_out)
+    return ScoredRows(concatenate(rows), left_out)
 
 
 def describe_left_out(left_out: int) -> str:

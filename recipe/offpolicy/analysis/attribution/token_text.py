@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...recording.redaction import redacted_text
+from ...recording.redaction import redact_text
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
@@ -63,7 +63,7 @@ def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
     model = card.get("model")
     if not isinstance(model, str) or not model:
         return TokenDecoder(), "the recording does not name its model"
-    shown = escape(redacted_text(model))
+    shown = escape(redact_text(model))
     if not Path(model).is_dir():
         return TokenDecoder(), f"the model is not at {shown}"
     try:

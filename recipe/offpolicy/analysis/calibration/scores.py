@@ -17,7 +17,7 @@ from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
-from ...recording.pi_old import trainers_pi_old
+from ...recording.pi_old import get_trainers_pi_old
 from ..whatif.blocks import Block, iterate_blocks
 from ..whatif.replay import check_replayable, compute_pi_old
 from .parts import BoundedPart
@@ -210,7 +210,7 @@ def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
 def _state(step: Step) -> RowState:
     rows = step.rows
     with np.errstate(invalid="ignore"):
-        apart = np.abs(rows.log_prob.astype(np.float64) - trainers_pi_old(step))
+        apart = np.abs(rows.log_prob.astype(np.float64) - get_trainers_pi_old(step))
     valid = rows.response_mask & np.isfinite(apart)
     at = rows.row_of_token[valid]
     counts = np.bincount(at, minlength=len(rows))

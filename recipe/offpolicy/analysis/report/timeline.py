@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...correction.catalogue import BUCKETS
 from ...correction.ratios import EXP_CLAMP
 from ...recording import Rows, Step
-from ...recording.pi_old import scored_rows, trainers_pi_old
+from ...recording.pi_old import find_scored_rows, get_trainers_pi_old
 
 Floats = NDArray[np.float64]
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
@@ -141,8 +141,8 @@ def build_timeline(steps: Iterable[Step]) -> Timeline:
 def _of_step(step: Step) -> StepNumbers:
     rows = step.rows
     mask = rows.response_mask
-    old = trainers_pi_old(step).astype(np.float64)
-    unscored = int((~scored_rows(step)).sum())
+    old = get_trainers_pi_old(step).astype(np.float64)
+    unscored = int((~find_scored_rows(step)).sum())
     with np.errstate(invalid="ignore"):
         # The correction compared mu with its own pi_old; the mismatch of the engines is with the trainer's.
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob

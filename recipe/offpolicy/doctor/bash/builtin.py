@@ -12,7 +12,7 @@ from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, 
 
 
 class Shell(Protocol):
-    """What a builtin command reads, changes and runs; see ``interpreter.Interpreter``."""
+    """Shell state and functions that builtin commands use; see ``interpreter.Interpreter``."""
 
     state: ShellState
     printed: list[Field] | None

@@ -9,14 +9,14 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...batch.shipped import shipped
+from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, Problem, SpecError
 from ...correction.problem import remove, set_to
 from .alarm import Action, AlarmRule, Band
 from .alarm_statistics import GROWTH, NAMES, RANGES, explain_constant
 
 SECTION = "offpolicy.alarms"
-DEFAULTS: Final[Mapping[str, dict[str, Any]]] = shipped("alarms")
+DEFAULTS: Final[Mapping[str, dict[str, Any]]] = read_shipped_defaults("alarms")
 """Alarms and their keys, in the order of their evaluation."""
 
 _BOUNDS = ("lower", "upper", "recovery_lower", "recovery_upper")

@@ -1,4 +1,4 @@
-"""The trainer's side of moving bounds: it decides those of the next update for every rank."""
+"""Trainer side of moving bounds: decides the bounds of the next update for every rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Calibration:
 
     @classmethod
     def from_config(cls, config: DictConfig, spec: CorrectionSpec) -> Calibration | None:
-        """Build that of a composed configuration; None where nothing is calibrated."""
+        """Build it from a composed configuration; None where nothing is calibrated."""
         settings = read_settings(config, spec)
         return None if settings is None else cls(settings, spec)
 
@@ -52,7 +52,7 @@ class Calibration:
         return read_bounds(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
-        """Take in the statistics of an update, over all micro-batches and ranks, and decide the bounds of the next."""
+        """Add the statistics of an update, over all micro-batches and ranks, and decide the bounds of the next."""
         self._shown = self._compute_metrics(merged)
         self._updates += 1
         self._window = [*self._window, dict(merged)][-self.settings.window :]
@@ -65,11 +65,11 @@ class Calibration:
         return {f"calibrate/{name}": value for name, value in self._shown.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold, in plain values."""
+        """Return the state for a checkpoint, in plain values."""
         return {"bounds": self.bounds, "window": [_to_plain(seen) for seen in self._window], "updates": self._updates}
 
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
-        """Take up where ``state`` was written.
+        """Restore a checkpoint's ``state``.
 
         A part that has come to be bounded by other keys starts as it is configured.
 
@@ -138,7 +138,7 @@ class Calibration:
         )
 
     def _warn(self, name: str, found: Mapping[str, str]) -> None:
-        """Warn of what has come into the way of a part's bounds, once while it lasts."""
+        """Warn of an obstacle to a part's bounds, once while it lasts."""
         for kind in sorted(set(found) - self._hindered.get(name, set())):
             logger.warning("correction.%s: %s", format_part_path(name), found[kind])
         self._hindered[name] = set(found)

@@ -19,7 +19,7 @@ from .histogram import CAPS, Histogram, compute_quantile
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the bounds of a mask, or the cap of the weight, move.
+    """Rule by which the bounds of a mask, or the cap of the weight, move.
 
     Attributes:
         find_goal: the distance that meets the target, of a histogram; None where no bound that moves meets it.
@@ -47,7 +47,7 @@ def compute_next_bounds(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, float | None]:
-    """Compute the next values of the keys that bound a part; the current ones where there is too little to go by."""
+    """Compute the next bounds of a part, by key; the current ones where there are too few units."""
     distances, start = compute_distances(current), compute_distances(configured)
     goal, reach = _find_goal(schedule, seen), _find_reach(schedule, noise)
     # Of a cap nothing is known without a goal: it stays even where a resume has left it out of range.
@@ -67,7 +67,7 @@ def find_obstacles(
     seen: Histogram,
     noise: Histogram | None = None,
 ) -> dict[str, str]:
-    """Find what keeps bounds from where the target would take them: kind of obstacle -> its message.
+    """Find what keeps the bounds from their target: kind of obstacle -> its message.
 
     ``floor``: even the lowest cap in range leaves a lower ESS; that weights are more even than asked for is none.
     ``share``: no bound that moves keeps so much. ``noise``: backend noise reaches further. ``ceiling``: so far that

@@ -1,4 +1,4 @@
-"""The keys of ``offpolicy.calibrate``: read once, and what is wrong with them."""
+"""Parsing and validation of the keys ``offpolicy.calibrate``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from ...batch.shipped import shipped
+from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
@@ -17,7 +17,7 @@ from .histogram import find_keeping_distance, find_widest_cap
 from .schedule import Schedule, compute_distances, find_moving_sides
 
 SECTION = "offpolicy.calibrate"
-DEFAULTS: Final = shipped("calibrate")
+DEFAULTS: Final = read_shipped_defaults("calibrate")
 _COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
 _PACE: Final = ("rate", "floor", "ceiling")
 _OF_MASKS: Final = ("of", "side", "noise_kept")
@@ -36,7 +36,7 @@ _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is calibrated, and how.
+    """Calibrated parts, their targets, and the pace of calibration.
 
     Attributes:
         schedules: by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
@@ -82,7 +82,7 @@ def read_noted_keys(config: DictConfig) -> dict[str, Any]:
 
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.calibrate`` beside the correction ``spec``."""
+    """Find the problems of the keys ``offpolicy.calibrate`` beside the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield Problem(SECTION, section, "its keys have no values.", "Remove this override.", parts=())

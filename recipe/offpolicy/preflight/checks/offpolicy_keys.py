@@ -16,8 +16,8 @@ from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.settings import find_problems as alarm_problems
 from ...monitor.bounds.settings import find_problems as calibrate_problems
-from ...recording.settings import problems as record_problems
-from ...recording.settings import too_many_parts
+from ...recording.settings import find_problems as record_problems
+from ...recording.settings import find_too_many_parts
 
 Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 """Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
@@ -73,4 +73,4 @@ def check_own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             yield _build_unknown(name, section)
     for validate in OWN_KEYS.values():
         yield from validate(config, spec)
-    yield from too_many_parts(config, spec)
+    yield from find_too_many_parts(config, spec)

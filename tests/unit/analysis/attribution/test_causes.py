@@ -10,7 +10,7 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_causes_in_rows, temperature
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
@@ -159,9 +159,9 @@ def test_a_step_that_correlates_speaks_against_misalignment() -> None:
     """Of five steps the first is healthy, the others' mu is rolled: the engine went wrong after it."""
     steps = [drawn_rows([20] * 32, step=step, seed=step) for step in range(1, 6)]
     wrong = [replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 77)) for rows in steps[1:]]
-    causes = find_causes(concatenated([steps[0], *wrong]))
+    causes = find_causes(concatenate([steps[0], *wrong]))
     assert "misalignment" not in present(causes)
-    assert present(find_causes(concatenated(wrong))) == {"misalignment"}
+    assert present(find_causes(concatenate(wrong))) == {"misalignment"}
 
 
 def test_a_temperature_has_a_tight_slope_above_zero(cold: Rows) -> None:
@@ -192,7 +192,7 @@ def test_stale_rows_by_their_versions() -> None:
         seed=5,
     )
     aged = Rows(**{**vars(old), "step": np.full(128, 3), "oldest_version": np.full(128, 0)})
-    causes = find_causes(concatenated([fresh, aged]))
+    causes = find_causes(concatenate([fresh, aged]))
     assert "stale weights" in present(causes)
     assert "2 steps" in of(causes, "stale weights").sentence
     # What is left, fresh rows, has no fault.

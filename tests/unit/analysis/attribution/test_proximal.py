@@ -12,7 +12,7 @@ from recipe.offpolicy import attribute as command
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.attribution.causes import find_causes
 from recipe.offpolicy.analysis.attribution.tables import build_shares_table, build_steps_table, format_verdict
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Size, at_temperature, simulated
 from tests.support.unscored import MADE_OF_MU, recorded_under
@@ -54,7 +54,7 @@ def test_causes_are_looked_for_in_the_whole_gap(proximal: str, tmp_path: Path) -
 def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_path: Path) -> None:
     """pi_old of their rows is not known: no share is claimed of them, and what is left out is said."""
     first, later = of_two_gradient_steps()
-    found = attribute(recorded_under(proximal, tmp_path / "run", concatenated([first, later])))
+    found = attribute(recorded_under(proximal, tmp_path / "run", concatenate([first, later])))
     alone = attribute(recorded_under("recompute", tmp_path / "known", first))
     assert (found.rows, found.left_out) == (64, 64)
     for part in (found.whole, *found.by_step.values()):
@@ -73,7 +73,7 @@ def test_drift_is_not_identified_beside_later_gradient_steps(proximal: str, tmp_
 
 def test_later_gradient_steps_of_a_known_pi_old_are_attributed(tmp_path: Path) -> None:
     first, later = of_two_gradient_steps()
-    found = attribute(recorded_under("recompute", tmp_path / "run", concatenated([first, later])))
+    found = attribute(recorded_under("recompute", tmp_path / "run", concatenate([first, later])))
     assert (found.rows, found.left_out) == (128, 0)
     assert found.whole.kl.drift is not None
     assert found.whole.kl.drift > 0.5
@@ -94,7 +94,7 @@ def test_nothing_is_claimed_without_a_first_gradient_step(
 
 @pytest.mark.slow
 def test_pictures_without_a_drift(tmp_path: Path) -> None:
-    recording = recorded_under("bypass", tmp_path / "run", concatenated(of_two_gradient_steps()))
+    recording = recorded_under("bypass", tmp_path / "run", concatenate(of_two_gradient_steps()))
     page = tmp_path / "a.html"
     assert command.main([str(recording.directory), "--html", str(page), "--png", str(tmp_path / "a.png")]) == 0
     assert "64 rows of later gradient steps are left out" in page.read_text()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale_weights
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens
 from recipe.offpolicy.analysis.attribution.profiles import ValidTokens, compute_k3
-from recipe.offpolicy.recording import Rows, concatenated
+from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.simulated_policies import Size, noisy, simulated
 
 STEPS, PROMPTS, GROUP, TOKENS = 4, 16, 8, 6
@@ -37,7 +37,7 @@ def asked(again: int, error: Error) -> Rows:
         rows = sampled_with(float(value))
         told = Rows(**{**vars(rows), "prompt_ids": ids, "prompt_offsets": np.arange(len(rows) + 1)})
         parts.append(told.take(np.flatnonzero(deviation == value)))
-    return concatenated(parts)
+    return concatenate(parts)
 
 
 def without_prompts(rows: Rows) -> Rows:

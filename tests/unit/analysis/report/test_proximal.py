@@ -14,7 +14,7 @@ from recipe.offpolicy.analysis.report.studies import run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import Answer, build_answers
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, Rows, concatenated
+from recipe.offpolicy.recording import Recording, Rows, concatenate
 from recipe.offpolicy.report import main
 from tests.support.recordings import drawn_rows
 from tests.support.unscored import EVERY, MADE_OF_MU, recorded_under
@@ -47,7 +47,7 @@ def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path:
 @pytest.mark.parametrize("proximal", MADE_OF_MU)
 def test_rows_of_later_gradient_steps_are_left_out(proximal: str, tmp_path: Path) -> None:
     rows = drawn_rows(LENGTHS, backend=0.1)
-    recording = recorded_under(proximal, tmp_path / "run", concatenated([rows, later()]))
+    recording = recorded_under(proximal, tmp_path / "run", concatenate([rows, later()]))
     engines, origin = said(recording, proximal)
     assert engines.answer == "KL(mu, pi_old) 0.0051 nats a token"
     assert "Mean over 1,280 response tokens" in engines.because
@@ -67,7 +67,7 @@ def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_page_without_a_drift(tmp_path: Path) -> None:
-    rows = concatenated([drawn_rows(LENGTHS, backend=0.1), later()])
+    rows = concatenate([drawn_rows(LENGTHS, backend=0.1), later()])
     recording = recorded_under("bypass", tmp_path / "run", rows)
     (step,) = build_timeline(recording).steps
     assert (step.unscored, step.compared) == (64, 1280)

@@ -18,7 +18,7 @@ from recipe.offpolicy.analysis.whatif.kept_scale import DenominatorCounts
 from recipe.offpolicy.analysis.whatif.outcomes import Study
 from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens
 from recipe.offpolicy.analysis.whatif.study import run_study
-from recipe.offpolicy.batch.plan import SCALE, Dealing, row_columns
+from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
 from recipe.offpolicy.correction import BatchConstants
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches
 from recipe.offpolicy.recording import Recording, Rows
@@ -92,7 +92,7 @@ def test_rows_are_scaled_as_training_scales_them(tmp_path: Path, mode: str) -> N
     padded = rows.padded("rollout_log_prob", "old_log_prob")
     names = {"rollout_log_prob": "rollout_log_probs", "old_log_prob": "old_log_probs"}
     batch = TensorDict({names.get(name, name): values for name, values in padded.items()}, batch_size=len(rows))
-    trained = row_columns(chosen, batch, Dealing(ranks=2, mini_batch_rows=8, loss_agg_mode=mode))[SCALE]
+    trained = build_row_columns(chosen, batch, BatchSplit(ranks=2, mini_batch_rows=8, loss_agg_mode=mode))[SCALE]
 
     dealt = assign_mini_batches(24, ranks=2, rows_a_mini_batch=8).numpy().astype(np.int32)
     for rank in range(2):

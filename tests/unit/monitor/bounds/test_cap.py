@@ -21,7 +21,7 @@ from recipe.offpolicy.correction.deferred import fetch
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
-from recipe.offpolicy.monitor.active_correction import Steering, differences
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
 from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import CAPS, Histogram, find_widest_cap, read_histogram
@@ -317,42 +317,42 @@ def run_config(folder: Path, **calibrate: Any) -> DictConfig:
     )
 
 
-def saved(folder: Path, made: DictConfig, steering: Steering) -> None:
-    with guard_save(made, 4, CAPPED, steering.state()):
+def saved(folder: Path, made: DictConfig, active: ActiveCorrection) -> None:
+    with guard_save(made, 4, CAPPED, active.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
 
-def resumed(made: DictConfig) -> Steering:
-    state = check_before_loading(made, CAPPED, partial(differences, made))
+def resumed(made: DictConfig) -> ActiveCorrection:
+    state = check_before_loading(made, CAPPED, partial(find_differences, made))
     assert state is not None
-    steering = Steering(CAPPED, made)
-    steering.restore(state)
-    return steering
+    active = ActiveCorrection(CAPPED, made)
+    active.restore(state)
+    return active
 
 
 def test_a_resume_goes_on_with_the_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = run_config(tmp_path, target_ess=0.9, warmup=1)
-    steering = Steering(CAPPED, made)
-    assert steering.moving == {WEIGHT: "upper"}
+    active = ActiveCorrection(CAPPED, made)
+    assert active.moving == {WEIGHT: "upper"}
     for _ in range(3):
-        assert not steering.after_update({}, seen(EVEN))
-    saved(tmp_path, made, steering)
+        assert not active.after_update({}, seen(EVEN))
+    saved(tmp_path, made, active)
     with caplog.at_level(logging.INFO):
         again = resumed(made)
     assert "resuming with correction.weight at {'upper': 3.3" in caplog.text
-    assert (again.spec, again.bounds) == (steering.spec, steering.bounds)
+    assert (again.spec, again.bounds) == (active.spec, active.bounds)
     assert again.bounds[WEIGHT]["upper"] == pytest.approx(2.0**1.728)
-    for one in (steering, again):
+    for one in (active, again):
         one.after_update({}, seen(SPREAD))
-    assert again.state() == steering.state()
+    assert again.state() == active.state()
 
 
 def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> None:
     made = run_config(tmp_path, target_ess=0.9, warmup=1)
-    steering = Steering(CAPPED, made)
-    steering.after_update({}, seen(EVEN))
-    saved(tmp_path, made, steering)
+    active = ActiveCorrection(CAPPED, made)
+    active.after_update({}, seen(EVEN))
+    saved(tmp_path, made, active)
     with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, 0\.8 now"):
         resumed(run_config(tmp_path, target_ess=0.8, warmup=1))
     with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, null now"):
@@ -361,7 +361,7 @@ def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> Non
     other.offpolicy.resume_changed_correction = True
     again = resumed(other)
     # What was measured does not depend on the target, but it goes the way of all keys: forgotten, and the cap kept.
-    assert (again.bounds, again.state()["calibration"]["window"]) == (steering.bounds, [])
+    assert (again.bounds, again.state()["calibration"]["window"]) == (active.bounds, [])
 
 
 def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
     assert "target_ess" not in read_noted_keys(masked)
     assert read_noted_keys(config(CAPPED))["target_ess"] == 0.9
     state = {"calibrate": read_noted_keys(masked), "fallback": None, "alarms": {"in_force": "configured"}}
-    assert differences(masked, state) == []
+    assert find_differences(masked, state) == []
 
 
 # Keys -------------------------------------------------------------------------------------------------------

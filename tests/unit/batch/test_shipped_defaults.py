@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from recipe.offpolicy.batch import shipped
+from recipe.offpolicy.batch import shipped_defaults
 from recipe.offpolicy.monitor.alarms import settings as alarms
 from recipe.offpolicy.monitor.bounds import settings as bounds
 from recipe.offpolicy.monitor.bounds.schedule import Schedule
@@ -20,13 +20,13 @@ def test_settings_have_no_default_of_their_own(kind: type) -> None:
 
 
 def test_what_the_yaml_says_is_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shipped.shipped("calibrate")["rate"] == 0.2
-    values = {"record": {**shipped.shipped("record"), "every": 7}}
-    monkeypatch.setattr(shipped, "_sections", lambda: values)
+    assert shipped_defaults.read_shipped_defaults("calibrate")["rate"] == 0.2
+    values = {"record": {**shipped_defaults.read_shipped_defaults("record"), "every": 7}}
+    monkeypatch.setattr(shipped_defaults, "_sections", lambda: values)
     assert RecordSettings.at("/somewhere").every == 7
     assert RecordSettings.at("/somewhere", every=2).every == 2
 
 
 def test_a_section_is_the_readers_own() -> None:
-    shipped.shipped("record")["every"] = 7
-    assert shipped.shipped("record")["every"] == 1
+    shipped_defaults.read_shipped_defaults("record")["every"] = 7
+    assert shipped_defaults.read_shipped_defaults("record")["every"] == 1

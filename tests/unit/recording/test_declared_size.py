@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording.declared import DeclaredError, declared
+from recipe.offpolicy.recording.declared_size import DeclaredError, read_declared_size
 
 
 def table(rows: int) -> pa.Table:
@@ -40,7 +40,7 @@ def table(rows: int) -> pa.Table:
 def test_as_arrow_says(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "some.parquet"
     pq.write_table(table(1000), path, **options)
-    found, metadata = declared(path), pq.ParquetFile(path).metadata
+    found, metadata = read_declared_size(path), pq.ParquetFile(path).metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     assert found.rows == 1000
@@ -53,7 +53,7 @@ def test_as_arrow_says(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_an_empty_table(tmp_path: Path) -> None:
     path = tmp_path / "some.parquet"
     pq.write_table(table(0), path)
-    assert declared(path).rows == 0
+    assert read_declared_size(path).rows == 0
 
 
 def zigzag(count: int) -> bytes:
@@ -87,7 +87,7 @@ def test_a_page_that_unpacks_to_more_than_the_footer_says(tmp_path: Path) -> Non
         chunk = file.metadata.row_group(0).column(0)
         assert (chunk.num_values, chunk.total_uncompressed_size < 100) == (18, True)
         assert len(file.read_row_group(0).column(0).combine_chunks().flatten()) == count
-    assert declared(path).values == count + 1  # and the one word of the dictionary
+    assert read_declared_size(path).values == count + 1  # and the one word of the dictionary
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_page_that_unpacks_to_more_than_the_footer_says(tmp_path: Path) -> Non
 def test_what_cannot_be_followed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "some").write_bytes(content)
     with pytest.raises(DeclaredError):
-        declared(tmp_path / "some")
+        read_declared_size(tmp_path / "some")
 
 
 def footer(content: bytes) -> bytes:
@@ -124,4 +124,4 @@ def footer(content: bytes) -> bytes:
 def test_footers_that_somebody_made_up(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "some").write_bytes(footer(content))
     with pytest.raises(DeclaredError, match=reason):
-        declared(tmp_path / "some")
+        read_declared_size(tmp_path / "some")

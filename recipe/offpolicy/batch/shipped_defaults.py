@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 _FILE = Path(__file__).resolve().parents[1] / "config" / "offpolicy_base.yaml"
 
 
-def shipped(section: str) -> dict[str, Any]:
-    """The values of a section below ``offpolicy``, by key, in the order of the file."""
+def read_shipped_defaults(section: str) -> dict[str, Any]:
+    """Read the shipped values of a section below ``offpolicy``, by key, in the order of the file."""
     return dict(_sections()[section])
 
 

@@ -1,4 +1,4 @@
-"""What a Parquet file says that it unpacks to, before anything of it is unpacked.
+"""Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
 
 A few bytes can stand for billions of values: the counts lie in the footer and in the header of each page, in Thrift's
 compact protocol. pyarrow's own metadata cannot bound that: it shows the footer alone, while Arrow unpacks what the page
@@ -28,12 +28,12 @@ Fields = dict[int, Any]
 
 
 class DeclaredError(ValueError):
-    """It is no Parquet file, or contradicts itself."""
+    """The file is no Parquet file, or contradicts itself."""
 
 
 @dataclass(frozen=True)
-class Declared:
-    """Over all columns and row groups.
+class DeclaredSize:
+    """Declared rows and unpacked bytes over all columns and row groups.
 
     Attributes:
         rows: of all row groups.
@@ -46,22 +46,22 @@ class Declared:
     size: int
 
 
-def declared(path: Path) -> Declared:
-    """What the file says.
+def read_declared_size(path: Path) -> DeclaredSize:
+    """Read the declared size from the footer and page headers.
 
     Raises:
         DeclaredError: it cannot be followed.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        footer = _footer(file)
+        footer = _read_footer(file)
         groups = _entries(footer, 4)
         rows = sum(_count(group, 3) for group in groups)
-        pages = [page for group in groups for column in _entries(group, 1) for page in _pages(file, column)]
-    return Declared(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
+        pages = [page for group in groups for column in _entries(group, 1) for page in _read_pages(file, column)]
+    return DeclaredSize(rows, sum(values for values, _ in pages), sum(size for _, size in pages))
 
 
-def _footer(file: BinaryIO) -> Fields:
+def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
     if end < 12:
         raise DeclaredError("it is too short")
@@ -74,8 +74,8 @@ def _footer(file: BinaryIO) -> Fields:
     return _Compact(file.read(length)).structure()
 
 
-def _pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
-    """(values, bytes unpacked) of each page of a column's chunk, as Arrow goes through them."""
+def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
+    """Yield (values, bytes unpacked) of each page of a column's chunk, as Arrow reads them."""
     chunk = column.get(3)
     if not isinstance(chunk, dict):
         raise DeclaredError("a column has no metadata")
@@ -108,7 +108,7 @@ def _entries(fields: Fields, key: int) -> list[Fields]:
 
 
 class _Compact:
-    """Thrift's compact protocol.
+    """Reader of Thrift's compact protocol.
 
     Attributes:
         place: bytes that have been read.

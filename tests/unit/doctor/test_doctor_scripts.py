@@ -1,0 +1,103 @@
+"""The doctor on a launch script: verl's examples, ours, and scripts that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.applications import NEEDED
+from tests.support.doctor_answer import Ask
+from tests.support.paths import ROOT
+from tests.support.scripts_of_verl import DECOUPLED, MULTI_RS, RLOO
+
+pytest.importorskip("verl")
+pytestmark = pytest.mark.slow
+
+ROLLOUT = "actor_rollout_ref.rollout"
+RUN = ROOT / "recipe" / "offpolicy"
+
+
+def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
+    """verl hands the weights and rejections of bypass mode to no worker unless the worker has the keys itself."""
+    expected = {
+        RLOO: {"rollout_is": "INERT", "bypass_mode": "LIVE", "loss_type": "INERT"},
+        MULTI_RS: {"rollout_is": "INERT", "rollout_rs": "INERT", "bypass_mode": "LIVE"},
+    }
+    for source, verdicts in expected.items():
+        script = tmp_path / "run.sh"
+        script.write_text(source)
+        answer = ask("--json", "--script", str(script))
+        assert answer.status == 1
+        assert answer.verdicts() == {f"rollout_correction.{name}": verdict for name, verdict in verdicts.items()}
+        line = source.splitlines().index("python3 -m verl.trainer.main_ppo \\") + 1
+        assert answer.json["origin"] == f"{script}, line {line}"
+        assert answer.json["module"] == "verl.trainer.main_ppo"
+        mended = ask("--json", "--script", str(script), *dict.fromkeys(answer.overrides()))
+        assert set(mended.verdicts().values()) == {"LIVE"}
+
+
+def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(DECOUPLED)
+    answer = ask("--json", "--script", str(script))
+    assert answer.status == 0
+    assert answer.verdicts() == {"rollout_correction.rollout_is": "LIVE", "rollout_correction.rollout_rs": "LIVE"}
+    assert ask("--script", str(script), f"{ROLLOUT}.calculate_log_probs=false").status == 1
+
+
+@pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron"])
+def test_our_scripts_are_live(name: str, ask: Ask) -> None:
+    assert ask("--script", str(RUN / f"{name}.sh")).status == 0
+    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.top_k=5")
+    assert answer.status == 2
+    assert set(answer.overrides()) == {f"{ROLLOUT}.top_k=-1"}
+
+
+@pytest.mark.verl(">=0.9")
+def test_our_asynchronous_script_is_live(ask: Ask) -> None:
+    assert ask("--script", str(RUN / "run_async.sh")).status == 0
+
+
+LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
+UNREADABLE = {
+    "no launch": (
+        "python3 -m pip install verl\npython3 prepare.py --out=x",
+        "no launch: no call of `python -m MODULE`",
+    ),
+    "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at the lines 1 (verl.trainer.main_ppo), 2"),
+    "an override that is not known": (
+        f"\n{LAUNCH} c.d=$NOT_SET_HERE",
+        "line 2: an override is not known (c.d): $NOT_SET_HERE",
+    ),
+    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: whether this is launched is not known"),
+    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: which program this calls is not known"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_script_that_cannot_be_read_is_an_error(name: str, ask: Ask, tmp_path: Path) -> None:
+    source, part = UNREADABLE[name]
+    script = tmp_path / "run.sh"
+    script.write_text(source)
+    answer = ask("--script", str(script))
+    assert answer.status == 2
+    assert part in answer.printed
+    assert answer.printed.splitlines()[0] == str(script), "no program that would follow a colon"
+    assert part in ask("--json", "--script", str(script)).json["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--line", "3", *NEEDED], "--line: the line of a launch in a script"),
+        (["--script", "run.sh", "--module", "a.b"], "--script and --module"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], said: str, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ask(*arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Find the launch in a script: which of several, by which program, with values that replace unknown ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.doctor.bash.shell_values import ScriptError
+from recipe.offpolicy.doctor.scripts import find_launch
+
+LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
+
+
+def test_one_of_several_launches(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH}\n\n{LAUNCH} c.d=2\n")
+    assert find_launch(script, [], line=3).arguments == ("a.b=1", "c.d=2")
+    with pytest.raises(ScriptError, match="no launch at line 2"):
+        find_launch(script, [], line=2)
+
+
+def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH}\n")
+    with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
+        find_launch(script, ["c.d=2"])
+
+
+COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "arguments"),
+    [
+        # The value given stands for the one that is not known; "$@" hands it on as well.
+        (f'{COUNTED} "$@"', ["trainer.n_gpus_per_node=8"], ["trainer.n_gpus_per_node=8"] * 2),
+        (COUNTED, ["trainer.n_gpus_per_node=8"], ["trainer.n_gpus_per_node=8"]),
+        # A key of the user's own stays one; of two later values the last counts, with or without a plus.
+        ("+my.key=$(make_it) my.key=2 my.key=3", [], ["+my.key=3", "my.key=2", "my.key=3"]),
+        ('my.key="$(make_it)"', ["++my.key=4"], None),
+    ],
+)
+def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
+    words: str, given: list[str], arguments: list[str] | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH} {words}\n")
+    if arguments is None:  # the script hands nothing on
+        with pytest.raises(ScriptError, match="does not reach the launch"):
+            find_launch(script, given)
+    else:
+        assert list(find_launch(script, given).arguments) == ["a.b=1", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (COUNTED, []),
+        (f"trainer.n_gpus_per_node=2 {COUNTED}", []),  # an earlier value counts less
+        (f"{COUNTED} trainer.nnodes=2", ["trainer.nnodes=2"]),
+    ],
+)
+def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH} {words}\n")
+    with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE behind --script {script}"):
+        find_launch(script, given)
+
+
+def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{LAUNCH} $(make_it)\n")
+    with pytest.raises(ScriptError, match="an override is not known") as caught:
+        find_launch(script, ["c.d=1"])
+    assert "VALUE" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "module"),
+    [
+        ("PYTHONUNBUFFERED=1 nohup python3 -u -m verl.trainer.main_ppo a.b=1 2>&1 | tee log", "verl.trainer.main_ppo"),
+        ("ray job submit --no-wait -- python3 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        (
+            'PYTHON=/opt/py/bin/python3.11; "$PYTHON" -m recipe.offpolicy.main_offpolicy a.b=1',
+            "recipe.offpolicy.main_offpolicy",
+        ),
+        ("exec python verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
+        ("python -W ignore -X dev -m verl.trainer.main_ppo a.b=1 &", "verl.trainer.main_ppo"),
+        ("torchrun --nnodes 1 --nproc_per_node=8 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("torchrun --nproc_per_node $NOT_SET_HERE verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
+        ("python3 -m torch.distributed.run --nnodes 1 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("srun --nodes=2 bash -c 'python3 -m verl.trainer.main_ppo a.b=1'", "verl.trainer.main_ppo"),
+    ],
+)
+def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{call}\n")
+    launch = find_launch(script, [])
+    assert (launch.module, launch.arguments) == (module, ("a.b=1",))
