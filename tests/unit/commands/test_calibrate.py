@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.figures import draw_curves, format_caption
+from recipe.offpolicy.analysis.calibration.calibration_figures import draw_curves, format_caption
 from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.offpolicy.analysis.calibration.calibration_tables import format_remarks
 from recipe.offpolicy.analysis.calibration.curves import choose_radii, compute_kept_curve
 from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.kept_bounds import (
@@ -22,7 +23,6 @@ from recipe.offpolicy.analysis.calibration.kept_bounds import (
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, fill_placeholders, list_parts, set_values
 from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
-from recipe.offpolicy.analysis.calibration.tables import format_remarks
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step
