@@ -65,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from .analysis.attribution.faults import FaultScreen
     from .analysis.calibration.joint import compute_joint_shares
-    from .analysis.calibration.propose import Request, propose_bounds
+    from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.pages import PageError, check_target
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
-    request = Request(
+    request = CalibrationRequest(
         target_kept=options.target_kept,
         target_ess=options.target_ess,
         of=options.of,
