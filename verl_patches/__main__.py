@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from . import PatchError, status
 from .contract import installed_release
-from .table import Row, rows
+from .contract_table import Row, rows
 
 COLUMNS = ("patch", "target", "releases", "state", "contract")
 _WIDTH_OF_LOGS = 240

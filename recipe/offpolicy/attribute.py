@@ -40,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
         found = attribute(recording, steps=options.steps, worst=options.worst)
         if options.png:
-            from .analysis.attribution.figures import draw_overview
+            from .analysis.attribution.attribution_figures import draw_overview
             from .analysis.pages import plotting
 
             plotting.save(draw_overview(found), options.png)
         if options.html:
-            from .analysis.attribution.page import build_page
+            from .analysis.attribution.attribution_page import build_page
 
             build_page(found, str(options.directory)).write(options.html)
     except (RecordingError, PageError, OSError) as error:
@@ -63,23 +63,30 @@ def _show(found: Any) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .analysis.attribution import tables
+    from .analysis.attribution import attribution_tables
     from .analysis.pages import to_rich
 
     # A pipe has no width of its own.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     shown = [
-        tables.build_causes_table(found),
-        tables.build_shares_table(found.whole),
-        tables.build_steps_table(dict(found.by_step)),
+        attribution_tables.build_causes_table(found),
+        attribution_tables.build_shares_table(found.whole),
+        attribution_tables.build_steps_table(dict(found.by_step)),
     ]
-    shown += [tables.build_versions_table(found)]
-    shown += [tables.build_profile_table(name, buckets) for name, buckets in found.profiles.items() if len(buckets) > 1]
-    for table in [*shown, tables.build_tokens_table(found), tables.build_rows_table(found)]:
+    shown += [attribution_tables.build_versions_table(found)]
+    shown += [
+        attribution_tables.build_profile_table(name, buckets)
+        for name, buckets in found.profiles.items()
+        if len(buckets) > 1
+    ]
+    for table in [*shown, attribution_tables.build_tokens_table(found), attribution_tables.build_rows_table(found)]:
         console.print(to_rich(table))
     if found.without_text:
         console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
-    for line in (tables.format_verdict(found), *(f"Fix of {fix}" for fix in tables.list_fixes(found))):
+    for line in (
+        attribution_tables.format_verdict(found),
+        *(f"Fix of {fix}" for fix in attribution_tables.list_fixes(found)),
+    ):
         console.print(Text(line), soft_wrap=True)
 
 

@@ -65,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from .analysis.attribution.faults import FaultScreen
     from .analysis.calibration.joint import compute_joint_shares
-    from .analysis.calibration.propose import Request, propose_bounds
+    from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.pages import PageError, check_target
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
-    request = Request(
+    request = CalibrationRequest(
         target_kept=options.target_kept,
         target_ess=options.target_ess,
         of=options.of,
@@ -110,7 +110,7 @@ def _show(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> None:
     """Write figure, page, JSON or tables, as the options ask."""
-    from .analysis.calibration.tables import (
+    from .analysis.calibration.calibration_tables import (
         build_joint_table,
         build_json,
         build_length_table,
@@ -121,7 +121,7 @@ def _show(
 
     confidence = options.confidence
     if options.png is not None:
-        from .analysis.calibration.figures import draw_curves
+        from .analysis.calibration.calibration_figures import draw_curves
         from .analysis.pages.plotting import save
 
         save(draw_curves(result.proposals, confidence), options.png)
@@ -150,8 +150,8 @@ def _show(
 def _page(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> Any:
-    from .analysis.calibration.figures import build_panels
-    from .analysis.calibration.tables import (
+    from .analysis.calibration.calibration_figures import build_panels
+    from .analysis.calibration.calibration_tables import (
         build_joint_table,
         build_length_table,
         build_overview_table,

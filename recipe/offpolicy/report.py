@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.pages import PageError, check_target
-    from .analysis.report.page import ReportContents, build_page
+    from .analysis.report.report_page import ReportContents, build_page
     from .analysis.report.step_sample import sample_steps
     from .analysis.report.studies import run_studies
     from .analysis.report.timeline import build_timeline

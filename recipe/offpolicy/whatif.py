@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from .analysis.pages import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED
-    from .analysis.whatif.command import run_from_arguments, write_result
+    from .analysis.whatif.whatif_command import run_from_arguments, write_result
     from .correction import SpecError
     from .recording import RecordingError
 

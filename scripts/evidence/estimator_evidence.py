@@ -15,7 +15,7 @@ Shares = dict[tuple[str, keep_rates.LogRatio, int], float]
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvidenceSettings:
     """Settings of one run; 4^6 sequences take a few seconds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Evidence:
         sentences: what was asserted, with figures.
     """
 
-    settings: Settings
+    settings: EvidenceSettings
     on_policy_variance: float
     mismatches: dict[float, dict[str, Measurement]]
     stalenesses: dict[float, dict[str, Measurement]]
@@ -58,7 +58,7 @@ class Evidence:
     sentences: tuple[str, ...]
 
 
-def collect(settings: Settings) -> Evidence:
+def collect(settings: EvidenceSettings) -> Evidence:
     """Measure everything and assert what holds exactly.
 
     Raises:

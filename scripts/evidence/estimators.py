@@ -27,7 +27,7 @@ import keep_rates
 import torch
 from estimator_catalogue import ESTIMATORS, NONE
 from estimator_claims import ClaimError
-from estimator_evidence import Evidence, Settings, collect
+from estimator_evidence import Evidence, EvidenceSettings, collect
 from estimator_figure import draw
 from expectation import Measurement
 from rich.console import Console
@@ -144,7 +144,7 @@ def _keep_rates(evidence: Evidence) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None, settings: Settings | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | None = None) -> int:
     """Run the command; return 0, or 1 where something that should hold exactly does not.
 
     Args:
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None, settings: Settings | None = Non
     options = parser.parse_args(arguments)
     console = Console(width=WIDTH, markup=False)
     try:
-        evidence = collect(replace(settings or Settings(), seed=options.seed))
+        evidence = collect(replace(settings or EvidenceSettings(), seed=options.seed))
     except ClaimError as error:
         console.print(f"does NOT hold: {error}", highlight=False)
         return 1

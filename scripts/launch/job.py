@@ -24,12 +24,12 @@ NO_WAIT = "--no-wait"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
-class LaunchError(ValueError):
+class JobError(ValueError):
     """The requested job is not possible; the message names the variable and the fix."""
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """Parsed command line of the launcher.
 
     Attributes:
@@ -43,11 +43,11 @@ class Request:
     command: tuple[str, ...]
 
 
-def parse(words: Sequence[str]) -> Request:
+def parse(words: Sequence[str]) -> JobRequest:
     """Read ``[--no-wait] [NAME=value ...] COMMAND [ARGUMENT ...]``.
 
     Raises:
-        LaunchError: there is no command, or an option that is not known.
+        JobError: there is no command, or an option that is not known.
     """
     rest = list(words)
     wait, variables = True, {}
@@ -63,10 +63,10 @@ def parse(words: Sequence[str]) -> Request:
     if rest and rest[0] == "--":
         del rest[0]
     elif rest and rest[0].startswith("-"):
-        raise LaunchError(f"{rest[0]}: unknown option. Fix: {NO_WAIT}, or none before the command.")
+        raise JobError(f"{rest[0]}: unknown option. Fix: {NO_WAIT}, or none before the command.")
     if not rest:
-        raise LaunchError("no command. Fix: name one, such as recipe/offpolicy/run_dense_fsdp.sh.")
-    return Request(wait, variables, ("bash", *rest) if rest[0].endswith(".sh") else tuple(rest))
+        raise JobError("no command. Fix: name one, such as recipe/offpolicy/run_dense_fsdp.sh.")
+    return JobRequest(wait, variables, ("bash", *rest) if rest[0].endswith(".sh") else tuple(rest))
 
 
 def entrypoint(command: Sequence[str]) -> str:
@@ -90,20 +90,20 @@ def runtime_env(
         environ: of this process; of it goes along what workers of a corrected run need.
 
     Raises:
-        LaunchError: a file or folder is not there, or two places contradict each other.
+        JobError: a file or folder is not there, or two places contradict each other.
     """
     result = _read(base)
     try:
         result["env_vars"] = merged(result.get("env_vars") or {}, wanted(environ), {})
     except PatchError as error:
-        raise LaunchError(f"RUNTIME_ENV: {error}") from error
+        raise JobError(f"RUNTIME_ENV: {error}") from error
     for name, value in variables.items():
         if (there := result["env_vars"].get(name, value)) != value:
-            raise LaunchError(f"{name}={value}: RUNTIME_ENV or the environment says {there}. Fix: give one of them.")
+            raise JobError(f"{name}={value}: RUNTIME_ENV or the environment says {there}. Fix: give one of them.")
         result["env_vars"][name] = value
     if "working_dir" not in result and working_dir not in ("", NO_WORKING_DIR):
         if "://" not in working_dir and not Path(working_dir).is_dir():
-            raise LaunchError(f"WORKING_DIR={working_dir}: no such folder. Fix: name one, or {NO_WORKING_DIR}.")
+            raise JobError(f"WORKING_DIR={working_dir}: no such folder. Fix: name one, or {NO_WORKING_DIR}.")
         result["working_dir"] = working_dir
     if "working_dir" in result:
         own = [pattern.strip() for pattern in excludes.split(",") if pattern.strip()]
@@ -118,7 +118,7 @@ def _read(base: str) -> dict[str, Any]:
         text = base if base.lstrip().startswith("{") else Path(base).read_text()
         found = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise LaunchError(f"RUNTIME_ENV={base}: {error}. Fix: name a JSON or YAML file, or give JSON.") from error
+        raise JobError(f"RUNTIME_ENV={base}: {error}. Fix: name a JSON or YAML file, or give JSON.") from error
     if not isinstance(found, dict):
-        raise LaunchError(f"RUNTIME_ENV={base}: expected fields with values, found {type(found).__name__}.")
+        raise JobError(f"RUNTIME_ENV={base}: expected fields with values, found {type(found).__name__}.")
     return found

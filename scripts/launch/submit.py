@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from job import LaunchError, Request, entrypoint, parse, runtime_env
+from job import JobError, JobRequest, entrypoint, parse, runtime_env
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 USAGE = 2
@@ -23,17 +23,17 @@ def connect(address: str) -> Any:
     """Connect to the cluster's job server.
 
     Raises:
-        LaunchError: nothing answers there, or Ray is not installed here.
+        JobError: nothing answers there, or Ray is not installed here.
     """
     try:
         from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
-        raise LaunchError(f"{sys.executable}: {error}. Fix: PYTHON=path of a Python with ray[default].") from error
+        raise JobError(f"{sys.executable}: {error}. Fix: PYTHON=path of a Python with ray[default].") from error
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, RayError) as error:
-        raise LaunchError(
+        raise JobError(
             f"RAY_ADDRESS={address}: {error} Fix: name the dashboard of a running cluster, http://HEAD:8265, where "
             f"ray[default] is installed."
         ) from error
@@ -67,7 +67,7 @@ def follow(client: Any, job: str) -> int:
     return info.driver_exit_code or NOT_SUCCEEDED
 
 
-def launch(request: Request) -> int:
+def launch(request: JobRequest) -> int:
     """Submit, and follow if that was asked for; returns the launcher's exit status."""
     environment = runtime_env(
         os.environ.get("RUNTIME_ENV", ""),
@@ -93,7 +93,7 @@ def launch(request: Request) -> int:
 def main() -> int:
     try:
         return launch(parse(sys.argv[1:]))
-    except LaunchError as error:
+    except JobError as error:
         print(f"launch: {error}", file=sys.stderr)
         return USAGE
 

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from tests.support import training_worker as tw
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 

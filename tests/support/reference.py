@@ -71,10 +71,11 @@ def expected(correction: Plain, batch: Batch) -> Expected:
         result.weight[b][t] = 1.0
     if weight is not None:
         dropped: set[Token] = set()
-        by_token = weight["level"] == "token"
-        for unit, value, drops in weighed(weight, batch, counted if by_token else seen, result):
-            # With skyrl_compat the tokens that are masked already still carry their row's weight.
-            for b, t in unit if by_token else [token for token in counted if same_unit(weight, batch, token, unit[0])]:
+        level = weight["level"]
+        # With skyrl_compat the tokens that are masked already still carry their row's weight.
+        carriers = {label(level, batch, unit[0]): unit for unit in units(level, batch, counted)}
+        for unit, value, drops in weighed(weight, batch, counted if level == "token" else seen, result):
+            for b, t in carriers[label(level, batch, unit[0])]:
                 result.weight[b][t] = value
             dropped |= set(unit) if drops else set()
         if weight["kind"] == "reject":
@@ -121,10 +122,6 @@ def label(level: str, batch: Batch, token: Token) -> tuple[int, ...]:
         case "version":
             return (b, batch.versions[b][t])
     raise ValueError(level)
-
-
-def same_unit(part: Plain, batch: Batch, one: Token, two: Token) -> bool:
-    return label(part["level"], batch, one) == label(part["level"], batch, two)
 
 
 def units(level: str, batch: Batch, tokens: list[Token]) -> list[list[Token]]:
@@ -178,10 +175,11 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
     if mask["aggregate"] == "second_moment":
         return beyond_budget(mask["budget"], batch, tokens, result)
     low, high = bounds(mask)
+    signs = signed_by(mask, batch, tokens)
     dropped: set[Token] = set()
     for unit in units(mask["level"], batch, tokens):
         if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
-            dropped |= {token for token in unit if concerned(mask, batch, tokens, token, result)}
+            dropped |= {token for token in unit if concerned(mask, signs, token, result)}
     return dropped
 
 
@@ -227,15 +225,20 @@ def divergence(kind: str, log_r: float) -> float:
     raise ValueError(kind)
 
 
-def concerned(mask: Plain, batch: Batch, tokens: list[Token], token: Token, result: Expected) -> bool:
+def signed_by(mask: Plain, batch: Batch, tokens: list[Token]) -> dict[Token, float]:
+    """The advantage whose sign decides for each token: its own, or the mean of its row's."""
+    own = {(b, t): batch.advantages[b][t] for b, t in tokens}
+    if mask["sign"] == "token":
+        return own
+    rows = units("sequence", batch, tokens)
+    return {token: math.fsum(own[each] for each in row) / len(row) for row in rows for token in row}
+
+
+def concerned(mask: Plain, signs: dict[Token, float], token: Token, result: Expected) -> bool:
     """Whether the mask looks at this token, by the sign of an advantage."""
     if mask["when"] == "any":
         return True
-    if mask["sign"] == "row":
-        row = [batch.advantages[b][t] for b, t in tokens if b == token[0]]
-        advantage = math.fsum(row) / len(row)
-    else:
-        advantage = batch.advantages[token[0]][token[1]]
+    advantage = signs[token]
     if advantage:
         result.margin = min(result.margin, abs(advantage))
     return advantage < 0 if mask["when"] == "negative" else advantage > 0

@@ -2,7 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
-An update is changed if its batch brings a ``Handover``, and only then. A patch is a module with ``install()`` and
+An update is changed if its batch brings a ``LegacyHandover``, and only then. A patch is a module with ``install()`` and
 ``in_force()``; it is imported when the actor that it is for has been, and in most processes never.
 """
 

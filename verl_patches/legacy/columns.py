@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from verl import DataProto
 
-from .handover import HANDOVER, PREFIX, Handover
+from .handover import HANDOVER, PREFIX, LegacyHandover
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
@@ -28,13 +28,13 @@ class Carried(DataProto):
         return super().select(batch_keys, non_tensor_batch_keys, meta_info_keys, deepcopy)
 
 
-def handover_of(data: DataProto) -> Handover | None:
+def handover_of(data: DataProto) -> LegacyHandover | None:
     """Return the trainer's handover of this batch, or None.
 
     Raises:
         KeyError: mu is to be read, and is not in the batch.
     """
-    handover: Handover | None = data.meta_info.get(HANDOVER)
+    handover: LegacyHandover | None = data.meta_info.get(HANDOVER)
     if handover is None:
         return None
     if handover.reads_rollout_log_probs and ROLLOUT_LOG_PROBS not in data.batch.keys():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 HANDOVER = "offpolicy_handover"
-"""Key of the ``Handover`` in a DataProto's ``meta_info``."""
+"""Key of the ``LegacyHandover`` in a DataProto's ``meta_info``."""
 PREFIX = "offpolicy_"
 """Of every column that travels past the actor's own list."""
 MINI_TOKENS = f"{PREFIX}batch_num_tokens"
@@ -36,7 +36,7 @@ class Update(Protocol):
     ) -> Tensor: ...
 
 
-class Handover(Protocol):
+class LegacyHandover(Protocol):
     """Replacement loss of a legacy actor, sent by value once a batch."""
 
     @property

@@ -23,7 +23,7 @@ from verl.utils.device import get_device_id
 from ..contract import Contract, wrap
 from . import algorithms
 from .columns import carried, handover_of
-from .handover import Handover, Update, mini_batch_columns
+from .handover import LegacyHandover, Update, mini_batch_columns
 from .logged import Logged
 
 MODULE = "megatron_actor"
@@ -104,7 +104,7 @@ class Dealt:
     """Mini-batches of one update, with the handover of the batch that they were split from."""
 
     mini_batches: Iterable[Any]
-    handover: Handover
+    handover: LegacyHandover
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.mini_batches)

@@ -30,7 +30,7 @@ from ..correction import (
     step_stage,
     turns,
 )
-from ..correction.deferred import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.telemetry import Measure
 from .checksums import hash_rows

@@ -12,7 +12,7 @@ gc.disable()
 logging.disable(logging.WARNING)
 
 from ..command_line import run  # noqa: E402
-from .command import describe_failure, main  # noqa: E402
+from .doctor_command import describe_failure, main  # noqa: E402
 
 try:
     status = run("doctor", main)

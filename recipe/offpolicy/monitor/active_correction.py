@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from ..correction import CorrectionSpec, Statistic
 from ..correction.moving_bounds import Side, format_part_path
 from ..fault_tolerance.checkpoints import find_changes
-from .alarms import settings as alarm_settings
+from .alarms import alarm_settings
 from .alarms.alarms import CONFIGURED, Alarms
-from .bounds import settings
+from .bounds import bound_settings
 from .bounds.controller import Calibration
 
 logger = logging.getLogger("verl.offpolicy")
@@ -35,7 +35,7 @@ class ActiveCorrection:
         self._configured = spec
         self._alarms = Alarms.from_config(config)
         self._calibration = Calibration.from_config(config, spec)
-        self._noted = settings.read_noted_keys(config)
+        self._noted = bound_settings.read_noted_keys(config)
 
     @property
     def spec(self) -> CorrectionSpec:
@@ -61,7 +61,7 @@ class ActiveCorrection:
 
         Args:
             values: statistics below ``offpolicy/``.
-            histograms: of the parts in ``moving``, see ``bounds.measurement``.
+            histograms: of the parts in ``moving``, see ``bounds.bound_measurement``.
 
         Returns:
             Whether another correction is in force, which has to reach the workers and to be proved.
@@ -112,7 +112,7 @@ def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> lis
     """List the keys, with both values, in which a run differs from the checkpoint with this ``state``."""
     noted = {"target_kept": None} if state is None else state["calibrate"]
     unset = {"target_ess": None}
-    found = find_changes(unset | noted, unset | settings.read_noted_keys(config), settings.SECTION)
+    found = find_changes(unset | noted, unset | bound_settings.read_noted_keys(config), bound_settings.SECTION)
     if state is None or state["fallback"] is None:
         return found
     name = state["alarms"]["in_force"]

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
-from ..monitor.alarms.settings import DEFAULTS, SECTION
+from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from .hydra_groups import AUTO, EMPTY, check_stack, load_option
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, SpecError
 from ..extensions.registry import load_extensions
-from ..recording.settings import resolve_dir
+from ..recording.record_settings import resolve_dir
 from . import fallbacks, old_log_prob
 from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..correction.deferred import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, fetch
 
 LEAST_TOKENS = 8
 """Fewest tokens of a row, or of a batch, that are judged."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..correction.deferred import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, fetch
 
 MARGIN = 0.1
 """Nats by which two log-probs have to differ, for both policies, before a pair is counted."""

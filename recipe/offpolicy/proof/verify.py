@@ -20,7 +20,7 @@ class LivenessError(RuntimeError):
     """A configured correction was not seen to act; the message says which, and what was seen instead."""
 
 
-class Evidence(Protocol):
+class UpdateEvidence(Protocol):
     """Interface of one micro-batch's evidence, see ``worker.metrics.Packet``."""
 
     fingerprint: int
@@ -30,7 +30,7 @@ class Evidence(Protocol):
 
 
 def verify(
-    packets: Sequence[Evidence],
+    packets: Sequence[UpdateEvidence],
     spec: CorrectionSpec,
     *,
     sampled_rows: Sequence[int],
@@ -91,7 +91,7 @@ def verify(
 
 
 def verify_update(
-    packets: Sequence[Evidence],
+    packets: Sequence[UpdateEvidence],
     spec: CorrectionSpec,
     *,
     sampled_rows: Sequence[int],
@@ -111,7 +111,7 @@ def verify_update(
         _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
 
 
-def _verify_fingerprint(packets: Sequence[Evidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
+def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
     if not packets:
         raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)

@@ -16,7 +16,7 @@ from typing import Any
 from ..batch.plan import UpdateRows
 from .files import OverLimit
 from .pack import Packed
-from .settings import SECTION, RecordSettings
+from .record_settings import SECTION, RecordSettings
 from .time_budget import FIRST, MOST_TIME, TimeBudget
 from .writer import Item, Outcome, StepWriter
 

@@ -16,9 +16,9 @@ from ..batch.plan import BatchSplit, SharedPlan, UpdateRows
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import write_json
 from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
+from .record_settings import FOREIGN, SECTION, RecordSettings
 from .recording import CARD, PROOF, parse_step, parse_update
 from .run_info import build_card, explain_foreign
-from .settings import FOREIGN, SECTION, RecordSettings
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -18,8 +18,8 @@ from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
 from .ranks import Place, place
+from .record_settings import SECTION, RecordSettings
 from .recorder import Recorder, get_recorder
-from .settings import SECTION, RecordSettings
 
 _SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""

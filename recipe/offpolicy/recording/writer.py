@@ -10,9 +10,9 @@ from typing import Any
 
 from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .pack import Packed, unpack
+from .record_settings import SECTION, RecordSettings
 from .recording import file_name, parse_step
 from .rows import Rows, concatenate
-from .settings import SECTION, RecordSettings
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Handover(LegacySettings):
-    """These settings as they travel: what ``verl_patches.legacy.handover`` calls a Handover."""
+    """These settings as they travel: what ``verl_patches.legacy`` calls a ``LegacyHandover``."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:

@@ -11,7 +11,7 @@ from ..batch.plan import SharedPlan
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import Side
 from ..extensions.extension import WorkerExtension
-from ..recording.settings import RecordSettings
+from ..recording.record_settings import RecordSettings
 
 
 @dataclass(frozen=True)

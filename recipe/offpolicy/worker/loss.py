@@ -24,13 +24,13 @@ from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
 from ..correction import CorrectionSpec, Statistic, StepStage
-from ..correction.deferred import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
 from ..extensions.extension import WorkerExtension
 from ..extensions.loss_rows import LossRows
 from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
-from ..recording.settings import RecordSettings
+from ..recording.record_settings import RecordSettings
 from ..recording.worker_hook import record
 from .kl_loss import BaseLoss, BoundLoss, replace_kl
 from .measurement import Observation

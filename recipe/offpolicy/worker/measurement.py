@@ -18,10 +18,10 @@ from ..batch import micro_batch as mb
 from ..batch.checksums import hash_rows
 from ..batch.weight_versions import RowVersions, compute_token_versions
 from ..correction import CorrectionSpec
-from ..correction.deferred import DeferredValue, defer_statistics
+from ..correction.deferred_value import DeferredValue, defer_statistics
 from ..correction.moving_bounds import Side
 from ..correction.proximal import OF_THE_TRAINER
-from ..monitor.bounds.measurement import defer_histograms
+from ..monitor.bounds.bound_measurement import defer_histograms
 from ..monitor.mismatch.share_statistics import defer_share_statistics
 from ..proof.token_alignment import count_agreements
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..correction import Statistic
-from ..correction.deferred import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally
@@ -41,7 +41,7 @@ class Packet:
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
         bounds: part -> the bounds that were used, of parts whose bounds move.
-        histograms: of these parts, see ``monitor.bounds.measurement``.
+        histograms: of these parts, see ``monitor.bounds.bound_measurement``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
         reports: of extensions, by section.

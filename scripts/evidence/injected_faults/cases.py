@@ -19,7 +19,7 @@ _CONVERSATION: Final = (
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One run of the quickstart.
 
     Attributes:
@@ -43,9 +43,9 @@ class Case:
     needs: str = ""
 
 
-def _case(name: str, part: Part, seed: int, *causes: str, steps: int = 3, needs: str = "", **rest: object) -> Case:
+def _case(name: str, part: Part, seed: int, *causes: str, steps: int = 3, needs: str = "", **rest: object) -> FaultCase:
     overrides = rest.pop("overrides", ())
-    return Case(
+    return FaultCase(
         name=name,
         part=part,
         seed=seed,

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from injected_faults.cases import CASES, Case, Part  # noqa: E402
+from injected_faults.cases import CASES, FaultCase, Part  # noqa: E402
 
 from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes  # noqa: E402
 from recipe.offpolicy.recording import Recording  # noqa: E402
@@ -28,9 +28,9 @@ DATA = ROOT / "tests" / "data" / "faults"
 
 @dataclass(frozen=True)
 class Judged:
-    """Case with the causes found in its recording."""
+    """A case with the causes found in its recording."""
 
-    case: Case
+    case: FaultCase
     causes: Sequence[Cause]
 
     @property

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from injected_faults.cases import CASES, Case  # noqa: E402
+from injected_faults.cases import CASES, FaultCase  # noqa: E402
 
 from recipe.offpolicy.recording import Recording  # noqa: E402
 from recipe.offpolicy.recording.files import write  # noqa: E402
@@ -96,7 +96,7 @@ def of_one_length(entry: dict[str, Any], letters: int = 13) -> dict[str, Any]:
     return {**entry, "question": (word * letters)[: letters - len(word)] + entry["question"]}
 
 
-def run(case: Case, work: Path, recording: Path) -> None:
+def run(case: FaultCase, work: Path, recording: Path) -> None:
     """Train with the fault.
 
     Raises:
@@ -139,7 +139,7 @@ def cache_log(recording: Path) -> Path:
     return recording.with_name(f"{recording.name}.cache.jsonl")
 
 
-def keep(recording: Path, target: Path, case: Case) -> None:
+def keep(recording: Path, target: Path, case: FaultCase) -> None:
     """Write the part that tests read, with a card that says what was injected and nothing of this machine."""
     source = Recording(recording)
     shutil.rmtree(target, ignore_errors=True)

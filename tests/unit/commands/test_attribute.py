@@ -98,7 +98,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
     def broken(_: object) -> None:
         raise ValueError("defect")
 
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.figures.draw_overview", broken)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.attribution_figures.draw_overview", broken)
     with pytest.raises(ValueError, match="defect"):
         attribute.main([str(recorded), "--png", "a.png"])
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.figures import draw_curves, format_caption
-from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
+from recipe.offpolicy.analysis.calibration.calibration_figures import draw_curves, format_caption
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
@@ -168,7 +168,9 @@ def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
     recording = Recording(record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05)))
     with initialize_composer():
         composed = compose_correction(["correction=[gsm,opsm]", "correction.masks.opsm.delta=0.01"])
-    proposals = propose_bounds(recording, CorrectionSpec.from_mapping(composed), Request(target_kept=0.9)).proposals
+    proposals = propose_bounds(
+        recording, CorrectionSpec.from_mapping(composed), CalibrationRequest(target_kept=0.9)
+    ).proposals
     axes = draw_curves(proposals, 0.95).axes
     assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
         "masks.gsm": "share of rows kept",

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif import figures
+from recipe.offpolicy.analysis.whatif import whatif_figures
 from recipe.offpolicy.analysis.whatif.agreement import Agreement
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
-from recipe.offpolicy.analysis.whatif.command import select_steps
 from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
 from recipe.offpolicy.analysis.whatif.study import run_study
-from recipe.offpolicy.analysis.whatif.tables import format_heading, shorten_label
+from recipe.offpolicy.analysis.whatif.whatif_command import select_steps
+from recipe.offpolicy.analysis.whatif.whatif_tables import format_heading, shorten_label
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
@@ -151,8 +151,10 @@ def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path)
 
 @pytest.mark.usefixtures("undrawn")
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    directory = recorded(tmp_path / "run", ACTING, *(varied_rows(8, seed=step, step=step) for step in (5, 6)))
+
     def run(values: int) -> tuple[str, str, str]:
         """30 values and "uncorrected" are 31; one more is no correction and does not count."""
         uppers = [f"1.{value:03d}" for value in range(11, 11 + values)]
@@ -246,7 +248,7 @@ def test_lines_of_the_picture(directory: Path) -> None:
     read = Recording(directory)
     grid = ["correction.masks.gsm.upper=1.5,1.02,1.1", "correction.weight.upper=2,3"]
     chosen = (Candidate(UNCORRECTED, UNCORRECTED), *build_candidates([["correction=[tis_token,gsm]"]], grid, {}))
-    lines = figures.group_into_rows(run_study(read, read.steps, chosen))
+    lines = whatif_figures.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.title, line.ticks) for line in lines] == [
         ("[tis_token,gsm] weight.upper=2", ("1.02", "1.1", "1.5")),
         ("[tis_token,gsm] weight.upper=3", ("1.02", "1.1", "1.5")),
@@ -254,25 +256,25 @@ def test_lines_of_the_picture(directory: Path) -> None:
     # Of many values only some are written below the axis, so that they do not run into one another.
     many = f"correction.masks.gsm.upper={','.join(f'1.{value}' for value in range(10, 30))}"
     result = run_study(read, read.steps, [chosen[0], *build_candidates([["correction=gsm"]], [many], {})])
-    by_group = figures.draw_study(result).axes[0]
+    by_group = whatif_figures.draw_study(result).axes[0]
     written = [text.get_text() for text in by_group.get_xticklabels()]
     assert written == ["1.1", "1.13", "1.16", "1.19", "1.22", "1.25", "1.28"]
     assert np.asarray(by_group.get_lines()[0].get_xdata()).shape == (20,)
     # A spec has the keys that it has.
     chosen = (*chosen, *build_candidates([["correction=tis_token"]], grid[1:], {}))
-    lines = figures.group_into_rows(run_study(read, read.steps, chosen))
+    lines = whatif_figures.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.label, line.ticks) for line in lines][2:] == [("weight.upper", ("2", "3"))]
     plain = (chosen[0], *build_candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
     result = run_study(read, read.steps, plain)
-    assert [(line.ordered, line.ticks) for line in figures.group_into_rows(result)] == [
+    assert [(line.ordered, line.ticks) for line in whatif_figures.group_into_rows(result)] == [
         (False, ("uncorrected", "gsm", "tis_token"))
     ]
-    (drawn_line,) = figures.build_panels(result)
+    (drawn_line,) = whatif_figures.build_panels(result)
     assert [panel.alt.split(",")[0] for panel in drawn_line][1:3] == [
         "Share kept",
         "Learning-rate scale and projection",
     ]
-    panels = figures.draw_study(result).axes
+    panels = whatif_figures.draw_study(result).axes
     assert len(panels) == 4
     (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")
     drawn = np.asarray(kept.get_xdata(), dtype=float).tolist()

@@ -66,7 +66,8 @@ def same(correction: CorrectionSpec, rows: Rows, lengths: list[int], **options: 
     for name, statistic in step.statistics.items():
         parts = [float(part) for part in packed_step.statistics[name].parts]
         expected = [float(part) for part in statistic.parts]
-        assert parts == pytest.approx(expected, rel=1e-12, abs=1e-12, nan_ok=True), name
+        # Nearly all are equal to the bit, and ``approx`` would take half of the test's time.
+        assert parts == expected or parts == pytest.approx(expected, rel=1e-12, abs=1e-12, nan_ok=True), name
 
 
 @examples

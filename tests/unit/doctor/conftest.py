@@ -24,7 +24,7 @@ def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
 
-    from recipe.offpolicy.doctor.command import main
+    from recipe.offpolicy.doctor.doctor_command import main
 
     monkeypatch.chdir(tmp_path)
 

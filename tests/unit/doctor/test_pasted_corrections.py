@@ -11,7 +11,7 @@ from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.recording.settings import find_problems
+from recipe.offpolicy.recording.record_settings import find_problems
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.mended import with_overrides
 

@@ -255,6 +255,7 @@ def test_switched_off() -> None:
     assert watch(trainer, config(step_timeout=None, phase_timeouts={"rollout": None}, poll=None)) is None
 
 
+@pytest.mark.slow  # a process of its own
 def test_a_process_that_does_not_unwind_is_ended(tmp_path: Path) -> None:
     """Code that swallows every error, in a process of its own: it is ended all the same."""
     program = textwrap.dedent("""

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
 from tests.support.corrections import TIS, band, spec
 from tests.support.histograms import histogram
 

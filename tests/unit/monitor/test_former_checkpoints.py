@@ -14,11 +14,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
 from tests.support.paths import ROOT
 
 FOLDERS = ROOT / "tests" / "data" / "checkpoints"

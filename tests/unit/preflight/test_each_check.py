@@ -11,7 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.problem import Problem
-from recipe.offpolicy.preflight.checks import bounds, gradient_steps, loss, rollout, verl_rollout_correction, warnings
+from recipe.offpolicy.preflight.checks import (
+    bounds,
+    gradient_steps,
+    policy_loss,
+    rollout,
+    verl_rollout_correction,
+    warnings,
+)
 from recipe.offpolicy.preflight.checks.config_reader import needs_mu
 from recipe.offpolicy.preflight.old_log_prob import count_gradient_steps
 from tests.support.corrections import GSM, TIS, band, opsm, spec
@@ -84,22 +91,22 @@ CASES: list[tuple[Check, dict[str, Any], CorrectionSpec, str]] = [
         CorrectionSpec(proximal="bypass"),
         "correction.proximal",
     ),
-    (loss.check_kl_clip, {}, CorrectionSpec(kl_clip=(0.8, 1.2)), "correction.kl_clip"),
+    (policy_loss.check_kl_clip, {}, CorrectionSpec(kl_clip=(0.8, 1.2)), "correction.kl_clip"),
     (
-        loss.check_kl_clip,
+        policy_loss.check_kl_clip,
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0},
         CorrectionSpec(kl_clip=(0.8, 1.2)),
         f"{ACTOR}.kl_loss_coef",
     ),
-    (loss.check_denominator, {f"{ACTOR}.shuffle": True}, replace(BOTH, denominator="kept"), f"{ACTOR}.shuffle"),
+    (policy_loss.check_denominator, {f"{ACTOR}.shuffle": True}, replace(BOTH, denominator="kept"), f"{ACTOR}.shuffle"),
     (
-        loss.check_baseline,
+        policy_loss.check_baseline,
         {"algorithm.adv_estimator": "gae"},
         replace(BOTH, baseline="exclude"),
         "algorithm.adv_estimator",
     ),
-    (loss.check_baseline, {f"{ROLLOUT}.n": 1}, replace(BOTH, baseline="exclude"), f"{ROLLOUT}.n"),
-    (loss.check_distillation, {"distillation.enabled": True}, BOTH, "distillation.enabled"),
+    (policy_loss.check_baseline, {f"{ROLLOUT}.n": 1}, replace(BOTH, baseline="exclude"), f"{ROLLOUT}.n"),
+    (policy_loss.check_distillation, {"distillation.enabled": True}, BOTH, "distillation.enabled"),
     (
         rollout.check_rollout_log_probs,
         {f"{ROLLOUT}.calculate_log_probs": False},

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.monitor.alarms.settings import read_settings
+from recipe.offpolicy.monitor.alarms.alarm_settings import read_settings
 from recipe.offpolicy.preflight.fallbacks import check, resolve
 from recipe.offpolicy.preflight.old_log_prob import read_correction
 from tests.support.applications import NEEDED, application, changed, without_verl

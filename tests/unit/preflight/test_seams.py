@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 import verl_patches
-from recipe.offpolicy.preflight.checks.runtime_env import list_patch_groups
 from recipe.offpolicy.preflight.checks.seams import check_seams_with
+from recipe.offpolicy.preflight.checks.workers_env import list_patch_groups
 from verl_patches import engine_loss, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.proof.token_alignment import (
     AlignmentChecker,
     AlignmentError,
@@ -113,7 +113,16 @@ def test_off_by_one_token(rows: int, width: int, within: int, by: int, where: st
         assert f"mu of the token {where}" in message
 
 
-@pytest.mark.parametrize(("rows", "width", "within"), [(128, 10, 3), (16, 8, 32), (512, 1, 2), (64, 200, 4)])
+@pytest.mark.parametrize(
+    ("rows", "width", "within"),
+    [
+        (128, 10, 3),
+        (512, 1, 2),
+        # Many batches, and many tokens: the same finding at a hundred times the cost.
+        pytest.param(16, 8, 32, marks=pytest.mark.slow),
+        pytest.param(64, 200, 4, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("other", ["permuted", "another batch"])
 def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str) -> None:
     for seed in range(20):

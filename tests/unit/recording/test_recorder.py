@@ -18,8 +18,8 @@ from recipe.offpolicy.recording import Recording, files
 from recipe.offpolicy.recording import recorder as recorder_module
 from recipe.offpolicy.recording import writer as writer_module
 from recipe.offpolicy.recording.pack import Packed, Seen, pack
+from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import Recorder
-from recipe.offpolicy.recording.settings import RecordSettings
 from tests.support.recorder_clock import Clock
 
 UPDATE = UpdateRows(ranks=1, rows=4, mini_batch_rows=2)

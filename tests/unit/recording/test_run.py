@@ -17,10 +17,10 @@ from recipe.offpolicy.batch.plan import BatchSplit, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording.files import write
+from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.recording.run import POLL, RunRecord
 from recipe.offpolicy.recording.run_info import build_card
-from recipe.offpolicy.recording.settings import RecordSettings
 from recipe.offpolicy.recording.writer import Item, StepWriter
 from tests.support.recordings import drawn_rows, record
 

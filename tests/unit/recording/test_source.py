@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from recipe.offpolicy.batch.plan import REWARD, UID, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import worker_hook
-from recipe.offpolicy.recording.settings import RecordSettings
+from recipe.offpolicy.recording.record_settings import RecordSettings
 
 ROWS, PROMPT, WIDTH = 3, 4, 2
 PROMPTS = [[7], [5, 6, 8], []]

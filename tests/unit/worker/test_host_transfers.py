@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
-from recipe.offpolicy.correction import CorrectionSpec, deferred
+from recipe.offpolicy.correction import CorrectionSpec, deferred_value
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.bounds.histogram import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
@@ -65,7 +65,7 @@ class Seen:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Counts what happens inside; a fetch counts once, and nothing inside of it does."""
     seen, fetching = Seen(), []
-    fetch = deferred.fetch
+    fetch = deferred_value.fetch
 
     def counted(readings: Any) -> Any:
         seen.fetches.append(len(readings))

@@ -11,7 +11,7 @@ import torch
 from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_row_checksums
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.batch.weight_versions import RowVersions
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.worker.measurement import Observation, measure, merge
 from tests.support.corrections import TIS, spec
 

@@ -25,7 +25,7 @@ Target = Literal["kept", "ess"]
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """Targets and options of a calibration.
 
     Attributes:
@@ -133,7 +133,7 @@ class CalibrationResult:
 
 
 def propose_bounds(
-    steps: Iterable[Step], spec: CorrectionSpec, request: Request, unset: Collection[str] = ()
+    steps: Iterable[Step], spec: CorrectionSpec, request: CalibrationRequest, unset: Collection[str] = ()
 ) -> CalibrationResult:
     """Propose bounds for ``spec`` from recorded steps.
 
@@ -166,7 +166,7 @@ def propose_bounds(
     )
 
 
-def _targeted(parts: list[BoundedPart], request: Request) -> tuple[list[BoundedPart], dict[str, str]]:
+def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[list[BoundedPart], dict[str, str]]:
     """Split parts into those that have a target, and the reasons why others have none."""
     taken, skipped = [], {}
     for part in parts:
@@ -182,7 +182,7 @@ def _targeted(parts: list[BoundedPart], request: Request) -> tuple[list[BoundedP
     return taken, skipped
 
 
-def _goal(part: BoundedPart, request: Request) -> tuple[Target, float] | None:
+def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float] | None:
     """Return the target of a part; a weight that rejects takes either, the kept share first."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
@@ -191,7 +191,7 @@ def _goal(part: BoundedPart, request: Request) -> tuple[Target, float] | None:
     return None
 
 
-def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Request) -> Proposal:
+def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> Proposal:
     chosen = _goal(part, request)
     assert chosen is not None  # _targeted left the others out
     target, goal = chosen
@@ -222,7 +222,12 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Reque
 
 
 def _threshold(
-    part: BoundedPart, scores: Scores, target: Target, goal: float, request: Request, floor: NoiseFloor | None
+    part: BoundedPart,
+    scores: Scores,
+    target: Target,
+    goal: float,
+    request: CalibrationRequest,
+    floor: NoiseFloor | None,
 ) -> Threshold:
     if target == "ess":
         return find_cap_for_ess(part, scores, goal, request.confidence)
@@ -236,7 +241,7 @@ def _by_length(
     aim: tuple[Target, float],
     overall: Threshold,
     curve: KeptCurve | EssCurve,
-    request: Request,
+    request: CalibrationRequest,
 ) -> tuple[LengthBound, ...]:
     found = []
     bucket = find_length_bucket(scores.length)
@@ -270,7 +275,7 @@ def _few(units: Scores) -> str:
     return f"{rows} rows, and a bound takes {LEAST_ROWS}" if rows < LEAST_ROWS else ""
 
 
-def _floor(part: BoundedPart, scores: Scores, state: RowState, request: Request) -> NoiseFloor:
+def _floor(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> NoiseFloor:
     return estimate_noise_floor(
         part,
         scores,

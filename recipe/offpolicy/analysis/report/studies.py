@@ -11,7 +11,7 @@ from ...recording import Recording, RecordingError, Step
 from ..attribution.attribution import Attribution, attribute_rows
 from ..attribution.scored_rows import select_scored_rows
 from ..calibration.parts import fill_placeholders
-from ..calibration.propose import CalibrationResult, Request, propose_bounds
+from ..calibration.propose import CalibrationRequest, CalibrationResult, propose_bounds
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
 from ..whatif.compose import compose_correction, initialize_composer
 from ..whatif.study import run_study
@@ -126,7 +126,7 @@ def _attributed(recording: Recording, sample: StepSample) -> Attribution | str:
 
 
 def _calibrated(recording: Recording, sample: StepSample, asked: _Asked) -> CalibrationResult | str:
-    request = Request(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
+    request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
         return propose_bounds(_steps(recording, sample), asked.spec, request, asked.unset)
     except (RecordingError, SpecError) as error:

@@ -11,12 +11,12 @@ import numpy as np
 
 from ...correction import CorrectionSpec
 from ..attribution.attribution import Attribution
+from ..attribution.attribution_tables import format_shares
 from ..attribution.scored_rows import describe_left_out, describe_none_scored
-from ..attribution.tables import format_shares
 from ..attribution.token_text import escape
 from ..attribution.unexplained import describe_unexplained, is_healthy
+from ..calibration.calibration_tables import format_bounds, format_bucket, format_part_name
 from ..calibration.propose import Proposal
-from ..calibration.tables import format_bounds, format_bucket, format_part_name
 from ..pages import Column, Table
 from .studies import TARGET_KEPT, Studies
 from .timeline import Floats, Timeline

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec
 from .alarm import AlarmState
+from .alarm_settings import GROWTH, SECTION, AlarmSettings, read_settings
 from .alarm_statistics import compute_growth, find_statistic, read_value
-from .settings import GROWTH, SECTION, AlarmSettings, read_settings
 
 logger = logging.getLogger("verl.offpolicy")
 

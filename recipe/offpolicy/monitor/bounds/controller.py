@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
 from ...correction.moving_bounds import WEIGHT, Bounds, format_part_path, read_bounds, replace_bounds
 from ...correction.statistics import merge_all
+from .bound_settings import Settings, read_settings
 from .histogram import DISTANCE, ESS, KEPT, NOISE, get_reduction, read_histogram
 from .schedule import compute_next_bounds, find_obstacles
-from .settings import Settings, read_settings
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from torch import Tensor
 
-from ...correction.deferred import DeferredValue
+from ...correction.deferred_value import DeferredValue
 from ...correction.statistics import Reduction, Statistic
 from .shares import compute_shares
 from .sums import compute_sums_by_row

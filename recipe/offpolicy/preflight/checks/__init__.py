@@ -20,19 +20,19 @@ from . import (
     coverage,
     extensions,
     gradient_steps,
-    loss,
+    policy_loss,
     rollout,
-    runtime_env,
     seams,
     verl_rollout_correction,
     warnings,
+    workers_env,
 )
 from .config_reader import ConfiguredPart, list_parts, read_shadows, read_spec
 from .null_sections import find_null_sections
 from .offpolicy_keys import OWN_KEYS, check_own_keys
-from .runtime_env import list_patch_groups
 from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
 from .verl_validate_config import check_by_verl
+from .workers_env import list_patch_groups
 
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 
@@ -42,13 +42,13 @@ VERL_CHECKS: tuple[Check, ...] = (
     rollout.check_logprobs_mode,
     rollout.check_sampling,
     agent_loops.check_agent_loops,
-    loss.check_base_loss_of_verl,
+    policy_loss.check_base_loss_of_verl,
 )
 """Checks that apply to verl's own correction too, launched by verl's program or by ours."""
 CHECKS: tuple[Check, ...] = (
     seams.check_seams,
     coverage.check_path,
-    runtime_env.check_workers_env,
+    workers_env.check_workers_env,
     check_own_keys,
     bounds.check_bounds_hold_agreement,
     bounds.check_bounds_in_reach,
@@ -59,16 +59,16 @@ CHECKS: tuple[Check, ...] = (
     gradient_steps.check_ppo_ratio,
     seams.check_version_level,
     bounds.check_skyrl_compat,
-    loss.check_kl_clip,
-    loss.check_denominator,
-    loss.check_baseline,
+    policy_loss.check_kl_clip,
+    policy_loss.check_denominator,
+    policy_loss.check_baseline,
     rollout.check_rollout_log_probs,
     rollout.check_consent,
     batch_sizes.check_micro_batches,
     verl_rollout_correction.check_not_both,
-    loss.check_distillation,
+    policy_loss.check_distillation,
     *VERL_CHECKS,
-    loss.check_base_loss,
+    policy_loss.check_base_loss,
     extensions.check_extensions,
 )
 REMARKS: tuple[Check, ...] = (

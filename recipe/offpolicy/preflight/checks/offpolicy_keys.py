@@ -14,10 +14,10 @@ from ...correction.problem import remove, set_to
 from ...extensions.registry import find_problems as extension_problems
 from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
-from ...monitor.alarms.settings import find_problems as alarm_problems
-from ...monitor.bounds.settings import find_problems as calibrate_problems
-from ...recording.settings import find_problems as record_problems
-from ...recording.settings import find_too_many_parts
+from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
+from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
+from ...recording.record_settings import find_problems as record_problems
+from ...recording.record_settings import find_too_many_parts
 
 Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 """Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""

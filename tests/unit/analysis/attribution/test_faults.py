@@ -10,9 +10,13 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution import faults
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
+from recipe.offpolicy.analysis.attribution.attribution_tables import (
+    build_shares_table,
+    build_steps_table,
+    format_shares,
+)
 from recipe.offpolicy.analysis.attribution.causes import Cause
 from recipe.offpolicy.analysis.attribution.faults import FaultScreen, describe_faults
-from recipe.offpolicy.analysis.attribution.tables import build_shares_table, build_steps_table, format_shares
 from recipe.offpolicy.attribute import main as attribute
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.recording import Recording

@@ -10,8 +10,12 @@ import pytest
 
 from recipe.offpolicy import attribute as command
 from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.attribution.attribution_tables import (
+    build_shares_table,
+    build_steps_table,
+    format_verdict,
+)
 from recipe.offpolicy.analysis.attribution.causes import find_causes
-from recipe.offpolicy.analysis.attribution.tables import build_shares_table, build_steps_table, format_verdict
 from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Size, at_temperature, simulated

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
-from injected_faults.cases import CASES, Case, Part
+from injected_faults.cases import CASES, FaultCase, Part
 from injected_faults.evaluate import DATA, Judged, judged, scores
 
 from recipe.offpolicy.analysis.attribution.causes import NAMES
@@ -28,7 +28,7 @@ def results() -> dict[Part, list[Judged]]:
     return {"tuning": judged("tuning"), "held_out": judged("held_out")}
 
 
-def folder(case: Case) -> Path:
+def folder(case: FaultCase) -> Path:
     return DATA / case.part / f"{case.name}-{case.seed}"
 
 
@@ -52,7 +52,7 @@ def test_held_out_runs_were_never_used_for_tuning() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.part}-{case.name}-{case.seed}")
-def test_recordings_are_what_the_cases_say(case: Case) -> None:
+def test_recordings_are_what_the_cases_say(case: FaultCase) -> None:
     recording = Recording(folder(case))
     assert recording.steps == list(range(1, case.steps + 1))
     injected = json.loads((folder(case) / "run.json").read_text())["injected"]

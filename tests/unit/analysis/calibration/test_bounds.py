@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.offpolicy.analysis.calibration.calibration_tables import format_remarks
 from recipe.offpolicy.analysis.calibration.curves import choose_radii, compute_kept_curve
 from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.kept_bounds import (
@@ -20,9 +21,8 @@ from recipe.offpolicy.analysis.calibration.kept_bounds import (
     find_bound_for_kept_share,
 )
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, fill_placeholders, list_parts, set_values
-from recipe.offpolicy.analysis.calibration.propose import Request, propose_bounds
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
-from recipe.offpolicy.analysis.calibration.tables import format_remarks
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, batch_constants, rollout_stage, step_stage
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import RecordingError, Rows, Step
@@ -98,7 +98,7 @@ def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
         for row in range(len(step.rows)):
             ids = tensors["turn"][row] if part.level == "turn" else torch.zeros_like(tensors["turn"][row])
             ids = torch.arange(len(ids)) if by_token else ids
-            units = {int(ids[at]): bool(drop[row, at]) for at in torch.nonzero(valid[row])[:, 0]}
+            units = dict(zip(ids[valid[row]].tolist(), drop[row, valid[row]].tolist(), strict=True))
             kept, total = kept + sum(not dropped for dropped in units.values()), total + len(units)
     return kept / total
 
@@ -265,10 +265,10 @@ def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> No
     assert state.nonfinite.tolist() == [1, 0, 0]
     many = drawn(3)
     many.log_prob[::7] = np.inf
-    result = propose_bounds(steps_of(many), spec_of(OPSM), Request(target_kept=0.9, floor_quantile=0.5))
+    result = propose_bounds(steps_of(many), spec_of(OPSM), CalibrationRequest(target_kept=0.9, floor_quantile=0.5))
     lost = int((many.response_mask & np.isinf(many.log_prob)).sum())
     assert format_remarks(result, 0.95)[-1].startswith(f"{lost} response tokens have a log_prob that is not finite")
-    result = propose_bounds(steps_of(many), spec_of(BAND), Request(target_kept=0.9))
+    result = propose_bounds(steps_of(many), spec_of(BAND), CalibrationRequest(target_kept=0.9))
     assert "not finite" not in " ".join(format_remarks(result, 0.95))
 
 
@@ -276,7 +276,7 @@ def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> No
 def test_no_finite_pi_at_all() -> None:
     rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
     with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
-        propose_bounds(steps_of(rows), spec_of(OPSM), Request(target_kept=0.9))
+        propose_bounds(steps_of(rows), spec_of(OPSM), CalibrationRequest(target_kept=0.9))
 
 
 def test_rows_of_one_prompt_share_a_group_over_steps() -> None:
@@ -307,13 +307,13 @@ def test_what_cannot_be_calibrated(spec: CorrectionSpec, of: str | None, message
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(), "no target"),
-        (Request(target_kept=1.0), "--target-kept 1.0"),
-        (Request(target_kept=0.9, confidence=95), "--confidence 95"),
-        (Request(target_ess=0.9), "no part of the correction takes the target .* takes --target-kept"),
+        (CalibrationRequest(), "no target"),
+        (CalibrationRequest(target_kept=1.0), "--target-kept 1.0"),
+        (CalibrationRequest(target_kept=0.9, confidence=95), "--confidence 95"),
+        (CalibrationRequest(target_ess=0.9), "no part of the correction takes the target .* takes --target-kept"),
     ],
 )
-def test_targets_that_cannot_be_meant(request_: Request, message: str) -> None:
+def test_targets_that_cannot_be_meant(request_: CalibrationRequest, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         propose_bounds(steps_of(drawn()), spec_of(BAND), request_)
 

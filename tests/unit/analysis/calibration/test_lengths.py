@@ -12,7 +12,7 @@ import pytest
 
 from recipe.offpolicy.analysis.calibration.lengths import find_length_bucket, measure_length_dependence
 from recipe.offpolicy.analysis.calibration.parts import list_parts
-from recipe.offpolicy.analysis.calibration.propose import Proposal, Request, propose_bounds
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, Proposal, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.catalogue import BUCKETS
@@ -36,7 +36,7 @@ def noisy(count: int = 60, seed: int = 0, noise: float = 0.03, drift: float = 0.
 def proposed(mask: dict[str, Any], *rows: Rows, **request: Any) -> Proposal:
     spec = CorrectionSpec.from_mapping({"masks": {"it": mask}})
     steps = [Step(each, NONE, ()) for each in rows]
-    return propose_bounds(steps, spec, Request(**({"target_kept": 0.9} | request))).proposals[0]
+    return propose_bounds(steps, spec, CalibrationRequest(**({"target_kept": 0.9} | request))).proposals[0]
 
 
 def units(value: np.ndarray, length: np.ndarray) -> Scores:
@@ -198,7 +198,7 @@ def test_a_pi_old_made_of_mu_does_not_choose_quiet_rows(proximal: dict[str, Any]
         for rows in engines
     ]
     spec = CorrectionSpec.from_mapping({"masks": {"it": OPSM}} | proximal)
-    request = Request(target_kept=0.9, floor_quantile=0.95)
+    request = CalibrationRequest(target_kept=0.9, floor_quantile=0.95)
     floor = propose_bounds(steps, spec, request).proposals[0].floor
     known = opsm(*engines).floor
     assert floor is not None

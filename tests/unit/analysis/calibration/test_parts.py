@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from recipe.offpolicy.analysis.calibration.calibration_tables import format_part_name
 from recipe.offpolicy.analysis.calibration.largest_bounds import check_radius, find_largest_radius
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart
-from recipe.offpolicy.analysis.calibration.tables import format_part_name
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
 from recipe.offpolicy.correction.ratios import EXP_CLAMP
 

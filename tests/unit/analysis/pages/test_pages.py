@@ -156,7 +156,7 @@ def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
     with plotting.apply_style():
         crowded, (axes,) = plotting.create_axes()
         rng = np.random.default_rng(0)
-        axes.plot(rng.random(20000), rng.random(20000), "o")
+        axes.plot(rng.random(5000), rng.random(5000), "o")
     assert plotting.render_image(crowded)[0] == "image/png"  # a path a dot
 
 

@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS
 from recipe.offpolicy.monitor.alarms.alarms import CONFIGURED, AlarmError, Alarms
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS
 from tests.support.corrections import GSM, TIS
 
 SPEC = CorrectionSpec.from_mapping({"weight": TIS})

@@ -17,17 +17,17 @@ from hypothesis import strategies as draw
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, Statistic, WeightSpec
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
+from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
+from recipe.offpolicy.monitor.bounds.bound_settings import find_problems, read_noted_keys
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import CAPS, Histogram, find_widest_cap, read_histogram
-from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds, find_obstacles
-from recipe.offpolicy.monitor.bounds.settings import find_problems, read_noted_keys
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS, band, spec

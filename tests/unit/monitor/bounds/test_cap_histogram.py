@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.moving_bounds import WEIGHT
 from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
 from recipe.offpolicy.monitor.bounds.histogram import (
     CAPS,
     ESS,
@@ -25,7 +26,6 @@ from recipe.offpolicy.monitor.bounds.histogram import (
     find_widest_cap,
     read_histogram,
 )
-from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from tests.support.corrections import TIS, spec, tensor
 from tests.support.drawn import Rows, batches, decide, examples, weights
 

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
 from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.monitor.bounds.bound_settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES
-from recipe.offpolicy.monitor.bounds.settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec

@@ -15,14 +15,14 @@ from hypothesis import strategies as draw
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, Statistic
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
 from recipe.offpolicy.correction.moving_bounds import Side
 from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tokens
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
+from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
 from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile
-from recipe.offpolicy.monitor.bounds.measurement import defer_histograms
 from recipe.offpolicy.monitor.bounds.schedule import find_moving_sides
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows

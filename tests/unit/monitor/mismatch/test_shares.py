@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.analysis.attribution.decomposition import decompose
-from recipe.offpolicy.correction.deferred import fetch
+from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
 from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics, defer_share_statistics

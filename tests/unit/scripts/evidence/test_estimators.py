@@ -21,13 +21,13 @@ import expectation
 import keep_rates
 from enumeration import Policies, build, policies
 from estimator_catalogue import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS, TOKEN_IS, Estimator
-from estimator_evidence import Settings, collect
+from estimator_evidence import EvidenceSettings, collect
 from expectation import measure, token_weights
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
 SCRIPT = Path(estimators.__file__)
-SMALL = Settings(
+SMALL = EvidenceSettings(
     vocabulary=3,
     length=4,
     mismatches=(0.003, 0.01, 1.0),

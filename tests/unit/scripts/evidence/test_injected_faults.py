@@ -21,7 +21,7 @@ SCRIPTS = ROOT / "scripts" / "evidence"
 sys.path.insert(0, str(SCRIPTS))
 
 from injected_faults import make  # noqa: E402
-from injected_faults.cases import CASES, Case  # noqa: E402
+from injected_faults.cases import CASES, FaultCase  # noqa: E402
 from injected_faults.evaluate import DATA  # noqa: E402
 
 from recipe.offpolicy.analysis.attribution.profiles import compute_k3  # noqa: E402
@@ -128,12 +128,12 @@ def test_questions_that_come_again_fill_a_block() -> None:
     assert mixed == ["sun", "sun", "sun", "sister", "a", "moon"]
 
 
-def cached_runs() -> list[Case]:
+def cached_runs() -> list[FaultCase]:
     return [case for case in CASES if case.environment.get("OFFPOLICY_INJECT", "").startswith("cache:")]
 
 
 @pytest.mark.parametrize("case", cached_runs(), ids=lambda case: f"{case.name}-{case.seed}")
-def test_what_the_cache_gave_in_the_recorded_runs_was_as_old_as_injected(case: Case) -> None:
+def test_what_the_cache_gave_in_the_recorded_runs_was_as_old_as_injected(case: FaultCase) -> None:
     """Counted by the engine itself: tokens by age at each step, and the KL of the steps that had old ones."""
     folder = DATA / case.part / f"{case.name}-{case.seed}"
     served = json.loads((folder / "run.json").read_text())["injected"]["served"]

@@ -116,12 +116,12 @@ def test_what_stops_a_launch_fails_the_smoke_test(
     from hydra.core.global_hydra import GlobalHydra
 
     from recipe.offpolicy import main_offpolicy
-    from recipe.offpolicy.doctor import command
+    from recipe.offpolicy.doctor import doctor_command
 
     correction, *needed = smoke.LAUNCH
     # Of a group one choice counts.
     overrides = [override] if override.startswith("correction=") else [correction, *filter(None, [override])]
-    status = command.main([*needed, *overrides])
+    status = doctor_command.main([*needed, *overrides])
     found = explain(ended(status, *capsys.readouterr()), "run the doctor")
     assert (found is None) == (not parts)
     assert found is None or all(part in found.reason for part in parts), found

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "launch"))
 
 import submit
-from job import EXCLUDES, LaunchError, entrypoint, parse, runtime_env
+from job import EXCLUDES, JobError, entrypoint, parse, runtime_env
 
 LAUNCHER = ROOT / "scripts" / "launch_ray.sh"
 RUN = "recipe/offpolicy/run_dense_fsdp.sh"
@@ -41,7 +41,7 @@ def test_a_program_runs_as_it_is() -> None:
     [([], "no command"), (["A=1"], "no command"), (["--no-wait", "--"], "no command"), (["--wait", "x"], "--wait")],
 )
 def test_a_command_line_without_a_command(words: list[str], part: str) -> None:
-    with pytest.raises(LaunchError, match=f"{part}.*Fix:"):
+    with pytest.raises(JobError, match=f"{part}.*Fix:"):
         parse(words)
 
 
@@ -100,7 +100,7 @@ def test_nodes_that_have_everything_get_no_files() -> None:
 def test_what_cannot_be_meant(
     base: str, working_dir: str, given: dict[str, str], environ: dict[str, str], parts: list[str]
 ) -> None:
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(JobError) as error:
         runtime_env(base, working_dir, "", given, environ)
     for part in [*parts, "Fix:"]:
         assert part in str(error.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.analysis.calibration.tables import format_bounds, format_bucket
+from recipe.offpolicy.analysis.calibration.calibration_tables import format_bounds, format_bucket
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..pages import Page, render_details, render_keys, render_panels, render_paragraph, render_table
-from . import figures, tables
+from . import attribution_figures, attribution_tables
 from .attribution import Attribution
 from .token_text import escape
 
@@ -21,24 +21,24 @@ METHOD = (
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Add causes, shares, figures and the worst examples to a page."""
-    fixes = (render_paragraph(f"Fix of {fix}") for fix in tables.list_fixes(attribution))
+    fixes = (render_paragraph(f"Fix of {fix}") for fix in attribution_tables.list_fixes(attribution))
     page.add_section(
         "Causes",
-        render_paragraph(tables.format_verdict(attribution)),
+        render_paragraph(attribution_tables.format_verdict(attribution)),
         *fixes,
-        render_table(tables.build_causes_table(attribution)),
+        render_table(attribution_tables.build_causes_table(attribution)),
     )
     page.add_section(
         "Where the mismatch comes from",
         render_paragraph(METHOD),
-        render_table(tables.build_shares_table(attribution.whole)),
-        render_panels(figures.build_panels(attribution)),
-        render_table(tables.build_versions_table(attribution)),
-        render_details("Every step", render_table(tables.build_steps_table(dict(attribution.by_step)))),
+        render_table(attribution_tables.build_shares_table(attribution.whole)),
+        render_panels(attribution_figures.build_panels(attribution)),
+        render_table(attribution_tables.build_versions_table(attribution)),
+        render_details("Every step", render_table(attribution_tables.build_steps_table(dict(attribution.by_step)))),
         render_details(
             "Profiles in numbers",
             *(
-                render_table(tables.build_profile_table(name, buckets))
+                render_table(attribution_tables.build_profile_table(name, buckets))
                 for name, buckets in attribution.profiles.items()
             ),
         ),
@@ -47,8 +47,8 @@ def add_sections(page: Page, attribution: Attribution) -> None:
     page.add_section(
         "Worst examples",
         render_paragraph(f"By k3 of log pi/mu. {note}"),
-        render_table(tables.build_tokens_table(attribution)),
-        render_table(tables.build_rows_table(attribution)),
+        render_table(attribution_tables.build_tokens_table(attribution)),
+        render_table(attribution_tables.build_rows_table(attribution)),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, Statistic, WeightSpec
-from ...correction.deferred import DeferredValue
+from ...correction.deferred_value import DeferredValue
 from ...correction.masks import compute_extremes, find_applicable
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.ratios import clamp_and_exp, compute_excess, compute_log_ratio, find_valid_tokens

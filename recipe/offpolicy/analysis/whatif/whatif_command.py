@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...recording import Recording, RecordingError
 from ..pages import fit_to_width
-from . import tables
+from . import whatif_tables
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
 from .document import build_document
 from .outcomes import Study
@@ -56,7 +56,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
     specs = given.spec or [[RECORDED]]
     asked = build_candidates(specs, given.grid, first)
     if given.html:
-        for line in tables.describe_left_out(1 + sum(one.error is None for one in asked)):
+        for line in whatif_tables.describe_left_out(1 + sum(one.error is None for one in asked)):
             sys.stderr.write(f"whatif: {line}\n")
     baseline = Candidate(UNCORRECTED, UNCORRECTED)
     with _progress(len(steps), shown=not given.json) as step:
@@ -77,13 +77,13 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
 
 def _write(result: Study, given: argparse.Namespace) -> None:
     if given.png:
-        from . import figures
+        from . import whatif_figures
 
-        figures.save(figures.draw_study(result), given.png)
+        whatif_figures.save(whatif_figures.draw_study(result), given.png)
     if given.html:
-        from . import page
+        from . import whatif_page
 
-        page.write_page(result, given.html)
+        whatif_page.write_page(result, given.html)
 
 
 def _tables(result: Study) -> str:
@@ -92,18 +92,18 @@ def _tables(result: Study) -> str:
 
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     shown = [
-        tables.build_overall_table(result),
-        tables.build_group_table(result),
-        *itertools.islice(tables.build_agreement_tables(result), 1),
+        whatif_tables.build_overall_table(result),
+        whatif_tables.build_group_table(result),
+        *itertools.islice(whatif_tables.build_agreement_tables(result), 1),
     ]
     if result.failures:
-        shown.append(tables.build_failure_table(result))
+        shown.append(whatif_tables.build_failure_table(result))
     style = None if result.fidelity.agrees else "bold red"
     with console.capture() as captured:
         for table in shown:
             console.print(*fit_to_width(table, console.width), sep="\n")
-        console.print(tables.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
-        for note in [*result.notes, *tables.describe_left_out(len(result.outcomes))]:
+        console.print(whatif_tables.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
+        for note in [*result.notes, *whatif_tables.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)
     return captured.get()
 

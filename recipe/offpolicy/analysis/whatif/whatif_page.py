@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import pages
-from . import figures, tables
+from . import whatif_figures, whatif_tables
 from .outcomes import Study
 
 _STEPS = 60
@@ -48,26 +48,31 @@ def build_page(study: Study) -> pages.Page:
     result.add_section(
         "Replay",
         pages.render_keys(facts),
-        pages.render_paragraph(tables.describe_fidelity(study.fidelity)),
-        *(pages.render_paragraph(note) for note in [*study.notes, *tables.describe_left_out(len(study.outcomes))]),
+        pages.render_paragraph(whatif_tables.describe_fidelity(study.fidelity)),
+        *(
+            pages.render_paragraph(note)
+            for note in [*study.notes, *whatif_tables.describe_left_out(len(study.outcomes))]
+        ),
     )
     result.add_section(
         "Corrections",
-        pages.render_table(tables.build_overall_table(study)),
-        *(pages.render_panels(line) for line in figures.build_panels(study)),
+        pages.render_table(whatif_tables.build_overall_table(study)),
+        *(pages.render_panels(line) for line in whatif_figures.build_panels(study)),
     )
-    result.add_section("Kept share", pages.render_table(tables.build_group_table(study)))
-    if agreement := list(tables.build_agreement_tables(study)):
+    result.add_section("Kept share", pages.render_table(whatif_tables.build_group_table(study)))
+    if agreement := list(whatif_tables.build_agreement_tables(study)):
         result.add_section("Agreement", *(pages.render_table(table) for table in agreement))
-    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= tables.MOST_COMPARED:
+    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= whatif_tables.MOST_COMPARED:
         fields = ("kept_tokens", "ess", "lr_scale")
         by_step = [
-            pages.render_details(tables.OVERALL[name], pages.render_table(tables.build_step_table(study, name)))
+            pages.render_details(
+                whatif_tables.OVERALL[name], pages.render_table(whatif_tables.build_step_table(study, name))
+            )
             for name in fields
         ]
         result.add_section("By step", *by_step)
     if study.failures:
-        result.add_section("Not replayed", pages.render_table(tables.build_failure_table(study)))
+        result.add_section("Not replayed", pages.render_table(whatif_tables.build_failure_table(study)))
     result.add_section("What the columns mean", pages.render_keys(MEANINGS))
     return result
 

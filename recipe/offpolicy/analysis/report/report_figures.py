@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibration.tables import format_bucket
+from ..calibration.calibration_tables import format_bucket
 from ..pages.plotting import MUTED, FigurePanel, Series, add_legend, get_line_style, merge_equal_series
 from .timeline import REFERENCES, Timeline
 

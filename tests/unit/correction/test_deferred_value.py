@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.correction.deferred import DeferredValue, defer_statistics, fetch
+from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_statistics, fetch
 
 
 def test_readings_are_fetched_together() -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from ...correction.catalogue import BUCKETS
 from ..pages.plotting import INK, MUTED, FigurePanel, add_legend, draw_panels, get_line_style
+from .calibration_tables import format_bounds, format_bucket, format_part_name
 from .caps import EssCurve
 from .curves import KeptCurve
 from .propose import Proposal
-from .tables import format_bounds, format_bucket, format_part_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.monitor.alarms.alarm import Band
-from recipe.offpolicy.monitor.alarms.settings import DEFAULTS, find_problems, read_settings
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS, find_problems, read_settings
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
-from ..attribution import figures as attribution_figures
-from ..attribution import tables as attribution_tables
+from ..attribution import attribution_figures, attribution_tables
 from ..attribution.attribution import Attribution
-from ..attribution.page import METHOD
+from ..attribution.attribution_page import METHOD
 from ..attribution.scored_rows import describe_left_out
 from ..attribution.token_text import escape
-from ..calibration import figures as calibration_figures
-from ..calibration import tables as calibration_tables
+from ..calibration import calibration_figures, calibration_tables
 from ..pages import (
     Column,
     Page,
@@ -29,9 +27,9 @@ from ..pages import (
     render_paragraph,
     render_table,
 )
-from ..whatif import tables as whatif_tables
-from ..whatif.page import MEANINGS
-from . import figures
+from ..whatif import whatif_tables
+from ..whatif.whatif_page import MEANINGS
+from . import report_figures
 from .step_sample import StepSample
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
 from .timeline import REFERENCES, Timeline
@@ -164,7 +162,7 @@ def _over_time(timeline: Timeline) -> list[Markup]:
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
     return [
-        render_panels(figures.build_step_panels(timeline)),
+        render_panels(report_figures.build_step_panels(timeline)),
         render_details(name, render_table(Table(columns, rows))),
     ]
 
@@ -203,7 +201,7 @@ def _by_length(timeline: Timeline) -> list[Markup]:
             "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
             f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}"
         ),
-        *([render_panels(figures.build_length_panels(timeline))] if drawn else []),
+        *([render_panels(report_figures.build_length_panels(timeline))] if drawn else []),
         render_table(Table(columns, rows)),
     ]
     if timeline.reasons:

@@ -13,7 +13,7 @@ from ..pages import plotting
 from ..pages.plotting import FigurePanel
 from .candidates import RECORDED, UNCORRECTED
 from .outcomes import CorrectionOutcome, Study
-from .tables import collect_kept_shares, list_groups, shorten_label
+from .whatif_tables import collect_kept_shares, list_groups, shorten_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ _INFRASTRUCTURE = {
     "plugin",
     "releases",
     "runtime_env",
-    "table",
+    "contract_table",
 }
 
 

@@ -11,7 +11,13 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.recording.files import MOST_REASONS
-from recipe.offpolicy.recording.settings import FOREIGN, RecordSettings, find_problems, find_too_many_parts, resolve_dir
+from recipe.offpolicy.recording.record_settings import (
+    FOREIGN,
+    RecordSettings,
+    find_problems,
+    find_too_many_parts,
+    resolve_dir,
+)
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
