@@ -76,7 +76,7 @@ def helper(name: str) -> Helper:
     return verl_rollout_correction
 
 
-def inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw pi_old, mu and mask; lengths are uniform up to 0.6 of the width, so that 30 % of the tokens are valid."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.rand(rows, generator=generator) * 0.6 * width).long().clamp(min=1)
@@ -86,7 +86,9 @@ def inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return old, mu, mask
 
 
-def seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1) -> tuple[float, float]:
+def measure_seconds(
+    call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1
+) -> tuple[float, float]:
     """Measure CPU time of this process and wall time of one call."""
     torch.set_num_threads(threads)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -96,8 +98,8 @@ def seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], th
 
 def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: Any) -> None:
     torch.set_num_threads(1)
-    call, tensors = helper(name), inputs(*shape)
-    call(*inputs(2, 8), **options)  # imports and compiles
+    call, tensors = helper(name), draw_inputs(*shape)
+    call(*draw_inputs(2, 8), **options)  # imports and compiles
     ctypes.CDLL(None).malloc_trim(0)  # what making the inputs has left would be taken again, unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _status("VmRSS")
@@ -107,11 +109,11 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: A
 
 def _first(options: dict[str, Any], answer: Any) -> None:
     torch.set_num_threads(1)
-    call, tensors = helper("ours"), inputs(32, 256)
+    call, tensors = helper("ours"), draw_inputs(32, 256)
     from verl.protocol import DataProto  # in a run it has been imported long before
 
     DataProto.from_dict({"mask": tensors[2]})
-    answer.put(seconds(call, tensors, options)[0])
+    answer.put(measure_seconds(call, tensors, options)[0])
 
 
 def _status(field: str) -> int:
@@ -121,7 +123,7 @@ def _status(field: str) -> int:
     raise KeyError(field)
 
 
-def in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand: bool = True) -> float:
+def run_in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand: bool = True) -> float:
     """Run ``work`` in a fresh process, with a queue as its last argument; return what it puts there.
 
     Args:
@@ -138,14 +140,14 @@ def in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand
     return found
 
 
-def first_call(options: dict[str, Any]) -> dict[str, float]:
+def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
     """Measure CPU seconds of the first call of a process, before and after another has compiled the loops."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NUMBA_CACHE_DIR"] = folder
         try:
             return {
-                when: in_fresh_process(_first, options, imports_at_hand=False) for when in ("compiling", "compiled")
+                when: run_in_fresh_process(_first, options, imports_at_hand=False) for when in ("compiling", "compiled")
             }
         finally:
             os.environ.pop("NUMBA_CACHE_DIR")
@@ -155,13 +157,16 @@ def first_call(options: dict[str, Any]) -> dict[str, float]:
 
 def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
     """Measure one row of the table."""
-    options, tensors = CASES[name], inputs(*shape)
+    options, tensors = CASES[name], draw_inputs(*shape)
     ours, verls = helper("ours"), helper("verl")
     for call in (ours, verls):
-        call(*inputs(2, 8), **options)
-    pairs = [(seconds(verls, tensors, options)[0], seconds(ours, tensors, options)[0]) for _ in range(repeats)]
-    walls = [[seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(3 * repeats)]
-    memory = {who: in_fresh_process(_grown, who, shape, options) for who in ("verl", "ours")}
+        call(*draw_inputs(2, 8), **options)
+    pairs = [
+        (measure_seconds(verls, tensors, options)[0], measure_seconds(ours, tensors, options)[0])
+        for _ in range(repeats)
+    ]
+    walls = [[measure_seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(3 * repeats)]
+    memory = {who: run_in_fresh_process(_grown, who, shape, options) for who in ("verl", "ours")}
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
     one, two = (statistics.median(column) for column in zip(*walls, strict=True))
     return {
@@ -178,20 +183,20 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
+def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[str, Any]]:
     """Measure both helpers over the number of tokens, with token TIS."""
     options = CASES["token TIS"]
     points = []
     for shape in shapes:
-        tokens, tensors = shape[0] * shape[1], inputs(*shape)
+        tokens, tensors = shape[0] * shape[1], draw_inputs(*shape)
         for who in ("ours", "verl") if tokens <= VERL_UP_TO else ("ours",):
             call = helper(who)
-            call(*inputs(2, 8), **options)
-            taken = statistics.median(seconds(call, tensors, options)[0] for _ in range(repeats))
+            call(*draw_inputs(2, 8), **options)
+            taken = statistics.median(measure_seconds(call, tensors, options)[0] for _ in range(repeats))
             points.append({"helper": who, "tokens": tokens, "seconds": taken})
         del tensors
         for point in points[-2:] if tokens <= VERL_UP_TO else points[-1:]:
-            point["bytes"] = in_fresh_process(_grown, point["helper"], shape, options)
+            point["bytes"] = run_in_fresh_process(_grown, point["helper"], shape, options)
     return points
 
 
@@ -219,7 +224,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
         plotting.save(drawing, path)
 
 
-def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+def format_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     """Format one row under ``COLUMNS``."""
     return (
         "{} x {}".format(*row["shape"]),
@@ -234,11 +239,11 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def markdown(result: dict[str, Any]) -> str:
+def format_markdown(result: dict[str, Any]) -> str:
     """Format the tables of docs/cost.md."""
     lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in result["cases"]:
-        shape, case, *numbers = cells(row)
+        shape, case, *numbers = format_cells(row)
         digits = (0 if numbers[0] >= 100 else 1, 2 if numbers[1] < 10 else 1, 3, 1, 1, 3, 2)
         lines.append([shape, case, *(f"{number:.{d}f}" for number, d in zip(numbers, digits, strict=True))])
     if "curve" in result:
@@ -274,14 +279,16 @@ def main(arguments: Sequence[str]) -> None:
         "cases": [compare(shape, name, repeats) for shape in shapes for name in names],
     }
     if given.curve:
-        result["curve"] = curve(CURVE[:1] if given.quick else CURVE, min(repeats, 5))
+        result["curve"] = measure_curve(CURVE[:1] if given.quick else CURVE, min(repeats, 5))
         draw(result["curve"], given.curve)
     if given.first:
-        result["first"] = first_call(CASES[names[-1]])
+        result["first"] = measure_first_call(CASES[names[-1]])
     if given.markdown:
-        print(markdown(result))
+        print(format_markdown(result))
     else:
-        Console().print(to_rich(Table([Column(name) for name in COLUMNS], [cells(row) for row in result["cases"]])))
+        Console().print(
+            to_rich(Table([Column(name) for name in COLUMNS], [format_cells(row) for row in result["cases"]]))
+        )
         for name, taken in result.get("first", {}).items():
             print(f"first call of a process, {name}: {taken:.2f} s of CPU time")
     if given.json:

@@ -42,7 +42,7 @@ def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
     return ROOT / folder[1]
 
 
-def shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute seconds a step and shares of it, without the first step.
 
     Args:
@@ -69,7 +69,7 @@ def shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, 
     }
 
 
-def shown(found: Mapping[str, float]) -> str:
+def format_figures(found: Mapping[str, float]) -> str:
     """Format the figures as text."""
     return (
         f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.steps < 2:
         parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
     with tempfile.TemporaryDirectory() as folder:
-        found = shares(*read(run(given.steps, given.overrides, Path(folder)), Path(folder)))
-    print(shown(found))
+        found = compute_shares(*read(run(given.steps, given.overrides, Path(folder)), Path(folder)))
+    print(format_figures(found))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

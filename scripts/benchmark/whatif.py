@@ -59,7 +59,7 @@ def draw(directory: Path) -> None:
         record(directory, drawn_rows(lengths.tolist(), seed=step, step=step, backend=0.02, drift=0.01))
 
 
-def timed(work: Callable[[], int]) -> tuple[Seconds, int]:
+def measure_time(work: Callable[[], int]) -> tuple[Seconds, int]:
     """Call ``work``; return its wall time in seconds and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -93,9 +93,9 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
     replaying: dict[str, list[Seconds]] = {name: [] for name in chosen}
     tokens = 0
     for _ in range(rounds):
-        reading.append(timed(partial(read, directory))[0])
+        reading.append(measure_time(partial(read, directory))[0])
         for name, corrections in chosen.items():
-            seconds, tokens = timed(partial(replay, directory, corrections))
+            seconds, tokens = measure_time(partial(replay, directory, corrections))
             replaying[name].append(seconds)
     return {
         "tokens": tokens,

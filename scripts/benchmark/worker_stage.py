@@ -96,7 +96,7 @@ class Spent:
     loss: float
 
 
-def model_of(name: str, device: str) -> Any:
+def build_model(name: str, device: str) -> Any:
     """Build a model with random weights: float32 on a CPU, bfloat16 on a GPU."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -128,7 +128,7 @@ def model_of(name: str, device: str) -> Any:
     return model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
-def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> TensorDict:
+def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> TensorDict:
     """Build rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
 
     Args:
@@ -165,7 +165,7 @@ def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> Te
     }
     data = TensorDict(columns, batch_size=sizes.rows)
     with torch.no_grad():
-        found = log_probs(model, data).unbind()
+        found = compute_log_probs(model, data).unbind()
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
     data["old_log_probs"] = nested(old)
@@ -176,7 +176,7 @@ def micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> Te
     return data
 
 
-def log_probs(model: Any, data: TensorDict) -> Tensor:
+def compute_log_probs(model: Any, data: TensorDict) -> Tensor:
     """Compute the log-prob of each next token, nested and shifted left by one as verl's engine returns them."""
     ids = data["input_ids"]
     padded = ids.to_padded_tensor(0)
@@ -198,7 +198,7 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
         model.zero_grad(set_to_none=True)
         metrics = []
         for data in micro_batches:
-            output = {"log_probs": log_probs(model, data)}
+            output = {"log_probs": compute_log_probs(model, data)}
             called = clock()
             value, found = loss(model_output=output, data=data)
             in_loss += clock() - called
@@ -225,10 +225,10 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=sizes.rows
     )
-    model = model_of(name, device)
+    model = build_model(name, device)
     batches = [
         [
-            micro_batch(model, sizes, mini * sizes.micro_batches + micro, last=mini == sizes.mini_batches - 1)
+            build_micro_batch(model, sizes, mini * sizes.micro_batches + micro, last=mini == sizes.mini_batches - 1)
             for micro in range(sizes.micro_batches)
         ]
         for mini in range(sizes.mini_batches)
@@ -266,7 +266,7 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
     }
 
 
-def shown(found: dict[str, Any]) -> str:
+def format_figures(found: dict[str, Any]) -> str:
     """Format the figures as text."""
     return (
         f"{found['model']} on {found['device']}: updates of {found['mini_batches']} x {found['micro_batches']} "
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     sizes = Sizes(given.rows, given.prompt, given.response, given.micro_batches, given.mini_batches)
     found = compare(given.model, sizes, given.pairs, given.device, shadow=given.shadow)
-    print(shown(found))
+    print(format_figures(found))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     return found

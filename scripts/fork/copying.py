@@ -95,7 +95,7 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     foreign: list[str] = []
     edited: list[str] = []
     for path, file in wanted.items():
-        there, digest = digest_of(root / path), hashlib.sha256(file[0]).hexdigest()
+        there, digest = compute_digest(root / path), hashlib.sha256(file[0]).hexdigest()
         # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
         if path in known or there is None:
             final[path] = {"sha256": digest}
@@ -133,7 +133,7 @@ def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
 
 def _plan_removal(root: Path, entries: Entries, plan: Plan) -> None:
     for path, entry in entries.items():
-        there = digest_of(root / path)
+        there = compute_digest(root / path)
         ours = there is None or (there in entry.values() and not find_obstacle(root, path))
         (plan.remove if ours else plan.edited).append(path)
 
@@ -197,7 +197,7 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
         )
 
 
-def digest_of(path: Path) -> str | None:
+def compute_digest(path: Path) -> str | None:
     """Compute the SHA-256 of the file at `path`; "" where it is no readable file, None where nothing is."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -76,14 +76,14 @@ class SharedMemoryWatch:
         """Find the users of the segments that appeared; to be called often."""
         if new := set(self._list()) - self._known:
             for process in find_descendants():
-                self._ours |= new & used_files(process.pid, self._folder)
+                self._ours |= new & read_used_files(process.pid, self._folder)
             self._known |= self._ours
 
     def remove_leaked(self) -> list[str]:
         """Remove the run's segments that no process uses any more, and return their names."""
         left = {identity: name for identity, name in self._list().items() if identity in self._ours}
         for pid in psutil.pids() if left else ():
-            for identity in used_files(pid, self._folder):
+            for identity in read_used_files(pid, self._folder):
                 left.pop(identity, None)
         for name in left.values():
             (self._folder / name).unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class SharedMemoryWatch:
         return entries
 
 
-def used_files(pid: int, folder: Path = SHM) -> set[Identity]:
+def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
     """Read device and inode of what a process has mapped or open below `folder`; empty if it cannot be inspected."""
     identities: set[Identity] = set()
     prefix = f"{folder}/"

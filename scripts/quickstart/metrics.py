@@ -25,7 +25,7 @@ def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
     return next((float(data[key]) for key in keys if data.get(key) is not None), math.nan)
 
 
-def heldout_score(data: dict[str, Any]) -> float | None:
+def read_heldout_score(data: dict[str, Any]) -> float | None:
     """Return verl's own validation score (`val-core/<source>/<name>/mean@1`); None when the step was not validated."""
     found = (value for key, value in data.items() if key.startswith("val-core/") and key.endswith("/mean@1"))
     return next(map(float, found), None)
@@ -55,7 +55,7 @@ class History:
     @property
     def heldout(self) -> list[tuple[int, float]]:
         """(step, score) of each validation."""
-        scores = [(step, heldout_score(data)) for step, data in self.records]
+        scores = [(step, read_heldout_score(data)) for step, data in self.records]
         return [(step, score) for step, score in scores if score is not None]
 
     @property

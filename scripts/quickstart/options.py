@@ -71,7 +71,7 @@ class Options:
         return cls(model, platform)
 
 
-def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
+def build_child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
     """Build the children's environment: what the caller has set stays, lists are joined."""
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
@@ -81,7 +81,7 @@ def child_environment(base: Mapping[str, str], platform: str, root: Path) -> dic
     return added
 
 
-def release_overrides(platform: str, release: str) -> list[str]:
+def build_release_overrides(platform: str, release: str) -> list[str]:
     """Build the overrides of this release of verl: the option of the group `platform`, and keys that others lack."""
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .task import TaskSettings, instruction, splits, write_parquet
+from .task import TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
 INGREDIENTS = {
@@ -91,7 +91,7 @@ def prepare_model(path: Path, task: TaskSettings) -> None:
 
     def build(draft: Path) -> None:
         entries = splits(task)["warm_start"]
-        tokenizer = build_tokenizer(instruction(entries))
+        tokenizer = build_tokenizer(get_instruction(entries))
         model = build_model(tokenizer)
         say(f"a Qwen2 of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
         score = warm_start(model, tokenizer, entries, report)

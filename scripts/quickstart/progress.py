@@ -10,7 +10,7 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import format_cell
 
-from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, heldout_score, pick
+from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, pick, read_heldout_score
 
 HEARTBEAT = 15.0
 """Seconds after which a log that is not a terminal gets a sign of life."""
@@ -76,7 +76,7 @@ class TrainingView:
 
     def step(self, step: int, data: dict[str, Any]) -> None:
         """Show the metrics of a step, the 0th of which is the validation before training."""
-        score, steps = heldout_score(data), self._steps
+        score, steps = read_heldout_score(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]
             values = ", ".join(f"{name} {format_cell(pick(data, keys))}" for name, keys in parts)

@@ -32,7 +32,7 @@ def describe(correction: dict[str, Any]) -> str:
     return ", ".join(parts) or "uncorrected"
 
 
-def summary_table(history: History, *, corrected: bool) -> Table:
+def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of first and last values."""
     scores = [score for _, score in history.heldout]
     named = {

@@ -26,10 +26,10 @@ from verl_patches.contract import installed_release
 from .child import Child, StageFailed, Tail
 from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
 from .metrics import FAILED, REFUSED, History, judge
-from .options import ANY_MODEL_OVERRIDES, Options, child_environment, quote, release_overrides
+from .options import ANY_MODEL_OVERRIDES, Options, build_child_environment, build_release_overrides, quote
 from .prepare import find_made, folder
 from .progress import Progress, TrainingView
-from .report import describe, draw, summary_table
+from .report import build_summary_table, describe, draw
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -68,7 +68,7 @@ class Quickstart:
         self._folder.mkdir(parents=True)
         # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
         self._scratch = tempfile.mkdtemp(prefix="qs", dir="/tmp")
-        self._env = child_environment(os.environ, options.platform, ROOT) | {
+        self._env = build_child_environment(os.environ, options.platform, ROOT) | {
             "TMPDIR": self._scratch,
             "RAY_TMPDIR": self._scratch,
             "VERL_FILE_LOGGER_PATH": str(self._folder / "metrics.jsonl"),
@@ -148,7 +148,7 @@ class Quickstart:
 
     def _report(self, correction: dict[str, Any], corrected: bool) -> None:
         self.progress.stage("reporting")
-        self.progress.console.print(to_rich(summary_table(self.history, corrected=corrected)))
+        self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
         model = self.options.model.name if self.options.model else "a Qwen2 of 0.4 M parameters"
         draw(self.history, picture, f"GRPO of {model} on reasoning-gym's spell_backward, {describe(correction)}")
@@ -160,7 +160,7 @@ class Quickstart:
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
             quote("reward.custom_reward_function.path", HERE / "reward.py"),
-            *release_overrides(self.options.platform, release),
+            *build_release_overrides(self.options.platform, release),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
         ]
 

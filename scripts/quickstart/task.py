@@ -55,7 +55,7 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
     return {name: [next(pool) for _ in range(size)] for name, size in sizes.items()}
 
 
-def instruction(entries: Sequence[Entry]) -> str:
+def get_instruction(entries: Sequence[Entry]) -> str:
     """Return the text that all questions begin with, for instance "Spell this word backward: "."""
     return os.path.commonprefix([entry["question"] for entry in entries])  # noqa: RUF071 - by letters is meant
 

@@ -20,7 +20,7 @@ BATCH, LEARNING_RATE, WARM_UP_STEPS, WEIGHT_DECAY = 64, 3e-3, 50, 0.01
 CHECK_EVERY, CHECK_PROMPTS, MAX_ANSWER_TOKENS = 20, 256, 10
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> list[list[int]]:
+def tokenize_prompts(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> list[list[int]]:
     """Tokenize each prompt as verl's rollout renders it, ending where the answer begins."""
     chats = [[{"role": "user", "content": entry["question"]}] for entry in entries]
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -39,9 +39,11 @@ def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int
 
 
 @torch.no_grad()
-def sample_score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> float:
+def measure_sample_score(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]
+) -> float:
     """Compute the mean score of one answer per question, sampled at temperature 1."""
-    prompts = prompt_ids(tokenizer, entries)
+    prompts = tokenize_prompts(tokenizer, entries)
     width = max(map(len, prompts))
     # Left padding, so that all answers begin in the same column.
     ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts])
@@ -70,7 +72,7 @@ def warm_start(
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    prompts = prompt_ids(tokenizer, entries)
+    prompts = tokenize_prompts(tokenizer, entries)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     assert tokenizer.eos_token_id is not None
@@ -88,7 +90,7 @@ def warm_start(
         schedule.step()
         if step % CHECK_EVERY == 0:
             model.eval()
-            score = sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
+            score = measure_sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
             model.train()
             report(step, loss.item(), score)
             if score >= TARGET:

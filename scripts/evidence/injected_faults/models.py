@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from scripts.quickstart.model import build_model, build_tokenizer
-from scripts.quickstart.task import TaskSettings, instruction, splits
+from scripts.quickstart.task import TaskSettings, get_instruction, splits
 from scripts.quickstart.warm_start import warm_start
 
 MERGES = 60
@@ -50,7 +50,7 @@ def merging_model(target: Path, task: TaskSettings) -> None:
     entries: list[dict[str, Any]] = splits(task)["warm_start"]
     words = [entry["answer"] for entry in entries]
     random.Random(0).shuffle(words)
-    tokenizer = build_merging_tokenizer(instruction(entries), words)
+    tokenizer = build_merging_tokenizer(get_instruction(entries), words)
     model = build_model(tokenizer)
     tokenizer.backend_tokenizer.model.dropout = DROPOUT
     warm_start(model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))

@@ -41,7 +41,7 @@ def test_it_runs(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None:
-    points = benchmark.curve([(16, 1024), (64, 4096)], repeats=1)
+    points = benchmark.measure_curve([(16, 1024), (64, 4096)], repeats=1)
     assert [(point["helper"], point["tokens"]) for point in points] == [
         *(("ours", 2**14), ("verl", 2**14), ("ours", 2**18), ("verl", 2**18))
     ]
@@ -50,7 +50,7 @@ def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None
     assert 0 <= small["bytes"] < large["bytes"]
     benchmark.draw(points, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
-    lines = benchmark.markdown({"cases": [], "curve": points, "first": {"compiled": 0.5}}).splitlines()
+    lines = benchmark.format_markdown({"cases": [], "curve": points, "first": {"compiled": 0.5}}).splitlines()
     assert lines[5].startswith("| 2^14 | ours |")
     assert lines[-1] == "| compiled | 0.50 |"
 
@@ -59,14 +59,14 @@ def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None
 def test_peak_memory_is_that_of_one_call(benchmark: Any) -> None:
     """Ours returns 4 bytes a token, less the pages without a valid one; verl's holds many such tensors at once."""
     options, shape = benchmark.CASES["token TIS"], (256, 4096)
-    ours, verls = (benchmark.in_fresh_process(benchmark._grown, who, shape, options) for who in ("ours", "verl"))
+    ours, verls = (benchmark.run_in_fresh_process(benchmark._grown, who, shape, options) for who in ("ours", "verl"))
     tokens = shape[0] * shape[1]
     assert 0.3 * 4 * tokens < ours < 1.25 * 4 * tokens  # and what else a process grows by
     assert verls > 5 * ours
 
 
 def test_a_third_of_the_tokens_is_valid(benchmark: Any) -> None:
-    old, mu, mask = benchmark.inputs(512, 1000)
+    old, mu, mask = benchmark.draw_inputs(512, 1000)
     assert 0.25 < mask.double().mean() < 0.35
     assert not (old * (1 - mask)).any()
     assert not (mu * (1 - mask)).any()

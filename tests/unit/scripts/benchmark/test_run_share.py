@@ -32,7 +32,7 @@ def test_shares_by_hand(run_share: Any) -> None:
     metrics = [{"timing_s/step": seconds, "offpolicy/record/seconds": 0.1} for seconds in (100.0, 4.0, 6.0)]
     calls = [{"name": "worker.leave", "seconds": seconds} for seconds in (9.0, 9.0, 0.01, 0.02, 0.03, 0.04)]
     calls += [{"name": "driver.collect", "seconds": seconds} for seconds in (9.0, 0.05, 0.05)]
-    found = run_share.shares(metrics, calls)
+    found = run_share.compute_shares(metrics, calls)
     expected = {
         "steps": 3,
         "step_seconds": 5.0,
@@ -43,7 +43,7 @@ def test_shares_by_hand(run_share: Any) -> None:
         "recorder_share": 0.02,
     }
     assert found == pytest.approx(expected)
-    assert "50.0 ms in the worker and 50.0 ms in the driver, 2.00 % of a step" in run_share.shown(found)
+    assert "50.0 ms in the worker and 50.0 ms in the driver, 2.00 % of a step" in run_share.format_figures(found)
 
 
 @pytest.mark.slow

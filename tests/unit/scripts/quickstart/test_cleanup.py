@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from scripts.quickstart.cleanup import SharedMemoryWatch, used_files
+from scripts.quickstart.cleanup import SharedMemoryWatch, read_used_files
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -57,7 +57,7 @@ print("ready", flush=True); input()
         assert child.stdout is not None
         child.stdout.readline()
         status = (tmp_path / "leaked").stat()
-        assert (status.st_dev, status.st_ino) in used_files(child.pid, tmp_path)
+        assert (status.st_dev, status.st_ino) in read_used_files(child.pid, tmp_path)
         watch.observe()
         assert watch.remove_leaked() == []  # it is still in use
     finally:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from scripts.quickstart.options import release_overrides
+from scripts.quickstart.options import build_release_overrides
 from tests.support.paths import ROOT
 
 SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
@@ -25,14 +25,14 @@ SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
     ],
 )
 def test_the_platform_is_chosen_by_the_release(platform: str, release: str, option: str) -> None:
-    assert release_overrides(platform, release)[0] == f"platform={option}"
+    assert build_release_overrides(platform, release)[0] == f"platform={option}"
     assert (ROOT / "configs" / "platform" / f"{option}.yaml").is_file()
 
 
 def test_only_releases_with_a_replay_buffer_are_told_of_one() -> None:
     """An override of a key that verl does not have would be refused."""
-    assert release_overrides("cuda", "0.7.1") == release_overrides("cuda", "0.8.0") == ["platform=cuda"]
-    keys = [text.partition("=")[0] for text in release_overrides("cpu", "0.9.1")]
+    assert build_release_overrides("cuda", "0.7.1") == build_release_overrides("cuda", "0.8.0") == ["platform=cuda"]
+    keys = [text.partition("=")[0] for text in build_release_overrides("cpu", "0.9.1")]
     sampler = "trainer.v1.sampler.custom_sampler"
     assert keys == ["platform", f"{sampler}.path", f"{sampler}.name"]
 

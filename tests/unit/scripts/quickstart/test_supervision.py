@@ -15,7 +15,7 @@ from rich.console import Console
 from scripts.quickstart import prepare
 from scripts.quickstart.child import Child, StageFailed, Tail
 from scripts.quickstart.metrics import History
-from scripts.quickstart.options import Options, child_environment, quote
+from scripts.quickstart.options import Options, build_child_environment, quote
 from scripts.quickstart.progress import Progress, TrainingView
 from tests.support.paths import ROOT
 from tests.support.recorder_clock import Clock
@@ -46,19 +46,19 @@ def test_bad_options_name_the_key_and_the_value(env, overrides, message):
 
 def test_only_the_cpu_platform_loads_the_cpu_patches():
     base = {"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "3"}
-    cpu = child_environment(base, "cpu", Path("/checkout"))
+    cpu = build_child_environment(base, "cpu", Path("/checkout"))
     assert cpu["VERL_USE_EXTERNAL_MODULES"] == "verl_patches.cpu"
     assert cpu["OMP_NUM_THREADS"] == "3"
     assert cpu["PYTHONPATH"] == "/checkout:/theirs"
-    assert "VERL_USE_EXTERNAL_MODULES" not in child_environment(base, "cuda", Path("/checkout"))
+    assert "VERL_USE_EXTERNAL_MODULES" not in build_child_environment(base, "cuda", Path("/checkout"))
 
 
 def test_modules_of_the_callers_stay_beside_the_cpu_patches():
     base = {"VERL_USE_EXTERNAL_MODULES": "mine, verl_patches.cpu,theirs", "PYTHONPATH": "/checkout:/theirs"}
-    cpu = child_environment(base, "cpu", Path("/checkout"))
+    cpu = build_child_environment(base, "cpu", Path("/checkout"))
     assert cpu["VERL_USE_EXTERNAL_MODULES"] == "verl_patches.cpu,mine,theirs"
     assert cpu["PYTHONPATH"] == "/checkout:/theirs"
-    cuda = child_environment(base, "cuda", Path("/checkout"))
+    cuda = build_child_environment(base, "cuda", Path("/checkout"))
     assert cuda["VERL_USE_EXTERNAL_MODULES"] == "mine, verl_patches.cpu,theirs"
 
 

@@ -91,7 +91,7 @@ def test_the_careless_speller_is_right_as_often_as_asked(parts):
 
 
 def test_tokenizer_sees_every_letter_and_the_instruction_as_one_token(parts):
-    instruction = task.instruction(parts["warm_start"])
+    instruction = task.get_instruction(parts["warm_start"])
     tokenizer = build_tokenizer(instruction)
     entry = parts["train"][0]
     word = entry["metadata"]["word"]
@@ -104,7 +104,7 @@ def test_tokenizer_sees_every_letter_and_the_instruction_as_one_token(parts):
 
 
 def test_model_suits_vllm(parts):
-    tokenizer = build_tokenizer(task.instruction(parts["warm_start"]))
+    tokenizer = build_tokenizer(task.get_instruction(parts["warm_start"]))
     model = build_model(tokenizer)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.hidden_size // model.config.num_attention_heads >= 32
@@ -112,7 +112,7 @@ def test_model_suits_vllm(parts):
 
 
 def test_merges_become_tokens_beside_the_bytes(parts):
-    instruction = task.instruction(parts["warm_start"])
+    instruction = task.get_instruction(parts["warm_start"])
     plain = build_tokenizer(instruction)
     merged = build_tokenizer(instruction, [("a", "b"), ("ab", "c")])
     assert len(merged) == len(plain) + 2

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import to_rich
 from scripts.quickstart.metrics import FAILED, KEPT, NOT_LIVE, NOT_RISEN, OK, REWARD, History, judge
-from scripts.quickstart.report import describe, draw, summary_table
+from scripts.quickstart.report import build_summary_table, describe, draw
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
 
@@ -80,7 +80,7 @@ def test_series_skip_the_validation_before_training_and_mark_gaps():
 
 def test_table_shows_first_and_last():
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(to_rich(summary_table(made_up(0.312, 0.845), corrected=True)))
+    console.print(to_rich(build_summary_table(made_up(0.312, 0.845), corrected=True)))
     text = console.export_text()
     for shown in ("0.312", "0.845", "0.300", "0.600", "1.00e-04", "4.00e-04", "0.990", "0.900", "yes"):
         assert shown in text
