@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 HANGS = 300.0
 """Seconds after which whatever is waited for will not come."""
 
