@@ -6,75 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hydra._internal.hydra import Hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
-from omegaconf import DictConfig
 
-from recipe.offpolicy import main_offpolicy
-from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.main_offpolicy import prepare
-from recipe.offpolicy.preflight.auto_choice import check_requirements, select
-from recipe.offpolicy.preflight.auto_setup import read_setup
-from recipe.offpolicy.preflight.checks import read_shadows, read_spec
-from tests.support.applications import NEEDED, application, without_verl
+from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.examples import few_when_quick
+from tests.support.launched import REFUSED, Launch, Launcher
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
-
-QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
-REFUSED = "offpolicy: stopped before anything was started."
-
-
-@dataclass
-class Launch:
-    """One call of ``main``: its exit status, what it printed, and the configurations that it trained."""
-
-    status: object = 0
-    printed: str = ""
-    trained: list[DictConfig] = field(default_factory=list)
-
-
-Launcher = Callable[..., Launch]
-
-
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launcher:
-    """``main`` in this process, with training replaced by a note that it would have begun."""
-
-    def run(*arguments: str, folder: Path | None = None) -> Launch:
-        result = Launch()
-        monkeypatch.setattr(main_offpolicy, "train", result.trained.append)
-        # Hydra composes a configuration once more to read this from it.
-        monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.RUN)
-        if folder is not None:
-            monkeypatch.setattr(main_offpolicy, "CONFIG_DIR", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main_offpolicy", *arguments, *QUIET])
-        monkeypatch.chdir(tmp_path)
-        GlobalHydra.instance().clear()
-        try:
-            main_offpolicy.main()
-        except SystemExit as stop:
-            result.status = stop.code
-        finally:
-            GlobalHydra.instance().clear()
-        printed = capsys.readouterr()
-        result.printed = printed.out + printed.err
-        return result
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without_verl(tmp_path_factory.mktemp("configs"))
 
 
 # What is said, key and value and fix, when the correction itself cannot be meant.
@@ -305,104 +248,10 @@ def test_without_a_correction_verls_own_is_left_alone() -> None:
         assert config.algorithm.rollout_correction.rollout_is == "token"
 
 
-# correction=auto ------------------------------------------------------------------------------------------------
-
-AUTO = ("correction=auto", "setup.model=dense", "actor_rollout_ref.rollout.name=vllm", *NEEDED)
-STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
-
-
-MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upper: 1.01, when: any}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option", "correction"),
-    [
-        ([], "tis_token", spec(TIS)),
-        # What the user says beside it wins.
-        (
-            ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
-            "tis_token",
-            spec(TIS | {"upper": 3.0}, gsm=GSM),
-        ),
-        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
-    ],
-    ids=["plain", "with overrides", "async"],
-)
-def test_a_correction_is_chosen(
-    arguments: list[str], option: str, correction: CorrectionSpec, launch: Launcher
-) -> None:
-    result = launch(*AUTO, *arguments)
-    assert result.status == 0, result.status
-    assert f"offpolicy: correction=auto is correction=[{option}]:" in result.printed
-    for reason in ("setup.engine=different: ", "setup.minibatches=4: ", "setup.model=dense: "):
-        assert f"offpolicy:   {reason}" in result.printed
-    assert f"fingerprint {correction.fingerprint()}" in result.printed
-    (config,) = result.trained
-    assert read_spec(config) == correction
-
-
-def test_auto_may_choose_nothing(launch: Launcher) -> None:
-    own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
-    result = launch(*own)
-    assert result.status == 0, result.status
-    assert "correction=auto is correction=[none]:" in result.printed
-    (config,) = result.trained
-    assert read_spec(config).is_none
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
-        (
-            ["setup.minibatches=2"],
-            ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
-        ),
-        (
-            ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
-            [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
-        ),
-        (["correction.weight=null"], ["correction=[tis_token]: nothing is left"]),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_what_auto_refuses(arguments: list[str], parts: list[str], launch: Launcher) -> None:
-    result = launch(*AUTO, *arguments)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    for part in parts:
-        assert part in result.status
-    assert result.trained == []
-
-
-@pytest.mark.slow
-def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
-    """On Megatron, with the keys that verl has for it."""
-    replay, record = (
-        "actor_rollout_ref.actor.megatron.router_replay.mode",
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
-    )
-    arguments = [*AUTO[:1], "setup.model=moe", *AUTO[2:], "model_engine=megatron"]
-    result = launch(*arguments)
-    assert isinstance(result.status, str)
-    assert f"{replay}=disabled: " in result.status
-    assert f"{record}=false: " in result.status
-    with application(*arguments, f"{replay}=R3", f"{record}=true") as config:
-        setup = read_setup(config)
-        assert (setup.model, setup.minibatches, setup.strategy) == ("moe", 4, "megatron")
-        check_requirements(config, select(setup).requires)
-
-
 @pytest.mark.parametrize("option", ["resampling", "verl_disabled"])
 def test_other_names_of_none(option: str) -> None:
     with application(f"correction={option}", *NEEDED) as config:
         assert prepare(config)[0].is_none
-
-
-def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:
-    status = launch("correction=gsm", "setup.model=moe", folder=folder).status
-    assert isinstance(status, str)
-    assert "setup.model=moe: only correction=auto reads it" in status
 
 
 def test_the_quickstart_passes_its_own_checks() -> None:
@@ -472,48 +321,3 @@ def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None
         assert part in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("**/session_*")), "Ray was started"
-
-
-def test_shadows_are_options_by_name(launch: Launcher) -> None:
-    result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
-    assert result.status == 0, result.status
-    said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; 0.2 nats a token is used to report"
-    assert said in result.printed
-    (config,) = result.trained
-    shadows = read_shadows(config)
-    assert list(shadows) == ["gsm", "opsm"]
-    assert dict(shadows["opsm"].masks)["opsm"].delta == 0.2
-    assert dict(shadows["gsm"].masks)["gsm"].upper == 1.01
-    # What is on stays as it was chosen.
-    assert read_spec(config).weight is not None
-    assert not read_spec(config).masks
-
-
-def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
-    """Where pi_old is mu, what looks at their ratio would report that all is well."""
-    for name, part in (("gsm", "masks.gsm.ratio=rollout"), ("tis_token", "correction.weight.ratio=rollout")):
-        result = launch("correction=bypass", f"offpolicy.shadow=[{name}]", *NEEDED)
-        assert isinstance(result.status, str)
-        assert f"offpolicy.shadow={name}: " in result.status
-        assert part in result.status
-        assert result.trained == []
-
-
-@pytest.mark.parametrize(
-    ("shadow", "parts"),
-    [
-        ("[gsm,gsm]", ["offpolicy.shadow", "offpolicy.shadow=gsm: named twice"]),
-        ("[nonsense]", ["nonsense"]),
-        ("[none]", ["offpolicy.shadow=none", "no weight and no mask to report on"]),
-        ("[bypass]", ["offpolicy.shadow=bypass", "changes pi_old"]),
-        ("[1]", ["offpolicy.shadow", "offpolicy.shadow=1: no option", "Set offpolicy.shadow=[]"]),
-        ("3", ["offpolicy.shadow=3", "Set offpolicy.shadow=[gsm]"]),
-    ],
-)
-def test_shadows_that_cannot_be_reported(shadow: str, parts: list[str], launch: Launcher, folder: Path) -> None:
-    result = launch("correction=tis_token", f"offpolicy.shadow={shadow}", folder=folder)
-    assert isinstance(result.status, str)
-    assert result.status.startswith(REFUSED)
-    for part in parts:
-        assert part in result.status
-    assert result.trained == []

@@ -1,0 +1,49 @@
+"""The command, called in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from recipe.offpolicy import main_offpolicy
+from tests.support.applications import without_verl
+from tests.support.launched import Launch, Launcher
+
+QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launcher:
+    """``main`` in this process, with training replaced by a note that it would have begun."""
+
+    def run(*arguments: str, folder: Path | None = None) -> Launch:
+        result = Launch()
+        monkeypatch.setattr(main_offpolicy, "train", result.trained.append)
+        # Hydra composes a configuration once more to read this from it.
+        monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.RUN)
+        if folder is not None:
+            monkeypatch.setattr(main_offpolicy, "CONFIG_DIR", str(folder))
+        monkeypatch.setattr(sys, "argv", ["main_offpolicy", *arguments, *QUIET])
+        monkeypatch.chdir(tmp_path)
+        GlobalHydra.instance().clear()
+        try:
+            main_offpolicy.main()
+        except SystemExit as stop:
+            result.status = stop.code
+        finally:
+            GlobalHydra.instance().clear()
+        printed = capsys.readouterr()
+        result.printed = printed.out + printed.err
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_verl(tmp_path_factory.mktemp("configs"))
