@@ -41,7 +41,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "A step of the Bash reader, whose tests read whole scripts.": {"doctor": "expand_parameter parse_parameter"},
     "Runs in a training run or a process of its own, where its tests are.": {
-        COMMANDS: "one_update train",
+        COMMANDS: "run_update train",
         "trainer": "install_trainer install_trainers put_columns read_columns set_up_logger",
         "verl_patches": "before_any contracts installed_has load main show status substitute waiting",
     },
