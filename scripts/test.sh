@@ -78,7 +78,8 @@ environment_of() {
 }
 
 # The environment's programs, also for tests that start others; no Python setting of the caller leaks in.
-unset PYTHONHOME
+# Tests and what they start are compiled once and not by each process.
+unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 use() { export PATH="$(cd "$(environment_of "$1")/bin" && pwd):$PATH"; }
 
 logs=$(mktemp -d)

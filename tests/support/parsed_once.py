@@ -1,8 +1,8 @@
 """A plugin: what Hydra and OmegaConf read is parsed once a process, and a correction composed once.
 
-Parsing verl's thirty files in Python is half of what a composition takes, and parsing the same interpolations anew a
-third of what the start-up checks of a configuration take. OmegaConf copies the YAML that it is given and only visits
-the tree of an interpolation, so that both can be shared.
+Reading verl's thirty files in Python is half of what a composition takes, and parsing the same interpolations anew a
+third of what the start-up checks of a configuration take. Each file is handed out as a copy of its own, and of an
+interpolation OmegaConf only visits the tree.
 
 Without a launch a correction is composed from the shipped files alone, so that equal overrides compose equal values:
 the same few are asked for by each page and each table of a recording.
@@ -11,34 +11,34 @@ the same few are asked for by each page and each table of a recording.
 from __future__ import annotations
 
 import functools
+import io
+import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import omegaconf._utils
 import omegaconf.base
 import pytest
-import yaml
-from omegaconf import grammar_parser
+from omegaconf import OmegaConf, grammar_parser
 
 from recipe.offpolicy.analysis.whatif import compose
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _parsed_once() -> Iterator[None]:
-    parse = yaml.load
-    known: dict[str, Any] = {}
+    read = OmegaConf.load
+    known: dict[str, bytes] = {}
 
-    def load(stream: Any, Loader: Any) -> Any:
-        if Loader.__name__ != "OmegaConfLoader":
-            return parse(stream, Loader)
-        text = stream if isinstance(stream, str) else stream.read()
+    def load(file: str | Path | IO[Any]) -> Any:
+        text = Path(file).read_text("utf-8") if isinstance(file, str | Path) else file.read()
         if text not in known:
-            known[text] = parse(text, Loader)
-        return known[text]
+            known[text] = pickle.dumps(read(io.StringIO(text)))
+        return pickle.loads(known[text])
 
     interpolation = functools.lru_cache(maxsize=None)(grammar_parser.parse)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "load", load)
+        patch.setattr(OmegaConf, "load", load)
         for module in (omegaconf.base, omegaconf._utils):
             patch.setattr(module, "parse", interpolation)
         yield
