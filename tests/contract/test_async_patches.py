@@ -5,34 +5,11 @@ Patches change their process for good, so each test runs in a process of its own
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.fresh_python import ok, python
 
 pytest.importorskip("verl")
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that no group of patches is asked for."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
-    path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**inherited, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def ok(code: str) -> str:
-    done = python(code)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 FSDP2 = """

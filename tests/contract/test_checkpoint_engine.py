@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.applications import application
-from tests.support.paths import ROOT
+from tests.support.fresh_python import CPU, ok
 
 pytest.importorskip("verl")
 
@@ -277,24 +274,16 @@ MOVES = {
 
 def test_a_moved_base_class_stops_the_import() -> None:
     """One process for all moves, each of which the import must refuse."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import abc, sys\n"
-            "from verl.checkpoint_engine import CheckpointEngine as base\n"
-            f"for move in {list(MOVES)!r}:\n"
-            "    exec(move)\n"
-            "    try: import verl_patches.cpu.checkpoint_engine\n"
-            "    except Exception as error: print(type(error).__name__, error)\n",
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+    out = ok(
+        "import abc, sys\n"
+        "from verl.checkpoint_engine import CheckpointEngine as base\n"
+        f"for move in {list(MOVES)!r}:\n"
+        "    exec(move)\n"
+        "    try: import verl_patches.cpu.checkpoint_engine\n"
+        "    except Exception as error: print(type(error).__name__, error)\n",
+        **CPU,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()[-len(MOVES) :]
+    lines = out.splitlines()[-len(MOVES) :]
     for line, expected in zip(lines, MOVES.values(), strict=True):
         assert line.startswith("PatchError patch 'checkpoint_engine': the target verl.checkpoint_engine:")
         assert expected in line

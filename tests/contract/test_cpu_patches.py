@@ -69,7 +69,8 @@ def test_importing_changes_nothing_where_no_cpu_platform_is_asked_for() -> None:
         "import verl_patches, verl_patches.cpu\n"
         "assert (importlib.metadata.version, list(sys.meta_path)) == before\n"
         "assert 'torch' not in sys.modules and 'verl' not in sys.modules\n"
-        "print(verl_patches.status()['cpu'])\n"
+        "print(verl_patches.status()['cpu'])\n",
+        bare=True,
     )
     states = ast.literal_eval(out)
     assert set(states) >= set(STATES)

@@ -5,37 +5,21 @@ Patches change their process for good, so whatever loads them runs in a process 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.fresh_python import ok, python
 
 CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+"""The platform alone: what loads the group is what these tests ask for."""
 
 pytest.importorskip("verl")
 
 
-def python(code: str, *, path: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that has no setting of ours but those given."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VERL_", "OFFPOLICY_"))}
-    paths = os.pathsep.join(filter(None, (str(ROOT), path, inherited.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**inherited, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def ok(code: str, *, path: str = "", **environment: str) -> str:
-    done = python(code, path=path, **environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+def last(code: str, *, path: str = "", bare: bool = False, **environment: str) -> str:
+    """The last line that the code printed."""
+    return ok(code, path=path, bare=bare, **environment).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +44,13 @@ def test_the_entry_point_is_inert_unless_asked_for(entry_point: str) -> None:
     code = "import sys, importlib.metadata; before = importlib.metadata.version; import verl, verl_patches.groups"
     code += "; assert importlib.metadata.version is before; assert 'verl_patches.plugin' in sys.modules"
     code += "; assert not any(name.startswith('verl_patches.cpu.') for name in sys.modules); print('inert')"
-    assert ok(code, path=entry_point) == "inert"
+    assert last(code, path=entry_point) == "inert"
 
 
 @needs_plugins
 @pytest.mark.parametrize("asked", ["cpu", "auto", " cpu ,auto"])
 def test_the_entry_point_loads_what_is_asked_for(asked: str, entry_point: str) -> None:
-    states = ok(STATES, path=entry_point, OFFPOLICY_PATCHES=asked, **CPU)
+    states = last(STATES, path=entry_point, OFFPOLICY_PATCHES=asked, **CPU)
     assert "in force" in states
     assert "off" not in states
 
@@ -102,7 +86,7 @@ def test_a_look_does_not_load_what_nobody_loaded() -> None:
     look = "import verl, sys, verl_patches\ntry: verl_patches.status()\n"
     look += "except verl_patches.PatchError as error: print(str(error))\n"
     look += "assert 'verl_patches.cpu' not in sys.modules"
-    told = ok(look, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
+    told = last(look, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
     assert told.startswith("the environment asks for the patches 'cpu', and none of them is installed in this process")
 
 
@@ -110,7 +94,7 @@ def test_a_look_does_not_load_what_nobody_loaded() -> None:
 def test_a_look_at_the_start_imports_nothing(environment: dict[str, str]) -> None:
     code = "import sys, verl_patches; assert not any(verl_patches.status().values())"
     code += "; assert not {'torch', 'verl', 'verl_patches.cpu'} & set(sys.modules); print('nothing')"
-    assert ok(code, **environment) == "nothing"
+    assert last(code, bare=True, **environment) == "nothing"
 
 
 # verl's legacy actors, of which one is for Megatron, are of 0.7.
@@ -125,7 +109,7 @@ def test_without_megatron_only_its_actor_is_refused() -> None:
     code += "legacy.check('fsdp'); assert verl_patches.status()['legacy'] == "
     code += "{'fsdp_actor': 'in force', 'megatron_actor': 'waiting'}, verl_patches.status()\n"
     code += "try: legacy.check('megatron')\nexcept verl_patches.contract.NotInstalledError as error: print(error)"
-    told = ok(code, VERL_USE_EXTERNAL_MODULES="verl_patches.legacy")
+    told = last(code, VERL_USE_EXTERNAL_MODULES="verl_patches.legacy")
     assert told.startswith("the legacy Megatron actor needs megatron")
     assert told.endswith(". Fix: install megatron-core and mbridge.")
 
@@ -134,10 +118,10 @@ def test_without_a_name_capability_decides() -> None:
     """The platform by its variable, legacy actors by the files of the installed verl; nothing is imported to tell."""
     legacy = "'legacy'" if has_legacy_actor() else ""
     code = "import sys, verl_patches; print(verl_patches.needed()); assert not {'torch', 'verl'} & set(sys.modules)"
-    assert ok(code) == f"[{legacy}]"
-    assert ok(code, **CPU) == f"['cpu'{', ' if legacy else ''}{legacy}]"
+    assert last(code, bare=True) == f"[{legacy}]"
+    assert last(code, bare=True, **CPU) == f"['cpu'{', ' if legacy else ''}{legacy}]"
     installed = "import verl_patches; made = verl_patches.install(); assert verl_patches.install() == made"
-    states = ok(f"{installed}; print(sorted(made), {{s for g in made.values() for s in g.values()}})", **CPU)
+    states = last(f"{installed}; print(sorted(made), {{s for g in made.values() for s in g.values()}})", **CPU)
     assert states.startswith(f"['cpu'{', ' if legacy else ''}{legacy}]")
     assert "off" not in states
 
