@@ -1,13 +1,18 @@
-"""Every word of the vocabulary is proved live, and dead ones are seen; on a real verl TrainingWorker."""
+"""Every word of the vocabulary is proved live, and dead ones are seen; on a real verl TrainingWorker.
+
+The default command takes each word at least once, `--release` each with each.
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support import training_worker as tw
+from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter, first_update
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
@@ -35,19 +40,19 @@ def live(engine: Any, mapping: dict[str, Any], **kwargs: Any) -> dict[str, float
     return verdict
 
 
-@pytest.mark.parametrize("aggregate", BOUNDS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ratio", ["rollout", "full"])
+@pytest.mark.parametrize(
+    ("ratio", "level", "aggregate"), each_nth_by_default(7, product(["rollout", "full"], LEVELS, BOUNDS))
+)
 def test_masks(engine: Any, ratio: str, level: str, aggregate: str) -> None:
     lower, upper = BOUNDS[aggregate]
     mask = {"ratio": ratio, "level": level, "aggregate": aggregate, "lower": lower, "upper": upper, "when": "any"}
     live(engine, {"masks": {"mask": mask}})
 
 
-@pytest.mark.parametrize("sign", ["row", "token"])
-@pytest.mark.parametrize("when", ["negative", "positive"])
-@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
-@pytest.mark.parametrize("ratio", ["rollout", "full", "ppo"])
+@pytest.mark.parametrize(
+    ("ratio", "level", "when", "sign"),
+    each_nth_by_default(5, product(["rollout", "full", "ppo"], LEVELS[:3], ["negative", "positive"], ["row", "token"])),
+)
 def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign: str) -> None:
     # On pi / pi_old the side that PPO's own clip leaves a gradient on.
     side = {"lower": None, "upper": 1.1} if when == "negative" else {"lower": 0.9, "upper": None}
@@ -55,9 +60,10 @@ def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign
     live(engine, {"masks": {"mask": mask}})
 
 
-@pytest.mark.parametrize("aggregate", ["product", "geometric"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["truncate", "clip", "reject"])
+@pytest.mark.parametrize(
+    ("kind", "level", "aggregate"),
+    each_nth_by_default(5, product(["truncate", "clip", "reject"], LEVELS, ["product", "geometric"])),
+)
 def test_weights(engine: Any, kind: str, level: str, aggregate: str) -> None:
     lower = None if kind == "truncate" else 0.5
     weight = {"level": level, "kind": kind, "lower": lower, "upper": 1.5, "aggregate": aggregate}

@@ -116,7 +116,9 @@ def place_in(fork: Path) -> str:
     return "offpolicy_correction/" if (fork / ".gitmodules").exists() else ""
 
 
-@pytest.mark.parametrize("fork", ["own recipe", "submodule, populated"], indirect=True)
+@pytest.mark.parametrize(
+    "fork", ["own recipe", pytest.param("submodule, populated", marks=pytest.mark.extended)], indirect=True
+)
 def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
     copied = script(fork)
@@ -131,7 +133,9 @@ def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
     assert git(fork, "status", "--porcelain", "-uall") == status
 
 
-@pytest.mark.parametrize("fork", ["no recipe", "submodule, not initialised"], indirect=True)
+@pytest.mark.parametrize(
+    "fork", [pytest.param("no recipe", marks=pytest.mark.extended), "submodule, not initialised"], indirect=True
+)
 def test_a_copy_is_found_where_there_is_no_other_recipe(fork: Path) -> None:
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
     copied = script(fork, "--no-smoke")

@@ -73,7 +73,7 @@ def select(config: DictConfig, key: str) -> Any:
     return OmegaConf.select(config, key, throw_on_missing=True)
 
 
-@pytest.mark.parametrize("script", [DENSE, MOE])
+@pytest.mark.parametrize("script", [DENSE, pytest.param(MOE, marks=pytest.mark.extended)])
 def test_a_script_passes_the_checks_with_overrides_last(script: str, tmp_path: Path) -> None:
     printed = passes_the_checks(script, tmp_path, "correction.weight.upper=3.0")
     assert '"upper": 3.0' in printed

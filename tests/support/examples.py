@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws, and how many of many alike cases a quick run takes."""
+"""How many examples hypothesis draws, and how many of many alike cases a quick run and the default one take."""
 
 from __future__ import annotations
 
@@ -26,4 +26,16 @@ def few_when_quick(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> li
         seen.add(kind(value))
         arguments = value if isinstance(value, tuple) else (value,)
         parameters.append(pytest.param(*arguments, marks=[pytest.mark.slow] if known else []))
+    return parameters
+
+
+def each_nth_by_default(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the default command takes the first of every ``step`` values, ``--release`` all of them.
+
+    Of a product of words, a step that divides the number of none of them takes each word in its turn.
+    """
+    parameters = []
+    for index, value in enumerate(values):
+        arguments = value if isinstance(value, tuple) else (value,)
+        parameters.append(pytest.param(*arguments, marks=[pytest.mark.extended] if index % step else []))
     return parameters

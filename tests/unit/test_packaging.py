@@ -179,7 +179,9 @@ def ways(kind: str, environment: Path, checkout: Path, wheel: Path) -> Iterator[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["checkout", "wheel", "editable"])
+@pytest.mark.parametrize(
+    "kind", ["wheel", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("checkout", "editable"))]
+)
 def test_main_composes_its_configuration(kind: str, empty_environment: Path, checkout: Path, wheel: Path) -> None:
     """From a foreign directory, beside the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""
     pytest.importorskip("verl")

@@ -105,7 +105,10 @@ def outputs(step: StepStage) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "measure"),
-    [("token", "nothing"), ("gsm", "nothing"), ("opsm", "nothing"), ("turn", "nothing"), ("stack", "all")],
+    [
+        ("stack", "all"),
+        *(pytest.param(name, "nothing", marks=pytest.mark.extended) for name in ("token", "gsm", "opsm", "turn")),
+    ],
 )
 def test_one_graph_for_all_shapes(name: str, measure: Any) -> None:
     """Not a graph break, no compilation a shape, and what eager execution gives."""

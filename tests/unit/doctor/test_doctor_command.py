@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.support.applications import CONFIGS, NEEDED
 from tests.support.doctor_answer import Ask
+from tests.support.examples import each_nth_by_default
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
@@ -132,8 +134,10 @@ def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.Mo
     assert "KeyError" in answer.json["error"]
 
 
-@pytest.mark.parametrize("program", [(), PLAIN])
-@pytest.mark.parametrize("key", [ACTOR, f"{ACTOR}.policy_loss", ROLLOUT, "trainer", "ray_kwargs"])
+@pytest.mark.parametrize(
+    ("key", "program"),
+    each_nth_by_default(3, product([ACTOR, f"{ACTOR}.policy_loss", ROLLOUT, "trainer", "ray_kwargs"], [(), PLAIN])),
+)
 def test_a_section_that_is_null_is_named(key: str, program: tuple[str, ...], ask: Ask) -> None:
     answer = ask(*program, "--json", f"{key}=null")
     assert answer.status == 2
@@ -161,8 +165,10 @@ REFUSED_BY_VERL = {
 }
 
 
-@pytest.mark.parametrize("program", [("correction=gsm",), (*PLAIN, f"{VERL}.rollout_rs=null")])
-@pytest.mark.parametrize("name", REFUSED_BY_VERL)
+@pytest.mark.parametrize(
+    ("name", "program"),
+    each_nth_by_default(3, product(REFUSED_BY_VERL, [("correction=gsm",), (*PLAIN, f"{VERL}.rollout_rs=null")])),
+)
 def test_what_verl_itself_refuses_is_wrong(name: str, program: tuple[str, ...], ask: Ask) -> None:
     changes, key = REFUSED_BY_VERL[name]
     answer = ask(*program, "--json", *GIVEN, *changes)
