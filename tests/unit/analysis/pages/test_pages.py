@@ -19,7 +19,7 @@ from rich.console import Console
 from recipe.offpolicy.analysis import pages
 from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, plotting
 from recipe.offpolicy.analysis.pages.table import format_cell
-from recipe.offpolicy.analysis.pages.template import STYLE
+from recipe.offpolicy.analysis.pages.template import STYLE, render_template
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -218,6 +218,10 @@ def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
 def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is not a picture format"):
         plotting.save(drawn(), tmp_path / "a.nonsense")
+
+
+def test_a_template_escapes_what_it_is_given() -> None:
+    assert render_template("paragraph", text="<b> & c") == "<p>&lt;b&gt; &amp; c</p>"
 
 
 def test_equal_figures_make_equal_files(tmp_path: Path) -> None:

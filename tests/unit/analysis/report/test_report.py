@@ -21,7 +21,14 @@ from recipe.offpolicy.analysis.report import report_figures
 from recipe.offpolicy.analysis.report.step_sample import sample_steps, spread_evenly
 from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
-from recipe.offpolicy.analysis.report.verdict import COPIED, answer_liveness, build_answers, describe_trend
+from recipe.offpolicy.analysis.report.verdict import (
+    COPIED,
+    Answer,
+    answer_liveness,
+    build_answers,
+    build_table,
+    describe_trend,
+)
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
@@ -197,6 +204,11 @@ def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
     assert studied is not None
     steps = [int(step) for step in studied[1].split(",")]
     assert (steps[0], steps[-1], len(steps)) == (1, 301, 24)
+
+
+def test_the_verdict_is_a_table_of_questions() -> None:
+    table = build_table((Answer("Is it live?", "yes", "the proof is recorded"),))
+    assert [tuple(row) for row in table.rows] == [("Is it live?", "yes", "the proof is recorded")]
 
 
 def test_what_was_sampled_is_said(tmp_path: Path) -> None:
