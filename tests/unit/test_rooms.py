@@ -14,8 +14,6 @@ ROOMS = sorted(path.parent.name for path in RECIPE.glob("*/__init__.py"))
 COMMANDS = "commands"
 BESIDE = {"analysis": UNIT / COMMANDS, "verl_patches": ROOT / "tests" / "contract"}
 """Further folders of a room's tests: analysis is what its commands show, and patches are held against verl itself."""
-MEASURED_WHOLE = "monitor/bounds/"
-"""Files whose functions are steps of one measurement: its tests work out every number of it."""
 
 EXCEPTIONS = {(COMMANDS, "run_update"), (COMMANDS, "train")}
 """Functions that run in a training run or a process of its own, where their tests are."""
@@ -36,8 +34,6 @@ def room_of(path: Path) -> str:
 def public_functions() -> Iterator[tuple[str, str]]:
     """(room, name) of every public function of a module."""
     for path in (*RECIPE.rglob("*.py"), *PATCHES.rglob("*.py")):
-        if path.is_relative_to(RECIPE / MEASURED_WHOLE):
-            continue
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 yield room_of(path), node.name
