@@ -15,6 +15,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 pytest_plugins = [
+    "tests.support.garbage",  # first: before anything large is imported
     "tests.support.parsed_once",
     "tests.support.probed_once",
     "tests.support.recorder_clock",
