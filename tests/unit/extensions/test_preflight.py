@@ -62,12 +62,22 @@ def test_what_configure_sets_is_set_and_said() -> None:
     ("overrides", "key", "said"),
     [
         ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"],
+            f"{KEY}.one",
+            "no such class",
+            marks=pytest.mark.slow,
+        ),
         ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
         ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"],
+            "one.tilt",
+            "nothing is shaped",
+            marks=pytest.mark.slow,  # as of the doctor's row below
+        ),
         ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],

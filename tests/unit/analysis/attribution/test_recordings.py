@@ -39,6 +39,7 @@ def test_every_cause_is_in_both_parts_and_so_is_none() -> None:
         assert set().union(*injected) == set(NAMES)
 
 
+@pytest.mark.slow
 def test_held_out_runs_were_never_used_for_tuning() -> None:
     """Other seeds of the data, and no row in common: verl draws a uid for each prompt of each run."""
     seeds: dict[Part, set[int]] = {"tuning": set(), "held_out": set()}
@@ -65,6 +66,7 @@ def test_small_enough_to_be_kept() -> None:
     assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) < 2_000_000
 
 
+@pytest.mark.slow
 def test_all_tuning_cases_are_right(results: dict[Part, list[Judged]]) -> None:
     assert {one.case.name: set(one.found) for one in results["tuning"]} == {
         one.case.name: set(one.case.causes) for one in results["tuning"]
