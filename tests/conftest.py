@@ -14,7 +14,9 @@ from tests.support.examples import FEW
 
 # How long an example takes says how busy the machine is.
 DRAWN = min(100, int(os.environ.get(FEW, 100)))  # where a test asks for no number of its own
-settings.register_profile("any machine", max_examples=DRAWN, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", max_examples=DRAWN, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 pytest_plugins = [

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction.deferred_value import fetch
-from tests.support.examples import few_when_quick
 from recipe.offpolicy.proof.token_alignment import (
     AlignmentChecker,
     AlignmentError,
@@ -16,6 +15,7 @@ from recipe.offpolicy.proof.token_alignment import (
     count_agreements,
     tally_agreements,
 )
+from tests.support.examples import few_when_quick
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -136,7 +136,9 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
         assert "those of other rows" in first_error(batches)[1]
 
 
-@pytest.mark.parametrize(("rows", "width", "within"), few_when_quick([(256, 8192, 1), (16, 16_384, 16)], lambda _: "long"))
+@pytest.mark.parametrize(
+    ("rows", "width", "within"), few_when_quick([(256, 8192, 1), (16, 16_384, 16)], lambda _: "long")
+)
 def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
     source, batches = generator(), []
     healthy = AlignmentChecker()

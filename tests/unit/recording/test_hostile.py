@@ -20,8 +20,8 @@ from recipe.offpolicy.recording import Recording, RecordingError
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import Step, read, to_table, write
 from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY
-from tests.support.recordings import NONE, drawn_rows, same
 from tests.support.examples import few_when_quick
+from tests.support.recordings import NONE, drawn_rows, same
 
 ROWS = drawn_rows([5, 1, 9, 3], rejected_by=np.arange(18, dtype=np.uint32) % 2)
 REASONS = ("masks.gsm",)

@@ -96,7 +96,8 @@ def assert_same(got: tuple[RowSums, QuantitySums], expected: tuple[RowSums, Quan
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "mask_dtype", few_when_quick([torch.int64, torch.bool, torch.int32, torch.float32], lambda dtype: dtype.is_floating_point)
+    "mask_dtype",
+    few_when_quick([torch.int64, torch.bool, torch.int32, torch.float32], lambda dtype: dtype.is_floating_point),
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_both_ways_agree(dtype: torch.dtype, mask_dtype: torch.dtype, packed: bool) -> None:

@@ -11,9 +11,9 @@ import pytest
 from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_causes_in_rows, temperature
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows, concatenate
+from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
-from tests.support.examples import few_when_quick
 
 
 def present(causes: Sequence[Cause]) -> set[str]:

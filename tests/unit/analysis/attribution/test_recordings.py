@@ -73,6 +73,7 @@ def test_all_tuning_cases_are_right(results: dict[Part, list[Judged]]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, list[Judged]]) -> None:
     whole = scores(results["held_out"])["all"]
     assert {one.case.name: set(one.found) for one in results["held_out"]} == {
@@ -82,6 +83,7 @@ def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, l
     assert whole.right == 14
 
 
+@pytest.mark.slow
 def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None:
     """Not verdicts alone: temperatures to the second digit, and no more mass missing than top-p leaves out."""
     found = {one.case.name: {c.name: c for c in one.causes} for one in results["held_out"]}
@@ -91,6 +93,7 @@ def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None
     assert 0 < found["top_p-0.7"]["truncated sampling"].evidence["missing"] < 0.3
 
 
+@pytest.mark.slow
 def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]) -> None:
     """Where prompts come again beside new ones: in one run with the trainer's weights, in others with older ones."""
     found = {
