@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ def words_of_examples(folder: Path) -> set[str]:
     return {word for line in lines if re.match(r" *(>>>|\.\.\.) ", line) for word in re.findall(r"\w+", line)}
 
 
+@functools.cache
 def untested() -> set[tuple[str, str]]:
     tested = {room: names_used(UNIT / room) for room in (*ROOMS, COMMANDS, PATCHES.name)}
     for room in ROOMS:

@@ -26,7 +26,7 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
 @pytest.mark.parametrize(
     ("arguments", "option", "correction"),
     [
-        ([], "tis_token", spec(TIS)),
+        pytest.param([], "tis_token", spec(TIS), marks=pytest.mark.slow),
         # What the user says beside it wins.
         (
             ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
@@ -63,13 +63,15 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     ("arguments", "parts"),
     [
         (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
-        (
+        pytest.param(
             ["setup.minibatches=2"],
             ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
             [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
+            marks=pytest.mark.slow,
         ),
         (["correction.weight=null"], ["correction=[tis_token]: nothing is left"]),
     ],

@@ -149,6 +149,7 @@ def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path)
     assert page.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -127,6 +127,7 @@ def a_page() -> Page:
     return page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_recorded_text_is_never_markup(tmp_path: Path) -> None:
     assert a_page().write(tmp_path / "deep" / "page.html") == (tmp_path / "deep" / "page.html").stat().st_size
     reader = Reader()
