@@ -33,7 +33,12 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
             "tis_token",
             spec(TIS | {"upper": 3.0}, gsm=GSM),
         ),
-        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
+        pytest.param(
+            ["trainer.v1.trainer_mode=colocate_async"],
+            "decoupled_ppo",
+            spec(TIS | {"upper": 5.0}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "with overrides", "async"],
 )
@@ -50,6 +55,7 @@ def test_a_correction_is_chosen(
     assert read_spec(config) == correction
 
 
+@pytest.mark.slow
 def test_auto_may_choose_nothing(launch: Launcher) -> None:
     own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
     result = launch(*own)
@@ -73,7 +79,7 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
             [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
             marks=pytest.mark.slow,
         ),
-        (["correction.weight=null"], ["correction=[tis_token]: nothing is left"]),
+        pytest.param(["correction.weight=null"], ["correction=[tis_token]: nothing is left"], marks=pytest.mark.slow),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -57,7 +57,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", few_when_quick(MALFORMED, lambda name: name.startswith("a bound")))
 def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: Path) -> None:
     arguments, parts = MALFORMED[name]
     result = launch(*arguments, folder=folder)
@@ -69,6 +69,7 @@ def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: 
     assert result.trained == []
 
 
+@pytest.mark.slow
 def test_what_hydra_would_have_added_is_to_be_left_out(launch: Launcher) -> None:
     """Its last word is that of the launch: every key that verl does not have, and no advice to append one."""
     result = launch("correction=gsm", "trainer.total_epoch=1", "trainer.no_such=2", *NEEDED)

@@ -70,8 +70,10 @@ def test_what_configure_sets_is_set_and_said() -> None:
             marks=pytest.mark.slow,
         ),
         ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+        pytest.param([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off", marks=pytest.mark.slow),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys", marks=pytest.mark.slow
+        ),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
         pytest.param(
             [f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"],
@@ -112,6 +114,7 @@ def test_the_doctor_has_a_row_for_each() -> None:
     assert found.status == 1
 
 
+@pytest.mark.slow
 def test_the_watchdog_takes_limits_of_their_phases() -> None:
     limit = "+offpolicy.watchdog.phase_timeouts.one=60"
     assert keys(examined(*ON, limit)) == []

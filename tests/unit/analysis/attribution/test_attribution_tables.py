@@ -69,5 +69,6 @@ def test_a_page_has_the_sections_that_a_report_takes_over(attribution: Attributi
     assert ">Causes<" in shared.render()
 
 
+@pytest.mark.slow
 def test_one_figure_holds_steps_and_profiles(attribution: Attribution) -> None:
     assert len(draw_overview(attribution).axes) >= 4

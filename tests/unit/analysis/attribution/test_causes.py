@@ -56,6 +56,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
     assert "rollout.temperature as the engine samples" in of(causes, "temperature").fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampled_at", "fix"),
     [
@@ -80,6 +81,7 @@ def test_truncated_sampling_is_a_constant_of_each_context() -> None:
     assert 0.02 < of(causes, "truncated sampling").evidence["missing"] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [8, 1])
 @pytest.mark.parametrize("deviation", few_when_quick([3.0, 1.0, 2.0, 5.0], lambda _: "nats"))
 def test_noise_cuts_nothing_off(deviation: float, group: int) -> None:
@@ -88,6 +90,7 @@ def test_noise_cuts_nothing_off(deviation: float, group: int) -> None:
     assert not present(causes) & {"truncated sampling", "extra vocabulary"}
 
 
+@pytest.mark.slow
 def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
     cut = of(find_causes(simulated(noisy(3.0))), "truncated sampling")
     assert cut.evidence["missing_low"] > 0.002
@@ -95,12 +98,14 @@ def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
     assert "cutting off mass cannot do" in cut.sentence
 
 
+@pytest.mark.slow
 def test_truncated_sampling_amid_noise() -> None:
     """Noise of 0.3 nats does not hide a tenth of the mass."""
     cut, rough = top_p(0.9), noisy(0.3)
     assert "truncated sampling" in present(find_causes(simulated(lambda logits, step: cut(rough(logits, step), step))))
 
 
+@pytest.mark.slow
 def test_extra_vocabulary_cuts_no_real_token() -> None:
     """One id of logit 2 among logits of deviation 1 to 4."""
     causes = find_causes(simulated(extra=2.0))
@@ -108,6 +113,7 @@ def test_extra_vocabulary_cuts_no_real_token() -> None:
     assert of(causes, "extra vocabulary").evidence["exhausted"] < 0.01
 
 
+@pytest.mark.slow
 def test_where_rows_cannot_tell_the_card_does() -> None:
     """Sixteen tokens of 48: no group of 8 rows samples them all."""
     rows = simulated(top_k(16))

@@ -149,6 +149,7 @@ def test_nothing_comes_from_the_network() -> None:
     assert "prefers-color-scheme: dark" in html
 
 
+@pytest.mark.slow
 def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
     found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.render_figure(drawn(), alt="two lines")))
     assert found is not None
@@ -225,6 +226,7 @@ def test_a_template_escapes_what_it_is_given() -> None:
     assert render_template("paragraph", text="<b> & c") == "<p>&lt;b&gt; &amp; c</p>"
 
 
+@pytest.mark.slow
 def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.png", "a.svg"):
         plotting.save(drawn(), tmp_path / name)

@@ -45,6 +45,7 @@ def test_engines_are_judged_by_the_trainers_own_weights(proximal: str, tmp_path:
     assert "Backend 100%, staleness 0%, drift 0% of KL(mu, pi)." in origin.because
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proximal", few_when_quick(MADE_OF_MU, lambda _: "made of mu"))
 def test_rows_of_later_gradient_steps_are_left_out(proximal: str, tmp_path: Path) -> None:
     rows = drawn_rows(LENGTHS, backend=0.1)
@@ -66,6 +67,7 @@ def test_without_a_first_gradient_step_the_answer_is_unknown(proximal: str, tmp_
         assert "Record with correction.proximal=recompute" in answer.because
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_page_without_a_drift(tmp_path: Path) -> None:
     rows = concatenate([drawn_rows(LENGTHS, backend=0.1), later()])

@@ -161,6 +161,7 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "\u202e" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     """run.json may have been written by whoever, and the page is made to be sent."""
@@ -172,6 +173,7 @@ def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     assert "&#34;max_tokens&#34;: 77" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
     """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
@@ -306,6 +308,7 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, whole: tuple[str, Tags]) -> None:
     """Rows of one length are a table of one line, and no picture."""

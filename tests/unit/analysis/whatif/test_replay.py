@@ -145,6 +145,7 @@ def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
     assert sorted(seen) == list(range(len(lengths)))
 
 
+@pytest.mark.slow
 def test_padding_is_little() -> None:
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 300)), 1, 8192).astype(int)
     rows = drawn_rows(lengths.tolist())
@@ -167,6 +168,7 @@ def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     assert fidelity.weight_error <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["weight", "rejected_by", "unnamed"])
 def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
     rows, reasons = acted(varied_rows(seed=3), SPECS["tis"])
@@ -193,6 +195,7 @@ def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
         assert fidelity.rejections > 1
 
 
+@pytest.mark.slow
 def test_recorded_may_change_from_step_to_step(tmp_path: Path) -> None:
     recorded(tmp_path, SPECS["tis"], varied_rows(seed=3, step=5))
     recorded(tmp_path, SPECS["sequence"], varied_rows(seed=3, step=6))
