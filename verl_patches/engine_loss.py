@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .contract import Contract
+from .contract import Contract, Key
 from .releases import specifiers
 
 RELEASES = specifiers(lambda release: True)
@@ -23,7 +23,7 @@ def seam(
     signature: str | None,
     *,
     releases: str | tuple[str, ...] = RELEASES,
-    keys: tuple[str, ...] = (),
+    keys: tuple[Key, ...] = (),
     names: tuple[str, ...] = (),
 ) -> Contract:
     """Build a contract on a function of verl that is called or overridden."""

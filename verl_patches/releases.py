@@ -26,6 +26,7 @@ class Release:
         platforms: it has a registry of platforms, and reads VERL_ENGINE_DEVICE and OFFPOLICY_PATCHES' entry point.
         weight_versions: batches note which version of the weights sampled a sequence.
         v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
+        staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Release:
     platforms: bool = True
     weight_versions: bool = True
     v1_modes: tuple[str, ...] = V1_MODES
+    staleness_limit: bool = True
 
 
 RELEASES = (
@@ -48,10 +50,11 @@ RELEASES = (
         platforms=False,
         weight_versions=False,
         v1_modes=(),
+        staleness_limit=False,
     ),
-    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=()),
+    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=(), staleness_limit=False),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
-    Release("0.9.0", v1_modes=("sync", "colocate_async")),
+    Release("0.9.0", v1_modes=("sync", "colocate_async"), staleness_limit=False),
     Release("0.9.1"),
 )
 """Oldest first."""

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from verl_patches.groups import EXTERNAL_MODULES
 from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
 
 COMMON_ENVIRONMENT = {
@@ -81,14 +84,39 @@ def build_child_environment(base: Mapping[str, str], platform: str, root: Path) 
     return added
 
 
-def build_release_overrides(platform: str, release: str) -> list[str]:
-    """Build the overrides of this release of verl: the option of the group `platform`, and keys that others lack."""
+def build_release_overrides(platform: str, release: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Build the overrides of this release of verl: the option of the group `platform`, and keys that others lack.
+
+    Args:
+        overrides: the user's, which stand behind these.
+    """
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
-    if of.v1_modes:
+    if of.v1_modes and (mode := find_trainer_mode(overrides)) != "sync":
+        if find_last("offpolicy.staleness.eta", overrides) not in (None, "null"):
+            # What eta takes the place of, and an option of the group `mode` may have set.
+            replaced = f"trainer.v1.{mode}.num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold"
+            chosen += [f"{key}=null" for key in replaced]
+    elif of.v1_modes:
         sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
         chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
     return chosen
+
+
+def find_trainer_mode(overrides: Sequence[str]) -> str:
+    """Find verl's `trainer.v1.trainer_mode`, as overrides or an option of the group `mode` have it; sync by default."""
+    mode = find_last("trainer.v1.trainer_mode", overrides)
+    if mode is None and (option := find_last("mode", overrides)):
+        file = CONFIGS / "mode" / f"{option}.yaml"
+        # Hydra refuses an option that is not there.
+        mode = yaml.safe_load(file.read_text())["trainer"]["v1"]["trainer_mode"] if file.is_file() else None
+    return mode or "sync"
+
+
+def find_last(key: str, overrides: Sequence[str]) -> str | None:
+    """Find the value that the last override of a key gives it; None where there is none."""
+    given = [override.lstrip("+").partition("=") for override in overrides]
+    return next((value for name, _, value in reversed(given) if name == key), None)
 
 
 def quote(key: str, path: str | Path) -> str:

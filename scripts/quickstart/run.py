@@ -160,7 +160,7 @@ class Quickstart:
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
             quote("reward.custom_reward_function.path", HERE / "reward.py"),
-            *build_release_overrides(self.options.platform, release),
+            *build_release_overrides(self.options.platform, release, self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
         ]
 

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches import engine_loss, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
 ONLY_V1 = pytest.mark.verl("==0.9.1")
@@ -20,6 +20,7 @@ GROUPS = [
     pytest.param(engine_loss, id="engine"),
     pytest.param(trainer_v0, id="trainer_v0"),
     pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
+    pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
 ]
 
 
@@ -27,12 +28,15 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
 
 
+ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0)]
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_seam_is_where_it_was(group: Any) -> None:
     engine_loss.check(group.SEAMS)
 
 
-@pytest.mark.parametrize("seam", [*quoted(engine_loss), *quoted(trainer_v0), *quoted(trainer_v1, ONLY_V1)])
+@pytest.mark.parametrize("seam", [*ALWAYS, *quoted(trainer_v1, ONLY_V1), *quoted(replay_buffer, ONLY_V1)])
 def test_a_moved_seam_is_named(seam: Any) -> None:
     with pytest.raises(PatchError) as caught:
         engine_loss.check([replace(seam, signature="(self, something_else)")])
@@ -71,6 +75,24 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     assert names == {"on_init_end", "step", "_next_train_batch", *around_the_loss}
     assert names <= {seam.name for seam in trainer_v1.SEAMS}
     assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
+
+
+@ONLY_V1
+def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
+    """A prompt that verl issues by another way would be past the limit."""
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer
+    from recipe.offpolicy.trainer.bounded_trainer import BoundedTrainer
+
+    held = {seam.name for seam in (*trainer_v1.SEAMS, *replay_buffer.SEAMS)}
+    issued_by = {"_build_replay_buffer", "_add_async_warmup_batches", "_add_batch_to_generate"}
+    issued_by |= {"_submit_batch_to_rollout"}
+    assert overridden(BoundedTrainer, PPOTrainer) == {*issued_by, "step", "_update_actor", "_load_checkpoint"}
+    of_buffer = {"wait_for_sampleable", "_wait_for_next_poll", "_stale_terminal_keys", "_evict_terminal_groups"}
+    assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
+    assert overridden(BoundedTrainer, PPOTrainer) | of_buffer <= held
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:

@@ -27,8 +27,6 @@ def test_the_correction_is_live_on_rows_of_staleness_0_1_and_2(run_program: Call
         "correction=[tis_token,gsm]",
         f"trainer.total_training_steps={STEPS}",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        # verl's own buffer, which drops what is too old; the quickstart's is for synchronous training.
-        "trainer.v1.sampler.custom_sampler.name=null",
     )
     assert len(steps) == STEPS
 

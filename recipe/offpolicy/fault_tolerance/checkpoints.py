@@ -34,6 +34,7 @@ CHANGED = "offpolicy.resume_changed_correction"
 STATES = "offpolicy"
 """Folder of a checkpoint for what extensions keep in files."""
 _STEP = "global_step_"
+_STALENESS = "staleness"
 _ACTIVE = "steering"
 """Key of the alarms' and moved bounds' state in a record; checkpoints that exist spell it so."""
 _CUT_SHORT = "its writing was cut short"
@@ -125,12 +126,14 @@ def guard_save(
     spec: CorrectionSpec,
     active: Mapping[str, Any] | None = None,
     extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
+    staleness: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Wrap verl's ``_save_checkpoint``: mark the checkpoint as begun, and record it once it is complete.
 
     Args:
         active: state of the alarms and moved bounds, see ``monitor.active_correction``.
         extensions: takes a folder for their files; returns the extensions' state, by section.
+        staleness: state of the rate limit, where the run has one.
     """
     folder = CheckpointFolder.from_config(config)
     _keep_previous(config)
@@ -150,6 +153,8 @@ def guard_save(
         content[_ACTIVE] = dict(active)
     if states := extensions(folder.step_path(step) / STATES):
         content["extensions"] = dict(states)
+    if staleness is not None:
+        content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
         # verl has just written the same, but not atomically: a run killed meanwhile would leave no number.
@@ -213,6 +218,13 @@ def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
     path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return {} if record is None else record.get("extensions", {}), (path or Path()) / STATES
+
+
+def read_staleness(config: DictConfig) -> dict[str, Any] | None:
+    """Read the state of the rate limit in the checkpoint that verl has just loaded; None where it had none."""
+    path = _find_resumed(config)
+    record = None if path is None else _read(path / RECORD)
+    return None if record is None else record.get(_STALENESS)
 
 
 def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "correction") -> list[str]:

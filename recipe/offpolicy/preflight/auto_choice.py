@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import Problem
 from ..correction.problem import CheckError, set_to
+from ..staleness.staleness_settings import ETA
 from .auto_setup import REPLAYING, Setup
 
 ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
@@ -100,10 +101,15 @@ def _choose_weight(setup: Setup) -> Selection:
 def _choose_rate_limit(setup: Setup) -> Selection:
     if setup.mode == "sync":
         return Selection((), ())
-    why = (
-        f"decoupled PPO with unbounded staleness degrades, and matches synchronous training up to {ETA_MATHS} steps; "
-        f"verl counts the versions that a trajectory spans, one more than its staleness."
-    )
+    why = f"decoupled PPO with unbounded staleness degrades, and matches synchronous training up to {ETA_MATHS} steps"
+    if setup.bounded:
+        return Selection(
+            (),
+            (f"setup.mode=async: staleness is bounded, by {ETA}.",),
+            (Requirement(ETA, ETA_MATHS, f"{why}.", at_most=True),),
+            (f"{ETA} up to {ETA_CODE} for code, {ETA_MATHS} for maths.",),
+        )
+    why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
     return Selection(
         (),
         (f"setup.mode=async: staleness is bounded, by {_STALENESS}.",),

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import SpecError
+from ..staleness.staleness_settings import ETA
 from .model_config import find_experts
 
 Engine = Literal["same", "different"]
@@ -36,6 +37,7 @@ class Setup:
         minibatches: gradient steps on each batch: global batch over mini-batch, times epochs.
         strategy: verl's name of the training backend, which decides whether routes can be replayed.
         objective: verl's name of the base loss; GSPO takes the place of routing replay.
+        bounded: ``offpolicy.staleness.eta`` limits staleness.
     """
 
     engine: Engine
@@ -45,6 +47,7 @@ class Setup:
     minibatches: int
     strategy: str
     objective: str = "vanilla"
+    bounded: bool = False
 
 
 def read_setup(config: DictConfig) -> Setup:
@@ -74,7 +77,8 @@ def read_setup(config: DictConfig) -> Setup:
             values[name] = given[name]
     strategy = OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"
     objective = OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") or "vanilla"
-    return Setup(**values, strategy=str(strategy), objective=str(objective))
+    bounded = OmegaConf.select(config, ETA) is not None
+    return Setup(**values, strategy=str(strategy), objective=str(objective), bounded=bounded)
 
 
 def refuse_setup(config: DictConfig) -> None:

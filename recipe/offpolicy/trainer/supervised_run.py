@@ -121,9 +121,15 @@ class SupervisedRun:
             found |= self.extensions.validation_metrics(data_sources, sample_uids, reward_extra_infos_dict)
         return found
 
+    @property
+    def staleness_state(self) -> Mapping[str, Any] | None:
+        """State of the rate limit for a checkpoint; None where there is none."""
+        return None
+
     def _save_checkpoint(self) -> None:
         active = self.supervision.active_correction.state()
-        with guard_save(self.config, self.global_steps, read_spec(self.config), active, self.extensions.state):
+        spec, staleness = read_spec(self.config), self.staleness_state
+        with guard_save(self.config, self.global_steps, spec, active, self.extensions.state, staleness):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:

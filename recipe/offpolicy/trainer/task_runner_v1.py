@@ -10,8 +10,9 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 import verl_patches
 
+from ..staleness.staleness_settings import StalenessSettings
 from .supervised_run import demand_trained
-from .trainer_v1 import install_trainers
+from .trainer_v1 import OffPolicyTrainer, install_trainers
 
 # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
 _TaskRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class
@@ -22,9 +23,19 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 
     def run(self, config: DictConfig) -> None:
         verl_patches.status()
-        install_trainers(config.trainer.v1.trainer_mode)
+        install_trainers(config.trainer.v1.trainer_mode, choose_mixin(config))
         super().run(config)
         demand_trained()
+
+
+def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
+    """Choose what is put in front of verl's trainers: nothing of staleness where verl's own keys are in force."""
+    if StalenessSettings.from_config(config) is None:
+        return OffPolicyTrainer
+    # Release 0.9.0 has no such buffer.
+    from .bounded_trainer import BoundedTrainer
+
+    return BoundedTrainer
 
 
 RemoteTaskRunner = ray.remote(OffPolicyTaskRunnerV1)

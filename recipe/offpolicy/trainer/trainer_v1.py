@@ -126,7 +126,7 @@ class OffPolicyTrainer(SupervisedRun):
             view.batch = _put(view.batch, uid=NonTensorStack(*groups.uids))
             estimator()
             results = _columns(view.batch, "advantages", "returns")
-            silenced = {name: _zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
+            silenced = {name: zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
             view.batch = _put(view.batch, uid=NonTensorStack(*uids), **silenced)
 
         self.extensions.compute_advantages(view, estimator_without_rejected)
@@ -184,26 +184,28 @@ class OffPolicyTrainer(SupervisedRun):
         return output
 
 
-def build_corrected(trainer: type[PPOTrainer]) -> type[PPOTrainer]:
+def build_corrected(trainer: type[PPOTrainer], mixin: type[OffPolicyTrainer] = OffPolicyTrainer) -> type[PPOTrainer]:
     """Build a subclass of verl's trainer that hands over the loss and verifies it."""
-    return type(f"OffPolicy{trainer.__name__}", (OffPolicyTrainer, trainer), {})
+    return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
-def install_trainers(mode: str) -> None:
+def install_trainers(mode: str, mixin: type[OffPolicyTrainer] = OffPolicyTrainer) -> None:
     """Put the corrected trainers under verl's own mode names, in this process; idempotent.
 
     From then on another trainer of verl's kind stops the process when it is built.
 
     Args:
         mode: that the run asks for.
+        mixin: what makes a trainer of verl's a corrected one.
     """
     if mode == "separate_async":
         separate_async_logger.install()
     for name in V1_MODES:
-        substitute(name, build_corrected)
+        substitute(name, partial(build_corrected, mixin=mixin))
     before_any(demand_corrected)
 
 
-def _zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
+def zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
+    """Copy a column that is nested by row, with zeros in some rows."""
     rows = [row * (not quiet) for row, quiet in zip(nested.unbind(), silent, strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -11,9 +11,12 @@ from recipe.offpolicy.monitor.alarms import alarm_settings
 from recipe.offpolicy.monitor.bounds import bound_settings
 from recipe.offpolicy.monitor.bounds.schedule import Schedule
 from recipe.offpolicy.recording.record_settings import RecordSettings
+from recipe.offpolicy.staleness.staleness_settings import StalenessSettings
 
 
-@pytest.mark.parametrize("kind", [RecordSettings, alarm_settings.AlarmSettings, bound_settings.Settings, Schedule])
+@pytest.mark.parametrize(
+    "kind", [RecordSettings, StalenessSettings, alarm_settings.AlarmSettings, bound_settings.Settings, Schedule]
+)
 def test_settings_have_no_default_of_their_own(kind: type) -> None:
     found = [field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)]
     assert found == []

@@ -30,6 +30,31 @@ SHADOW = "offpolicy.shadow"
 BY_NAME: dict[str, tuple[Changes, str]] = {
     "a lower bound above agreement": ({"correction.masks.gsm.lower": 1.005}, "correction.masks.gsm.lower"),
     "an upper bound below agreement": ({"correction.weight.upper": 0.5}, "correction.weight.upper"),
+    "a limit of staleness in synchronous training": ({"offpolicy.staleness.eta": 2}, "offpolicy.staleness.eta"),
+    "a limit of staleness on V0": (
+        {"offpolicy.staleness.eta": 2, "trainer.use_v1": False, "trainer.v1.trainer_mode": "colocate_async"},
+        "offpolicy.staleness.eta",
+    ),
+    "no number of batches": (
+        {"offpolicy.staleness.eta": -1, "trainer.v1.trainer_mode": "colocate_async"},
+        "offpolicy.staleness.eta",
+    ),
+    "a warm-up beside a limit of staleness": (
+        {
+            "offpolicy.staleness.eta": 2,
+            "trainer.v1.trainer_mode": "colocate_async",
+            "trainer.v1.colocate_async.num_warmup_batches": 3,
+        },
+        "trainer.v1.colocate_async.num_warmup_batches",
+    ),
+    "stragglers of synchronous training": (
+        {
+            "offpolicy.staleness.eta": 0,
+            "offpolicy.staleness.too_old": "drop",
+            "trainer.v1.trainer_mode": "colocate_async",
+        },
+        "offpolicy.staleness.too_old",
+    ),
     "a weight on pi / mu beside a ratio": ({"correction.weight.ratio": "full"}, "correction.weight.ratio"),
     "an order of no masks": (
         {"correction.masks": {}, "correction.skyrl_compat": True},
@@ -167,6 +192,10 @@ def test_what_is_proposed_mends_a_launch_of_verl(name: str, base: DictConfig) ->
 # What is changed beside correction=auto setup.model=dense.
 CHOSEN: dict[str, tuple[Changes, str]] = {
     "a number that is contradicted": ({"setup.minibatches": 3}, "setup.minibatches"),
+    "a limit of staleness that is too wide": (
+        {"trainer.v1.trainer_mode": "colocate_async", "offpolicy.staleness.eta": 20},
+        "offpolicy.staleness.eta",
+    ),
     "stale rows without a limit": (
         {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sampler.max_off_policy_threshold": 20},
         "trainer.v1.sampler.max_off_policy_threshold",

@@ -22,6 +22,7 @@ from recipe.offpolicy.fault_tolerance.checkpoints import (
     extension_states,
     find_changes,
     guard_save,
+    read_staleness,
     write_json,
 )
 
@@ -295,3 +296,13 @@ def test_which_steps_are_complete(tmp_path: Path) -> None:
     write_json(tmp_path / SAVING, {"step": 11, "tracked": 10})
     folder.step_path(11).mkdir()
     assert (folder.is_whole(10), folder.is_whole(11), folder.is_whole(12)) == (True, False, False)
+
+
+def test_the_state_of_a_rate_limit_is_kept_where_there_is_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    assert "staleness" not in json.loads((tmp_path / "global_step_1" / RECORD).read_text())
+    assert read_staleness(config(tmp_path)) is None
+    assert read_staleness(config(tmp_path / "nothing")) is None
+    with guard_save(config(tmp_path), 2, SPEC, staleness={"eta": "2", "account": 20}):
+        (tmp_path / "global_step_2").mkdir()
+    assert read_staleness(config(tmp_path)) == {"eta": "2", "account": 20}

@@ -46,6 +46,16 @@ ROWS = {
 }
 
 
+def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
+    selection = select(replace(PLAIN, mode="async", bounded=True))
+    assert required(selection) == {"offpolicy.staleness.eta": 8}
+    (advice,) = selection.advice
+    assert advice == "offpolicy.staleness.eta up to 4 for code, 8 for maths."
+    check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 8}}}), selection.requires)
+    with pytest.raises(CheckError, match=r"offpolicy\.staleness\.eta=9: .* Set offpolicy\.staleness\.eta=8"):
+        check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 9}}}), selection.requires)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_common_configurations(row: str) -> None:
     setup, options, requires = ROWS[row]

@@ -9,7 +9,7 @@ import pytest
 import verl_patches
 from recipe.offpolicy.preflight.checks.seams import check_seams_with
 from recipe.offpolicy.preflight.checks.workers_env import list_patch_groups
-from verl_patches import engine_loss, trainer_v0, trainer_v1
+from verl_patches import engine_loss, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath
 
@@ -20,6 +20,17 @@ def test_the_seams_of_the_path_are_held(trainer: str, module: object, monkeypatc
     held: list[object] = []
     assert list(check_seams_with(LivePath("0.9.1", trainer, "engine", "fsdp"), held.append)) == []
     assert held == [engine_loss.SEAMS, module.SEAMS]
+
+
+@pytest.mark.parametrize(("release", "more"), [("0.9.1", [replay_buffer.SEAMS]), ("0.9.0", [])])
+def test_a_limit_of_staleness_has_seams_of_its_own(
+    release: str, more: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the releases on which it is not refused anyway."""
+    monkeypatch.setattr(verl_patches, "status", dict)
+    held: list[object] = []
+    assert list(check_seams_with(LivePath(release, "v1", "engine", "fsdp"), held.append, bounded=True)) == []
+    assert held == [engine_loss.SEAMS, trainer_v1.SEAMS, *more]
 
 
 def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
 from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
+from ...staleness.staleness_settings import find_problems as staleness_problems
 
 Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 """Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
@@ -57,6 +58,7 @@ OWN_KEYS: dict[str, Validator] = {
     "record": lambda config, spec: record_problems(config),
     "shadow": _checked_elsewhere,
     "shadow_delta": _checked_elsewhere,
+    "staleness": lambda config, spec: staleness_problems(config),
     "watchdog": _check_watchdog,
 }
 """Every key under ``offpolicy`` -> what may be wrong with its value."""

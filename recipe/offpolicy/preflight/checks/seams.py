@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from omegaconf import DictConfig
 
 import verl_patches
-from verl_patches import engine_loss, legacy, trainer_v0, trainer_v1
+from verl_patches import engine_loss, legacy, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from .config_reader import SHADOW, read_shadows
+from .staleness import is_bounded
 
 Hold = Callable[[Iterable[Contract]], None]
 """Holds contracts against the installed verl; raises PatchError where one does not hold."""
@@ -21,16 +22,22 @@ Hold = Callable[[Iterable[Contract]], None]
 
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Import every seam of the live path and check it against its contract."""
-    yield from check_seams_with(live_path(config), engine_loss.check)
+    yield from check_seams_with(live_path(config), engine_loss.check, bounded=is_bounded(config))
 
 
-def check_seams_with(path: LivePath, hold: Hold) -> Iterator[Problem]:
-    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported."""
+def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False) -> Iterator[Problem]:
+    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported.
+
+    Args:
+        bounded: the run has a limit of staleness, whose seams are held as well.
+    """
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
         verl_patches.status()
         hold(engine_loss.SEAMS)
         hold(trainer.SEAMS)
+        if bounded and path.trainer == "v1" and path.attributes.staleness_limit:
+            hold(replay_buffer.SEAMS)
         if path.worker == "legacy":
             legacy.check(path.strategy)
     except PatchError as error:

@@ -37,6 +37,34 @@ def test_only_releases_with_a_replay_buffer_are_told_of_one() -> None:
     assert keys == ["platform", f"{sampler}.path", f"{sampler}.name"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["correction=gsm"], ["custom_sampler.path", "custom_sampler.name"]),
+        (["+mode=separate_async_cpu"], []),
+        (["trainer.v1.trainer_mode=colocate_async"], []),
+        (["+mode=separate_async_cpu", "trainer.v1.trainer_mode=sync"], ["custom_sampler.path", "custom_sampler.name"]),
+        (["offpolicy.staleness.eta=2"], ["custom_sampler.path", "custom_sampler.name"]),
+        (
+            ["+mode=separate_async_cpu", "offpolicy.staleness.eta=2"],
+            ["separate_async.num_warmup_batches=null", "sampler.max_off_policy_threshold=null"],
+        ),
+        (["+mode=separate_async_cpu", "offpolicy.staleness.eta=2", "offpolicy.staleness.eta=null"], []),
+        (
+            ["trainer.v1.trainer_mode=colocate_async", "offpolicy.staleness.eta=0"],
+            ["colocate_async.num_warmup_batches=null", "sampler.max_off_policy_threshold=null"],
+        ),
+    ],
+)
+def test_the_quick_buffer_is_for_synchronous_training_and_eta_replaces_verls_keys(
+    overrides: list[str], keys: list[str]
+) -> None:
+    added = build_release_overrides("cpu", "0.9.1", overrides)[1:]
+    assert len(added) == len(keys)
+    assert all(key in override for key, override in zip(keys, added, strict=True))
+    assert build_release_overrides("cpu", "0.7.1", overrides) == ["platform=cpu_before_0_9"]
+
+
 def test_before_0_9_the_cpu_is_rays_gpu() -> None:
     """`trainer.device` names the resource of placement groups there, and none is called "cpu"."""
     config = yaml.safe_load((ROOT / "configs" / "platform" / "cpu_before_0_9.yaml").read_text())

@@ -1,0 +1,143 @@
+"""verl's asynchronous replay buffer under ``offpolicy.staleness``.
+
+Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``ReplayBufferAsync._stale_terminal_keys(self, global_steps,
+partition_id)``, ``._evict_terminal_groups(self, global_steps, partition_id, eviction_reasons)``,
+``.wait_for_sampleable(self, global_steps, partition_id, target_count)``, ``._wait_for_next_poll(self, partition_id,
+last_debug_time)``, and what ``_sync_metadata_from_transfer_queue`` keeps of each prompt.
+
+verl hands out finished groups in the order of their issue. With the rate limited, a group is too old only where it
+took longer than that order has time for. verl's own ``wait`` with a threshold of eta + 1 waits for it, and its own
+``drop`` evicts it; ``mask`` and ``refresh`` are of this module and the trainer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import transfer_queue as tq
+from tensordict import NonTensorStack, TensorDict
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from .ages import OLDEST_VERSION, AgeLimit
+from .staleness_settings import ETA, StalenessSettings
+from .tally import Tally
+
+logger = logging.getLogger("verl.offpolicy")
+
+TRAIN = "train"
+"""Partition of TransferQueue that is trained on."""
+_ANEW = "."
+"""Stands in a uid before the times that its prompt was sampled anew."""
+
+
+class BoundedReplayBuffer(ReplayBufferAsync):
+    """verl's buffer with a limit on the age of rows.
+
+    Args:
+        settings: of the run.
+        limit: on the age, under which groups are sampled anew.
+        tally: gets what happens here.
+        sample_anew: takes prompts with new uids, to issue them again.
+        clock: gives seconds.
+        kwargs: verl's, without threshold and strategy.
+    """
+
+    def __init__(
+        self,
+        settings: StalenessSettings,
+        limit: AgeLimit,
+        tally: Tally,
+        sample_anew: Callable[[TensorDict], None],
+        clock: Callable[[], float] = time.monotonic,
+        **kwargs: Any,
+    ) -> None:
+        by_verl = settings.too_old in ("wait", "drop")
+        super().__init__(
+            max_off_policy_threshold=limit.oldest + 1 if by_verl else None,
+            max_off_policy_strategy=settings.too_old if by_verl else "wait",
+            **kwargs,
+        )
+        self._settings, self._limit, self._tally = settings, limit, tally
+        self._sample_anew, self._clock = sample_anew, clock
+
+    def count_prompts(self) -> int:
+        """Count the prompts of the training partition that wait, run or have finished."""
+        self._sync_metadata_from_transfer_queue()
+        return len(self.prompt_global_steps[TRAIN])
+
+    def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> Any:
+        begun = self._clock()
+        try:
+            return super().wait_for_sampleable(global_steps, partition_id, target_count)
+        finally:
+            if partition_id == TRAIN:
+                self._tally.waited += self._clock() - begun
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        said: float = super()._wait_for_next_poll(partition_id, last_debug_time)
+        # verl says how many wait each time that it moves this; a run that hangs here ends by its watchdog.
+        running = self.pending_keys[partition_id] | self.running_keys[partition_id]
+        if said != last_debug_time and partition_id == TRAIN and running:
+            issued = self.prompt_global_steps[partition_id]
+            oldest = min(running, key=lambda uid: issued[uid])
+            logger.warning(
+                "the trainer waits while %d prompts are sampled; the oldest, %s, was issued in step %d (%s=%g, "
+                "too_old=%s).",
+                *(len(running), oldest, issued[oldest], ETA, self._settings.eta, self._settings.too_old),
+            )
+        return said
+
+    def _stale_terminal_keys(self, global_steps: int, partition_id: str) -> set[str]:
+        if self._settings.too_old != "refresh" or partition_id != TRAIN:
+            found: set[str] = super()._stale_terminal_keys(global_steps, partition_id)
+            return found
+        # A row without a version is the trainer's to report.
+        too_old = {
+            key.split("_")[0]
+            for key, tag in self.partitions[partition_id].items()
+            if (version := tag.get(OLDEST_VERSION)) is not None and not self._limit.admits(version, global_steps)
+        }
+        finished = too_old & self.finished_keys[partition_id]
+        return {uid for uid in finished if count_refreshes(uid) < self._settings.refresh_limit}
+
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
+        stale, filtered, *_ = eviction_reasons
+        # Groups without a signal are replaced by other prompts, as verl does.
+        anew = sorted(stale - filtered) if self._settings.too_old == "refresh" else []
+        prompts = tq.kv_batch_get(keys=anew, partition_id=partition_id) if anew else None
+        if partition_id == TRAIN:
+            self._tally.too_old.add(
+                tag["response_len"] for key, tag in self.partitions[TRAIN].items() if key.split("_")[0] in stale
+            )
+        evicted, *rest = super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+        if prompts is not None:
+            prompts["uid"] = NonTensorStack(*(name_anew(str(uid)) for uid in prompts["uid"]))
+            self._tally.refreshed += len(anew)
+            self._sample_anew(prompts)
+        elif self._settings.too_old == "drop":
+            self._tally.lost += len(stale)
+        # verl replaces what it is told of.
+        return (evicted - set(anew), *rest)
+
+
+def count_refreshes(uid: str) -> int:
+    """Count how often the prompt of this uid was sampled anew.
+
+    Example:
+        >>> count_refreshes("6ba7b810"), count_refreshes("6ba7b810.2")
+        (0, 2)
+    """
+    return int(uid.partition(_ANEW)[2] or 0)
+
+
+def name_anew(uid: str) -> str:
+    """Build the uid under which a prompt is sampled anew; it says how often, also after a checkpoint.
+
+    Example:
+        >>> name_anew("6ba7b810"), name_anew("6ba7b810.1")
+        ('6ba7b810.1', '6ba7b810.2')
+    """
+    return f"{uid.partition(_ANEW)[0]}{_ANEW}{count_refreshes(uid) + 1}"

@@ -1,0 +1,165 @@
+"""verl's asynchronous V1 trainers under ``offpolicy.staleness``: issue by the rate limit, and prove the ages.
+
+Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_build_replay_buffer(self)``,
+``_add_async_warmup_batches(self, num_warmup_batches)``, ``_add_batch_to_generate(self)``,
+``_add_prompts_to_generate(self, num_prompts)`` and ``_submit_batch_to_rollout(self, batch)`` of
+``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets.
+Prompts are issued by nothing else: verl's warm-up, batches and replacements all come by ``_submit_batch_to_rollout``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from ..correction.denominator import assign_mini_batches
+from ..fault_tolerance.checkpoints import read_staleness
+from ..proof.rollout_checks import SAMPLED
+from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
+from ..staleness.buffer import BoundedReplayBuffer
+from ..staleness.rate_limit import RateLimit, format_eta
+from ..staleness.staleness_settings import ETA, StalenessSettings
+from ..staleness.tally import Tally
+from .batch_view_v1 import put_columns, read_columns
+from .trainer_v1 import OffPolicyTrainer, zero_rows
+
+logger = logging.getLogger("verl.offpolicy")
+
+_MASKS = ("response_mask", "loss_mask")
+"""Columns that say which tokens the loss has: verl's losses read the first, its engines count by the second."""
+_SEEN = "offpolicy/staleness/max"
+"""Age of the oldest row in the loss, from the workers."""
+
+
+class BoundedTrainer(OffPolicyTrainer):
+    """Mixin of verl's asynchronous V1 trainers in the place of ``OffPolicyTrainer``, where eta is set."""
+
+    replay_buffer: BoundedReplayBuffer
+    trainer_mode: str
+    _restored_tq_prompt_count: int
+
+    def _build_replay_buffer(self) -> BoundedReplayBuffer:
+        settings = StalenessSettings.from_config(self.config)
+        assert settings is not None, f"{ETA}=null has verl's own trainer"
+        self.staleness = settings
+        self.rate_limit = RateLimit(settings.eta, self.config.data.train_batch_size)
+        self.age_limit = AgeLimit(self.rate_limit.oldest_age)
+        self.tally = Tally()
+        v1 = self.config.trainer.v1
+        return BoundedReplayBuffer(
+            settings,
+            self.age_limit,
+            self.tally,
+            self._sample_anew,
+            trainer_mode=self.trainer_mode,
+            trainer_config=v1.get(self.trainer_mode, {}),
+            sampler_kwargs=v1.sampler.sampler_kwargs,
+            refill_fn=self._replace_prompts,
+            filter_groups_metric=self._resolve_filter_groups_metric(),  # type: ignore[attr-defined]
+            sync_refill_failed_groups=bool(v1.sampler.get("sync_refill_failed_groups", False)),
+        )
+
+    @property
+    def _eta(self) -> str:
+        return format_eta(self.rate_limit.eta)
+
+    def _add_async_warmup_batches(self, num_warmup_batches: Any) -> None:
+        """Leave the first prompts to the first step, which has room for all of them."""
+
+    def _add_batch_to_generate(self) -> None:
+        limit, step = self.rate_limit, self.global_steps
+        trained = (step - 1) * limit.batch
+        if (lost := limit.account - trained - self.replay_buffer.count_prompts()) > 0:
+            logger.warning("%d prompts are gone that were neither trained nor evicted; others take their place.", lost)
+            limit.left(lost)
+            self.tally.lost += lost
+        self.tally.room = max(limit.room(step), 0)
+        self._fill()
+
+    def _fill(self) -> None:
+        if (room := self.rate_limit.room(self.global_steps)) > 0:
+            self._add_prompts_to_generate(room)  # type: ignore[attr-defined]
+
+    def _replace_prompts(self, evicted: int) -> None:
+        """Issue prompts in the place of groups that verl has evicted."""
+        self.rate_limit.left(evicted)
+        self._fill()
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        self.rate_limit.issued(len(batch), self.global_steps)
+        self.tally.issued += len(batch)
+        submitted: int = super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
+        return submitted
+
+    def _sample_anew(self, prompts: TensorDict) -> None:
+        """Issue prompts again, which the account holds already."""
+        tu.assign_non_tensor_data(prompts, "global_steps", self.global_steps)
+        super()._submit_batch_to_rollout(prompts)  # type: ignore[misc]
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self.tally.begin()
+        batch = super().step(metrics, timing_raw)
+        metrics.update(self.tally.metrics(self.staleness.eta))
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        rows = read_tags(batch.keys, batch.tags)
+        too_old = find_too_old(rows, self.global_steps, self.age_limit) if self.staleness.masks else []
+        kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
+        check_ages(kept, self.global_steps, self.age_limit, self._eta)
+        self.tally.add_rows([row.length for row in kept], [rows[i].length for i in too_old])
+        if too_old:
+            batch, left = self._update_without(too_old, rows, batch, metrics)
+            kept += left
+        else:
+            batch = super()._update_actor(batch, metrics)
+        check_seen(metrics.get(_SEEN), kept, self.global_steps, self._eta)
+        return batch
+
+    def _update_without(
+        self, too_old: list[int], rows: list[RowTag], batch: Any, metrics: dict[str, Any]
+    ) -> tuple[Any, list[RowTag]]:
+        """Update without rows that are too old, whose rewards are in their groups' baselines by now.
+
+        Returns:
+            The batch with its masks as they were, and the rows that are in the loss with an advantage of 0.
+        """
+        split = self._split_batch()
+        groups = assign_mini_batches(len(rows), ranks=split.ranks, rows_a_mini_batch=split.mini_batch_rows)
+        masked, silenced = split_too_old(too_old, rows, groups.tolist())
+        columns = read_columns(batch, *_MASKS, "advantages")
+        without = {name: zero_rows(columns[name], [i in masked for i in range(len(rows))]) for name in _MASKS}
+        silent = zero_rows(columns["advantages"], [i in silenced for i in range(len(rows))])
+        batch = put_columns(batch, **without, advantages=silent)
+        if self.supervision.wants_sampled:
+            # The loss is to use the mu of these rows alone.
+            self.supervision.sampled(read_columns(batch, *SAMPLED))
+        batch = super()._update_actor(batch, metrics)
+        # verl's own metrics are of all rows.
+        return put_columns(batch, **{name: columns[name] for name in _MASKS}), [rows[i] for i in sorted(silenced)]
+
+    @property
+    def staleness_state(self) -> dict[str, Any]:
+        return self.rate_limit.state()
+
+    def _load_checkpoint(self) -> Any:
+        loaded = super()._load_checkpoint()
+        if step := self.global_steps:
+            self._resume(step, self._restored_tq_prompt_count, read_staleness(self.config) or {})
+        return loaded
+
+    def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
+        """Go on after ``step`` steps with the prompts that the checkpoint brought back, and what it says of eta."""
+        self.rate_limit.restore(step, waiting)
+        self.age_limit.restore(step, before := saved.get("eta"))
+        if before != self._eta:
+            logger.warning(
+                "resuming with %s=%s; the checkpoint was trained with %s. Rows that it brought back may be older.",
+                *(ETA, self._eta, "verl's own keys" if before is None else before),
+            )
+        if (missing := saved.get("account", 0) - self.rate_limit.account) > 0:
+            logger.warning("%d prompts that waited when the checkpoint was made have not come back.", missing)

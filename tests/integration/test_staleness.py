@@ -1,0 +1,46 @@
+"""A limit of staleness in verl's separate asynchronous mode on CPU: ages, issue, and each prompt trained once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.recording import Recording
+from tests.support.whole_runs import trained
+
+STEPS, BATCH, ROWS = 5, 16, 8
+ROOT = "offpolicy/staleness"
+
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 4])
+def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
+    eta: int, run_program: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each update holds the ages of the rows in its loss against eta, or the run stops."""
+    steps = trained(
+        run_program,
+        "+mode=separate_async_cpu",
+        f"offpolicy.staleness.eta={eta}",
+        f"trainer.total_training_steps={max(STEPS, eta + 2)}",
+        f"offpolicy.record.dir={tmp_path / 'recording'}",
+    )
+    for number, step in enumerate(steps, 1):
+        assert step["offpolicy/live/proved"] == 1.0
+        assert step[f"{ROOT}/max"] == step["training/off_policy/trajectory_staleness_worst/max"] <= eta
+        assert step[f"{ROOT}/eta"] == eta
+        # Step 1 has room for all at once; with no prompt lost each further step takes as many as it trains.
+        expected = (eta + 1) * BATCH if number == 1 else BATCH
+        assert step[f"{ROOT}/room"] == step[f"{ROOT}/issued"] == expected
+        assert step[f"{ROOT}/lost_prompts"] == step[f"{ROOT}/masked_token_share"] == 0.0
+        assert step[f"{ROOT}/waited_seconds"] > 0.0
+    assert steps[0][f"{ROOT}/max"] == 0.0
+    assert max(step[f"{ROOT}/max"] for step in steps) == eta
+    rows = Recording(tmp_path / "recording").rows()
+    assert set(Counter(rows.uid).values()) == {ROWS}
+    assert len(set(rows.uid)) == len(steps) * BATCH

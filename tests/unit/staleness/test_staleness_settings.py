@@ -1,0 +1,69 @@
+"""The keys ``offpolicy.staleness``: read, and refused with a value that mends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
+from recipe.offpolicy.staleness.staleness_settings import StalenessSettings, find_problems
+
+
+def config(**changes: Any) -> DictConfig:
+    return OmegaConf.create({"offpolicy": {"staleness": read_shipped_defaults("staleness") | changes}})
+
+
+def test_as_shipped_nothing_is_bounded() -> None:
+    assert StalenessSettings.from_config(config()) is None
+    assert StalenessSettings.from_config(OmegaConf.create({})) is None
+    assert list(find_problems(config())) == list(find_problems(OmegaConf.create({}))) == []
+
+
+def test_the_section_is_read() -> None:
+    assert StalenessSettings.from_config(config(eta=0.5)) == StalenessSettings(0.5, "wait", 2)
+    given = config(eta=2, too_old="refresh", refresh_limit=1)
+    assert StalenessSettings.from_config(given) == StalenessSettings(2, "refresh", 1)
+    assert [StalenessSettings.at(1, too_old=each).masks for each in ("wait", "mask", "refresh", "drop")] == [
+        *(False, True, True, False)
+    ]
+    assert list(find_problems(given)) == list(find_problems(config(eta=0, too_old="mask"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({"eta": -1}, "eta", "expected a number of batches"),
+        ({"eta": "2"}, "eta", "expected a number of batches"),
+        ({"eta": True}, "eta", "expected a number of batches"),
+        ({"eta": float("nan")}, "eta", "expected a number of batches"),
+        ({"eta": float("inf")}, "eta", "expected a number of batches"),
+        ({"eta": 1, "too_old": "abort"}, "too_old", "expected one of [wait,mask,refresh,drop]"),
+        ({"eta": 1, "too_old": "refresh", "refresh_limit": 0}, "refresh_limit", "1 or more"),
+        ({"eta": 1, "too_old": "refresh", "refresh_limit": 1.5}, "refresh_limit", "1 or more"),
+        ({"too_old": "mask"}, "too_old", "read with offpolicy.staleness.eta alone"),
+        ({"eta": 0, "too_old": "drop"}, "too_old", "none becomes too old"),
+        ({"eta": 0, "too_old": "refresh"}, "too_old", "none becomes too old"),
+        ({"eta": 1, "refresh_limit": 3}, "refresh_limit", "read with too_old=refresh alone"),
+        ({"etta": 2}, "etta", "unknown key"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_with_one_that_does(
+    changes: dict[str, Any], key: str, reason: str
+) -> None:
+    made = config(**changes)
+    (problem,) = find_problems(made)
+    assert problem.key == f"offpolicy.staleness.{key}"
+    assert reason in problem.reason
+    (override,) = problem.overrides
+    if override.startswith("~"):
+        del made.offpolicy.staleness[key]
+    else:
+        made.merge_with_dotlist([override])
+    assert list(find_problems(made)) == []
+
+
+def test_a_section_without_keys_is_refused() -> None:
+    (problem,) = find_problems(OmegaConf.create({"offpolicy": {"staleness": 2}}))
+    assert "Set offpolicy.staleness.eta=2" in str(problem)

@@ -1,0 +1,307 @@
+"""The trainer under a limit of staleness: prompts by verl's own code on a dictionary for a queue, updates by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from recipe.offpolicy.batch.plan import BatchSplit
+from recipe.offpolicy.staleness.ages import StalenessError
+from tests.support.bounded_run import LONG, Run
+
+pytestmark = pytest.mark.verl("==0.9.1")
+pytest.importorskip("transfer_queue")
+
+STEPS = 14
+
+
+def tenth(number: int, times: int) -> int:
+    """One prompt of ten takes 12 steps."""
+    return 12 if number % 10 == 3 else 0
+
+
+def rarely(number: int, times: int = 0) -> int:
+    """One prompt of twenty takes 6 steps: few enough that the others do not wait for room."""
+    return 6 if number % 20 == 3 else 0
+
+
+@pytest.mark.parametrize("eta", [0, 0.5, 1, 2, 4])
+@pytest.mark.parametrize("delay", [lambda number, times: 0, tenth], ids=["even", "stragglers"])
+def test_a_trainer_that_waits_reaches_eta_and_loses_nothing(
+    eta: float, delay: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(monkeypatch, eta=eta, delay=delay)
+    run.train(STEPS)
+    assert max(run.ages()) == math.ceil(eta)
+    assert len(run.trained) == 4 * STEPS
+    assert set(Counter(uid for _, uid, _ in run.trained).values()) == {1}
+    # Nothing is passed over for good: what is not trained was issued last.
+    oldest = 4 * STEPS - int(eta * 4) - 4
+    assert {f"u{number}" for number in range(max(oldest, 0))} <= {uid for _, uid, _ in run.trained}
+    assert run.trainer.rate_limit.account == 4 * STEPS + run.buffer.count_prompts()
+    assert run.trainer.tally.lost == 0
+
+
+def test_without_stragglers_every_row_is_eta_old_once_training_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=2)
+    run.train(6)
+    assert [max(age for step, _, age in run.trained if step == each) for each in range(1, 7)] == [0, 1, 2, 2, 2, 2]
+    assert run.ages()[-12:] == [2] * 12
+
+
+def test_each_step_issues_what_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=2)
+    issued = []
+    for _ in range(3):
+        run.trainer.tally.begin()
+        run.train(1)
+        issued.append((run.trainer.tally.room, run.trainer.tally.issued))
+    assert issued == [(12, 12), (4, 4), (4, 4)]
+
+
+def test_a_failed_prompt_is_replaced_and_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=1, delay=lambda number, times: 1)
+    run.trainer._add_batch_to_generate()
+    assert run.trainer.rate_limit.account == 8
+    run.fail("u0")
+    run.train(1)
+    assert (run.trainer.rate_limit.account, run.trainer.tally.issued) == (8, 9)
+    assert "u0" not in {uid for _, uid, _ in run.trained}
+
+
+def test_prompts_that_vanish_are_replaced_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without that the trainer would wait for ever for prompts that nobody samples."""
+    run = Run(monkeypatch, eta=0)
+    run.train(1)
+    run.trainer.rate_limit.account += 4
+    run.train(1)
+    assert run.trainer.tally.lost == 4
+    assert "4 prompts are gone" in caplog.text
+    assert max(run.ages()) == 0
+
+
+def test_masked_stragglers_are_handed_out_and_counted_as_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=2, too_old="mask", delay=rarely)
+    run.train(20)
+    late = [(uid, age) for _, uid, age in run.trained if rarely(int(uid[1:]))]
+    assert late == [("u3", 6), ("u23", 6), ("u43", 6), ("u63", 6)]
+    assert max(age for _, uid, age in run.trained if not rarely(int(uid[1:]))) == 2
+
+
+def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt 3 takes 4 steps each time, and others none: twice sampled anew, then handed out too old."""
+    run = Run(monkeypatch, eta=1, too_old="refresh", delay=lambda number, times: 4 if number == 3 else 0)
+    run.train(20)
+    (found,) = [(uid, age) for _, uid, age in run.trained if uid.startswith("u3") and uid.partition(".")[0] == "u3"]
+    assert found == ("u3.2", 4)
+    assert max(age for _, uid, age in run.trained if uid != "u3.2") == 1
+    assert run.trainer.tally.refreshed == 2
+    assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
+    assert (run.trainer.tally.too_old.total, run.trainer.tally.too_old.rows) == (2 * 2 * LONG, 4)
+
+
+def test_a_refreshed_prompt_that_is_quick_the_second_time_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=1, too_old="refresh", delay=lambda number, times: 4 if number == 3 and not times else 0)
+    run.train(12)
+    assert [(uid, age <= 1) for _, uid, age in run.trained if uid.startswith("u3.")] == [("u3.1", True)]
+    assert {f"u{number}" for number in range(40)} - {"u3"} <= {uid for _, uid, _ in run.trained}
+
+
+def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=2, too_old="drop", delay=rarely)
+    run.train(20)
+    assert not [uid for _, uid, _ in run.trained if rarely(int(uid[1:]))]
+    assert max(run.ages()) == 2
+    assert run.trainer.tally.lost == 4
+    assert run.trainer.tally.too_old.mean == LONG
+    assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
+
+
+def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    monkeypatch.setattr(replay_buffer, "VERL_REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS", -1)
+    run = Run(monkeypatch, eta=1, delay=lambda number, times: 9 if number == 2 else 0)
+    run.train(2)
+    assert "the oldest, u2, was issued in step 1 (offpolicy.staleness.eta=1, too_old=wait)" in caplog.text
+
+
+@pytest.mark.parametrize(("eta", "name"), [(None, "OffPolicyTrainer"), (0, "BoundedTrainer"), (2, "BoundedTrainer")])
+def test_without_eta_nothing_of_it_is_in_the_trainer(eta: float | None, name: str) -> None:
+    from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
+
+    assert choose_mixin(OmegaConf.create({"offpolicy": {"staleness": {"eta": eta}}})).__name__ == name
+
+
+# Resumed runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_counts_what_came_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """After step 3 of eta 2, 8 prompts wait; the step after it has room for 4, as without the break."""
+    before = Run(monkeypatch, eta=2)
+    before.train(3)
+    saved = before.trainer.staleness_state
+    assert saved == {"eta": "2", "account": 20}
+    run = Run(monkeypatch, eta=2)
+    with caplog.at_level(logging.WARNING):
+        run.trainer._resume(3, 8, saved)
+    assert caplog.text == ""
+    assert run.trainer.rate_limit.room(4) == 4
+    run.trainer._resume(3, 6, saved)
+    assert "2 prompts that waited when the checkpoint was made have not come back" in caplog.text
+
+
+def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(monkeypatch, eta=0)
+    run.trainer._resume(3, 8, {"eta": "2", "account": 20})
+    assert "resuming with offpolicy.staleness.eta=0; the checkpoint was trained with 2" in caplog.text
+    assert run.trainer.age_limit.admits(2, 5)
+    assert not run.trainer.age_limit.admits(2, 6)
+    assert not run.trainer.age_limit.admits(3, 5)
+    run.trainer._resume(3, 8, {})
+    assert "trained with verl's own keys" in caplog.text
+    assert run.trainer.age_limit.admits(0, 100)
+
+
+def test_the_state_lies_in_the_checkpoint_of_a_run_with_a_limit_alone() -> None:
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+
+    assert object.__new__(SupervisedRun).staleness_state is None
+
+
+# Updates ---------------------------------------------------------------------------------------------------------
+
+
+def nested(rows: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_rows_are_zeroed_in_a_copy() -> None:
+    from recipe.offpolicy.trainer.trainer_v1 import zero_rows
+
+    column = nested([torch.ones(2), torch.ones(1)])
+    assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
+    assert column.values().tolist() == [1.0, 1.0, 1.0]
+
+
+class Update:
+    """One update, in step 5, of four rows of 2 tokens that ``versions`` sampled, two rows in each mini-batch."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, versions: list[int], seen: float | None, **staleness: Any
+    ) -> None:
+        from verl.trainer.ppo.v1 import PPOTrainer
+
+        from recipe.offpolicy.trainer import batch_view_v1
+
+        self.trainer = Run(monkeypatch, **staleness).trainer
+        self.trainer.global_steps = 5
+        ones = [torch.ones(2, dtype=torch.int64) for _ in versions]
+        self.store: dict[str, Any] = {
+            "response_mask": nested(ones),
+            "loss_mask": nested(ones),
+            "advantages": nested([torch.full((2,), 1.5) for _ in versions]),
+            "responses": nested(ones),
+            "rollout_log_probs": nested([torch.zeros(2) for _ in versions]),
+        }
+        keys = [f"u{i}_0_0" for i in range(len(versions))]
+        tags = [{"min_global_steps": version, "response_len": 2} for version in versions]
+        self.batch = SimpleNamespace(keys=keys, tags=tags, partition_id="train", extra_info={})
+        queue = SimpleNamespace(
+            kv_batch_get=lambda keys, partition_id, select_fields: {name: self.store[name] for name in select_fields},
+            kv_batch_put=lambda keys, partition_id, fields: self.store.update(fields.items()) or self.batch,
+        )
+        monkeypatch.setattr(batch_view_v1, "tq", queue)
+        self.in_loss: dict[str, list[list[float]]] = {}
+        self.sampled: list[Any] = []
+        self.trainer.supervision = SimpleNamespace(
+            begin=lambda: None,
+            metrics=lambda: {} if seen is None else {"offpolicy/staleness/max": seen},
+            wants_sampled=True,
+            sampled=lambda rows: self.sampled.append([row.tolist() for row in rows["response_mask"].unbind()]),
+        )
+        kind = type(self.trainer)
+        monkeypatch.setattr(kind, "_with_plan", lambda trainer, batch: batch)
+        monkeypatch.setattr(kind, "_split_batch", lambda trainer: BatchSplit(1, 2, "token-mean"))
+        monkeypatch.setattr(PPOTrainer, "_update_actor", lambda trainer, batch, metrics: self._update(batch))
+
+    def _update(self, batch: Any) -> Any:
+        for name in ("response_mask", "loss_mask", "advantages"):
+            self.in_loss[name] = [row.tolist() for row in self.store[name].unbind()]
+        return batch
+
+    def run(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        self.trainer._update_actor(self.batch, metrics)
+        return metrics
+
+
+def test_rows_within_the_limit_are_trained_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Update(monkeypatch, [4, 3, 4, 3], seen=1.0, eta=1)
+    assert update.run() == {"offpolicy/staleness/max": 1.0}
+    assert update.in_loss["response_mask"] == [[1, 1]] * 4
+    assert update.sampled == []
+
+
+def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a buffer or a server takes no notice of eta."""
+    update = Update(monkeypatch, [4, 2, 4, 1], seen=3.0, eta=1)
+    message = (
+        r"row u3_0_0 was sampled by version 1 .* in step 5, by version 4: 3 versions old, .*eta=1 admits 1\. 2 of 4"
+    )
+    with pytest.raises(StalenessError, match=message):
+        update.run()
+    assert update.in_loss == {}
+
+
+def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens leave the count of the loss, its mu the checksums; verl's metrics see all rows again."""
+    update = Update(monkeypatch, [4, 2, 4, 4], seen=0.0, eta=1, too_old="mask")
+    update.run()
+    without = [[1, 1], [0, 0], [1, 1], [1, 1]]
+    assert update.in_loss == {"response_mask": without, "loss_mask": without, "advantages": [[1.5, 1.5]] * 4}
+    assert update.sampled == [without]
+    assert [row.tolist() for name in ("response_mask", "loss_mask") for row in update.store[name].unbind()] == [
+        [1, 1]
+    ] * 8
+    tally = update.trainer.tally.metrics(1)
+    assert tally["offpolicy/staleness/masked_token_share"] == 0.25
+    assert tally["offpolicy/staleness/length_ratio"] == 1.0
+
+
+def test_a_mini_batch_of_nothing_else_keeps_its_tokens_without_an_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would divide by a count of 0; the two rows, two versions old, may then be seen in the loss."""
+    update = Update(monkeypatch, [2, 2, 4, 4], seen=2.0, eta=1, too_old="mask")
+    update.run()
+    assert update.in_loss["response_mask"] == [[1, 1]] * 4
+    assert update.in_loss["advantages"] == [[0.0, 0.0], [0.0, 0.0], [1.5, 1.5], [1.5, 1.5]]
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"), [(1.0, "a row that is 1 versions old"), (None, r"saw no versions, .* u0_0_0, is 0 versions")]
+)
+def test_a_loss_that_sees_older_rows_than_entered_it_stops(
+    seen: float | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StalenessError, match=message):
+        Update(monkeypatch, [4, 4, 4, 4], seen=seen, eta=2).run()
+
+
+def test_a_row_without_a_version_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
+    update.batch.tags[2]["min_global_steps"] = None
+    with pytest.raises(StalenessError, match=r"row u2_0_0 does not say .* agent loop"):
+        update.run()
