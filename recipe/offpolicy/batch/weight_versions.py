@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -18,7 +20,7 @@ VERSIONS = "offpolicy_versions"
 
 @dataclass(frozen=True)
 class RowVersions:
-    """Versions of the weights at each row's first and last token; verl notes none in between.
+    """Versions of the weights at each row's first and last token; see ``token_versions`` for those in between.
 
     Attributes:
         oldest, newest: (B,) int64, equal to the trainer's step after which these weights were synchronised.
@@ -35,10 +37,23 @@ class RowVersions:
         """
         if mixed := int((self.oldest != self.newest).sum()):
             raise ValueError(
-                f"level=version: {mixed} rows were sampled by several versions of the weights, and verl does not say "
-                f"which token by which. Set level=turn or level=sequence."
+                f"level=version: {mixed} rows were sampled by several versions of the weights, and nothing says which "
+                f"token by which. Set level=turn or level=sequence."
             )
         return spread_over_tokens(self.oldest, like)
+
+    def compute_ages(self, step: int, like: Tensor) -> Tensor:
+        """Compute the ages in ``step`` on the device of ``like``, int64 >= 0: by row, (B,), from its oldest version."""
+        # The weights at the start of step s are those of version s - 1.
+        return (step - 1 - self.oldest).clamp(min=0).to(like.device)
+
+    def find_unknown(self, response_mask: Tensor) -> Tensor:
+        """Find rows, (B,) bool, of which some token's version is not known.
+
+        Args:
+            response_mask: (B, T) bool.
+        """
+        return (self.oldest != self.newest).to(response_mask.device) & response_mask.any(-1)
 
 
 def read_row_versions(data: TensorDict) -> RowVersions | None:
@@ -47,11 +62,15 @@ def read_row_versions(data: TensorDict) -> RowVersions | None:
         return RowVersions(*data[VERSIONS].unbind(-1))
     if EXTRA_FIELDS not in data.keys():
         return None
-    fields = [getattr(row, "data", row) for row in data[EXTRA_FIELDS]]
-    spans = [(row.get("min_global_steps"), row.get("max_global_steps")) for row in fields]
+    spans = [(row.get("min_global_steps"), row.get("max_global_steps")) for row in read_extra_fields(data)]
     if any(None in span for span in spans):
         return None
     return RowVersions(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(-1))
+
+
+def read_extra_fields(data: TensorDict) -> list[Mapping[str, Any]]:
+    """Read what verl's agent loop says of each row; nothing where the batch does not hold it."""
+    return [getattr(row, "data", row) for row in data[EXTRA_FIELDS]] if EXTRA_FIELDS in data.keys() else []
 
 
 def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""Versions of the weights that sampled each token, from the chunks that ``staleness.client`` notes.
+
+A chunk is (version, tokens): what one attempt of a request has sampled; a turn is the chunks of one request, and a row
+its turns. They are laid over the runs of the response mask, which tool outputs interrupt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..correction.row_layout import detect_layout
+from .weight_versions import RowVersions, read_extra_fields, read_row_versions
+
+Chunk = tuple[int, int]
+CHUNKS = "offpolicy_chunks"
+"""Key of a row's turns in its extra fields."""
+UNKNOWN = -1
+"""For tokens whose version is not known, and off the response mask."""
+
+_TURN = 2**32  # more than a turn has tokens
+
+
+@dataclass(frozen=True)
+class TokenVersions(RowVersions):
+    """Versions of the weights of each row as verl notes them, and of each token.
+
+    Attributes:
+        tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not fit.
+    """
+
+    tokens: Tensor
+
+    def by_token(self, like: Tensor) -> Tensor:
+        return self.tokens
+
+    def compute_ages(self, step: int, like: Tensor) -> Tensor:
+        """Compute the age of each token, (B, T) int64; tokens of an unknown version are as old as their row."""
+        oldest = self.oldest.to(self.tokens.device)[:, None]
+        return (step - 1 - torch.where(self.tokens == UNKNOWN, oldest, self.tokens)).clamp(min=0)
+
+    def find_unknown(self, response_mask: Tensor) -> Tensor:
+        return (response_mask & (self.tokens == UNKNOWN)).any(-1)
+
+
+def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
+    """Read the versions of a batch: by token where a row notes its chunks, by row otherwise, None where verl has none.
+
+    A row without chunks has its version at each token if it has one alone.
+
+    Args:
+        response_mask: (B, T) or nested by row.
+    """
+    by_row = read_row_versions(data)
+    turns = [fields.get(CHUNKS) for fields in read_extra_fields(data)]
+    if by_row is None or all(row is None for row in turns):
+        return by_row
+    tokens = lay_out(turns, response_mask, torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN))
+    return TokenVersions(by_row.oldest, by_row.newest, tokens)
+
+
+def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Tensor, by_row: Tensor) -> Tensor:
+    """Lay the chunks of each row over the runs of its mask, a run for each turn.
+
+    A run may be shorter than its chunks, where verl has cut its end; a row with a longer one, with fewer or more runs
+    than turns, or whose versions fall, is ``UNKNOWN``.
+
+    Args:
+        turns: of each row; None for a row that notes none.
+        response_mask: (B, T) bool or 0/1, or nested by row.
+        by_row: (B,) int64, the version of rows that note none.
+
+    Returns:
+        int64 in the layout of the mask.
+
+    Example:
+        >>> lay_out([[[(3, 1), (4, 2)], [(4, 1)]]], torch.tensor([[1, 1, 0, 1]]), torch.tensor([-1])).tolist()
+        [[3, 4, -1, 4]]
+    """
+    if response_mask.is_nested:
+        padded = response_mask.to_padded_tensor(0)
+        lengths = torch.tensor([len(row) for row in response_mask.unbind()], device=padded.device)
+        there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+        return detect_layout(mask=response_mask).to_given_layout(lay_out(turns, padded, by_row)[there])
+    table = _tabulate(turns).to(response_mask.device)
+    mask = response_mask.bool()
+    place = torch.arange(mask.shape[1], device=mask.device)
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    run = starts.cumsum(-1) - 1
+    in_run = place - torch.where(starts, place, 0).cummax(-1).values if mask.numel() else run
+    # The chunk of a token is the first that ends behind it.
+    index = torch.searchsorted(table[0], run * _TURN + in_run, right=True).clamp(max=table.shape[2] - 1)
+    fits = (~mask | (table[1].gather(-1, index) == run)).all(-1) & (starts.sum(-1) == table[1].amax(-1) + 1)
+    noted = torch.tensor([row is not None for row in turns], dtype=torch.bool, device=mask.device)
+    laid = torch.where(fits[:, None], table[2].gather(-1, index), UNKNOWN)
+    return torch.where(mask, torch.where(noted[:, None], laid, by_row.to(mask.device)[:, None]), UNKNOWN)
+
+
+def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
+    """Tabulate the chunks of each row, (3, B, C + 1) int64: end in its turn beyond _TURN times the turn, turn, version.
+
+    Places without a chunk are of turn -1; a row whose versions fall has none.
+    """
+    rows = [_list_chunks(row or ()) for row in turns]
+    width = max((len(row) for row in rows), default=0) + 1
+    none = (torch.iinfo(torch.int64).max, -1, UNKNOWN)
+    filled = [row + [none] * (width - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.int64).reshape(len(rows), width, 3).permute(2, 0, 1).contiguous()
+
+
+def _list_chunks(row: Sequence[Sequence[Chunk]]) -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
+    for turn, chunks in enumerate(row):
+        end = 0
+        for version, tokens in chunks:
+            if found and version < found[-1][2]:
+                return []
+            end += tokens
+            found.append((turn * _TURN + end, turn, version))
+    return found

@@ -1,0 +1,138 @@
+"""Chunks laid over the runs of the response mask, by hand and for drawn rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, TokenVersions, lay_out, read_versions
+from recipe.offpolicy.batch.weight_versions import RowVersions, read_extra_fields
+
+MIXED = torch.tensor([UNKNOWN])
+
+
+def laid(turns: Any, mask: list[int], by_row: Tensor = MIXED) -> list[int]:
+    return lay_out([turns], torch.tensor([mask]), by_row)[0].tolist()
+
+
+KNOWN: dict[str, tuple[Any, list[int], list[int]]] = {
+    "one chunk": ([[(3, 3)]], [1, 1, 1], [3, 3, 3]),
+    "two chunks": ([[(3, 1), (4, 2)]], [1, 1, 1], [3, 4, 4]),
+    "padding": ([[(3, 1), (5, 1)]], [1, 1, 0, 0], [3, 5, -1, -1]),
+    "tool turns": ([[(3, 2)], [(3, 1), (4, 1)]], [1, 1, 0, 0, 1, 1], [3, 3, -1, -1, 3, 4]),
+    "a boundary token before the first": ([[(3, 1), (4, 1)]], [0, 1, 1], [-1, 3, 4]),
+    "cut at the longest response": ([[(3, 2), (4, 5)]], [1, 1, 1], [3, 3, 4]),
+    "cut within the first chunk": ([[(3, 5), (4, 5)]], [1, 1, 1], [3, 3, 3]),
+    "a boundary token taken from the end of a turn": ([[(3, 1), (4, 2)], [(5, 1)]], [1, 1, 0, 1], [3, 4, -1, 5]),
+    "no token": ([], [0, 0], [-1, -1]),
+    "a row that was masked": ([[(3, 2)]], [0, 0], [-1, -1]),
+}
+UNFIT: dict[str, tuple[Any, list[int]]] = {
+    "a run longer than its chunks": ([[(3, 2)]], [1, 1, 1]),
+    "the next turn's chunks are no one else's": ([[(3, 1)], [(4, 3)]], [1, 1, 0, 1]),
+    "more turns than runs": ([[(3, 1)], [(4, 3)]], [1, 0, 0, 0]),
+    "more runs than turns": ([[(3, 4)]], [1, 1, 0, 1]),
+    "two turns in one run": ([[(3, 2)], [(4, 2)]], [1, 1, 1, 1]),
+    "versions that fall": ([[(4, 2), (3, 2)]], [1, 1, 1, 1]),
+    "versions that fall from turn to turn": ([[(4, 1)], [(3, 1)]], [1, 0, 1]),
+    "chunks of a response without one": ([], [1]),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_each_token_has_the_version_of_its_chunk(case: str) -> None:
+    turns, mask, expected = KNOWN[case]
+    assert laid(turns, mask) == expected
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_row_whose_chunks_do_not_fit_is_unknown_whatever_its_row_says(case: str) -> None:
+    turns, mask = UNFIT[case]
+    assert laid(turns, mask, torch.tensor([3])) == [UNKNOWN] * len(mask)
+
+
+def test_a_row_without_chunks_has_its_one_version() -> None:
+    assert laid(None, [1, 1, 0], torch.tensor([7])) == [7, 7, -1]
+    assert laid(None, [1, 1, 0]) == [-1, -1, -1]
+
+
+def test_rows_stand_by_themselves_and_nested_ones_come_back_nested() -> None:
+    mask = [torch.tensor([1, 1, 1]), torch.tensor([0, 1]), torch.tensor([1])]
+    nested = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
+    turns = [[[(3, 2), (4, 3)]], None, [[(3, 9)]]]
+    found = lay_out(turns, nested, torch.tensor([9, 9, 9]))
+    assert [row.tolist() for row in found.unbind()] == [[3, 3, 4], [-1, 9], [3]]
+    assert lay_out([], torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0, 3)
+    assert lay_out([None], torch.zeros(1, 0), MIXED).shape == (1, 0)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
+    """Turns of one to four chunks, tool outputs between them, the last one cut: turns, mask, and expected versions."""
+    version, turns, mask, expected = 0, [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        gap = [0] * draw(st.integers(int(bool(turns)), 3))
+        mask, expected = mask + gap, expected + [UNKNOWN] * len(gap)
+        chunks = []
+        for _ in range(draw(st.integers(1, 4))):
+            version += draw(st.integers(0, 3))
+            chunks.append((version, draw(st.integers(1, 5))))
+        run = [each for each, tokens in chunks for _ in range(tokens)]
+        run = run[: draw(st.integers(1, len(run)))]
+        turns.append(chunks)
+        mask, expected = mask + [1] * len(run), expected + run
+    return turns, mask, expected
+
+
+@given(st.lists(rows(), min_size=1, max_size=4), st.integers(0, 3))
+def test_drawn_rows(drawn: list[Any], padding: int) -> None:
+    """Versions by token cover the response and nothing else, and never fall within a row."""
+    width = max(len(mask) for _, mask, _ in drawn) + padding
+    masks = torch.tensor([mask + [0] * (width - len(mask)) for _, mask, _ in drawn])
+    found = lay_out([turns for turns, _, _ in drawn], masks, torch.full((len(drawn),), UNKNOWN))
+    for (turns, mask, expected), row in zip(drawn, found.tolist(), strict=True):
+        assert row == expected + [UNKNOWN] * (width - len(mask))
+        tokens = [version for version in row if version != UNKNOWN]
+        assert len(tokens) == sum(mask) <= sum(n for turn in turns for _, n in turn)
+        assert tokens == sorted(tokens)
+
+
+def batch(*fields: dict[str, Any]) -> TensorDict:
+    return TensorDict({"extra_fields": NonTensorStack(*fields)}, batch_size=len(fields))
+
+
+def field(oldest: int, newest: int, turns: Any = None) -> dict[str, Any]:
+    span = {"min_global_steps": oldest, "max_global_steps": newest}
+    return span if turns is None else span | {CHUNKS: turns}
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0]], dtype=torch.bool)
+
+
+def test_extra_fields_come_bare_or_wrapped() -> None:
+    assert read_extra_fields(batch({"a": 1}, {"a": 2})) == [{"a": 1}, {"a": 2}]
+    assert read_extra_fields(TensorDict({}, batch_size=2)) == []
+
+
+def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
+    found = read_versions(batch(field(3, 3), field(3, 4), field(4, 4)), MASK)
+    assert type(found) is RowVersions
+    assert found.compute_ages(6, MASK).tolist() == [2, 2, 1]
+    assert found.find_unknown(MASK).tolist() == [False, True, False]
+    assert read_versions(TensorDict({}, batch_size=3), MASK) is None
+
+
+def test_versions_are_by_token_where_they_are_noted_and_what_does_not_fit_is_counted() -> None:
+    """In step 6, of weights of version 5: a row that cannot be laid out is as old as its first token."""
+    found = read_versions(batch(field(3, 5, [[(4, 1), (5, 2)]]), field(2, 4, [[(2, 1)]]), field(4, 4)), MASK)
+    assert isinstance(found, TokenVersions)
+    assert found.by_token(MASK).tolist() == [[4, 5, 5], [-1, -1, -1], [4, 4, -1]]
+    assert found.find_unknown(MASK).tolist() == [False, True, False]
+    assert found.compute_ages(6, MASK)[MASK].tolist() == [1, 0, 0, 3, 3, 1, 1]
+    assert found.find_unknown(torch.zeros_like(MASK)).tolist() == [False] * 3
