@@ -32,11 +32,13 @@ from ..correction import (
 )
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.shadow import compute_shadow_statistics
+from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
 from .checksums import hash_rows
 from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
-from .weight_versions import RowVersions, compute_token_versions, read_row_versions
+from .token_versions import read_versions
+from .weight_versions import RowVersions, compute_token_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
@@ -54,7 +56,7 @@ class MicroBatch:
 
     Attributes:
         old_log_prob: as it was shipped; what a correction takes for pi_old is ``choose_pi_old``'s to say.
-        versions: of the weights that sampled each row; None where verl does not tell.
+        versions: of the weights that sampled each row, or each token; None where verl does not tell.
         plan: what the trainer fixed for the whole batch; None where it sent none.
         scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
         counted: raises when read if that was counted over other mini-batches than the engine's.
@@ -158,14 +160,15 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     # The legacy actors' rows are padded, all of them, and come without their prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
     columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
+    response_mask = columns["response_mask"].bool()
     return MicroBatch(
         responses=columns["responses"],
-        response_mask=columns["response_mask"].bool(),
+        response_mask=response_mask,
         rollout_log_prob=columns[ROLLOUT_LOG_PROBS],
         old_log_prob=columns["old_log_probs"],
         log_prob=pad_log_probs(model_output, data, layout),
         advantages=columns["advantages"],
-        versions=read_row_versions(data),
+        versions=read_versions(data, response_mask),
         plan=tu.get_non_tensor_data(data, PLAN, None),
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
@@ -194,7 +197,7 @@ def decide_with_shadows(
     They see the pi_old of ``spec``.
     """
     stage = _first_stage(spec, batch, "all")
-    statistics = _stepped(spec, stage, batch).statistics
+    statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
     levels = {level for spec in shadows.values() for level in spec.levels}
     needy = any(spec.needs_constants for spec in shadows.values())
     return statistics, compute_shadow_statistics(
@@ -256,14 +259,22 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 
 
 def compute_staleness(batch: MicroBatch) -> Tensor | None:
-    """Compute (B,) int64 steps from the weights that sampled a row to those that this step began with, on its device.
+    """Compute int64 steps from the weights that sampled to those that this step began with, on the batch's device.
 
-    None where verl does not tell the versions, or the trainer sent no plan.
+    (B, T) where versions are noted by token, (B,) otherwise; None where verl does not tell the versions, or the trainer
+    sent no plan.
     """
     if batch.plan is None or batch.versions is None:
         return None
-    # The weights at the start of step s are those of version s - 1.
-    return (batch.plan.step - 1 - batch.versions.oldest).clamp(min=0).to(batch.response_mask.device)
+    return batch.versions.compute_ages(batch.plan.step, batch.response_mask)
+
+
+def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
+    """Count the rows whose versions are not known by token; nothing where verl tells no versions at all."""
+    if batch.versions is None:
+        return {}
+    unknown = batch.versions.find_unknown(batch.response_mask).sum(dtype=torch.float64)
+    return {"staleness/unknown_by_token": build_sum(unknown)}
 
 
 def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:

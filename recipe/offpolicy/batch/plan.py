@@ -18,7 +18,8 @@ from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollou
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_kept_scale
 from ..correction.row_layout import count_tokens_by_row
-from .weight_versions import EXTRA_FIELDS, compute_token_versions, read_row_versions
+from .token_versions import read_versions
+from .weight_versions import EXTRA_FIELDS, compute_token_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -182,5 +183,5 @@ def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
         "rollout_log_prob": rows["rollout_log_probs"],
         "response_mask": mask,
         "segment_ids": turns(mask),
-        "versions": compute_token_versions(read_row_versions(rows), mask) if "version" in spec.levels else None,
+        "versions": compute_token_versions(read_versions(rows, mask), mask) if "version" in spec.levels else None,
     }

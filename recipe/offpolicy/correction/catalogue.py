@@ -113,12 +113,12 @@ ENTRIES: Final = (
     StatisticEntry(
         "staleness",
         {"mean": Reduction.MEAN, "max": Reduction.MAX},
-        "versions of the weights between a row's sampling and its use",
+        "versions of the weights between sampling and use, by token where they are noted by token, by row otherwise",
     ),
     StatisticEntry(
         f"staleness/{_group(STALENESS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens of rows by staleness 0, 1, 2, 3 or more: as by turn",
+        "tokens by staleness 0, 1, 2, 3 or more: as by turn",
     ),
     StatisticEntry(
         "nonfinite",

@@ -42,7 +42,7 @@ def compute_shadow_statistics(
         shadows: name -> correction.
         old_log_prob, rollout_log_prob, response_mask, log_prob, advantages: (B, T), see the stages.
         segment_ids, versions: (B, T) integers, for the levels that need them.
-        staleness: (B,) integers; accepted as the stages accept it.
+        staleness: (B,) or (B, T) integers; accepted as the stages accept it.
         constants: name -> what is fixed for the batch; None: these rows are the whole batch.
         beside: measured stage of the correction that is on, for the very same tensors; spares what all of them share.
 

@@ -91,8 +91,8 @@ def rollout_stage(
         segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn``.
         versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
         constants: of the batch that these rows belong to; None: these rows are the whole batch.
-        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use; statistics
-            alone read it, as they read ``segment_ids`` whatever the levels are.
+        staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T)
+            those of each token; statistics alone read it, as they read ``segment_ids`` whatever the levels are.
         measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
         beside: measured stage of another correction for the very same tensors; spares what does not depend on the
             correction.
@@ -115,7 +115,9 @@ def rollout_stage(
             detect_layout(response_mask=response_mask, **{name: numbers})
             if numbers.dtype == torch.bool or numbers.is_floating_point():
                 raise ValueError(f"{name} of dtype {numbers.dtype}: expected integers, one number a unit.")
-    if staleness is not None and staleness.shape != (rows.count,):
+    if staleness is not None and staleness.dim() == 2:
+        detect_layout(response_mask=response_mask, staleness=staleness)
+    elif staleness is not None and staleness.shape != (rows.count,):
         raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
     old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
     mask = rows.tokens(response_mask).bool()

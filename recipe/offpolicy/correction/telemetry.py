@@ -123,9 +123,12 @@ def measure_rollout(
             statistics[f"turn/{name}/kl_k3"] = st.build_mean(k3, counted)
             statistics[f"turn/{name}/rollout_ratio/mean"] = st.build_mean(turn_excess, counted, about=1.0)
             statistics[f"turn/{name}/rollout_ratio/std"] = Statistic(Reduction.STD, (turn_excess, square, counted))
+    for name, (counted, k3) in sample.sum_by_age(sample.valid_number, above - log_rho).items():
+        statistics[f"staleness/{name}/token_count"] = st.build_sum(counted)
+        statistics[f"staleness/{name}/kl_k3"] = st.build_mean(k3, counted)
     if sample.staleness is not None:
-        some = (sample.tokens > 0).double()
-        # Ages are 0 or more, so that a row of no token is never the oldest.
+        some = (sample.tokens > 0).double() if sample.ages is None else to_float64(sample.mask)
+        # Ages are 0 or more, so that what does not count is never the oldest.
         ages = some * sample.staleness
         counted = some.sum()
         statistics["staleness/mean"] = st.build_mean(ages.sum(), counted)
@@ -246,9 +249,11 @@ def measure_keep(
                 name = f"{key.replace('masks.', 'mask/')}/{by_sign}"
                 statistics[f"{name}masked_token_share"] = st.build_mean(sums[f"{key} tokens"], sums["tokens"])
                 statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["valid_rows"])
-    if sample.turns is not None:
-        for name, (kept, tokens) in sample.sum_by_turn(to_float64(keep), to_float64(sample.mask)).items():
-            statistics[f"turn/{name}/keep_token_share"] = st.build_mean(kept, tokens)
+    by_token = () if sample.turns is None and sample.ages is None else (to_float64(keep), to_float64(sample.mask))
+    for name, (kept, tokens) in sample.sum_by_turn(*by_token).items():
+        statistics[f"turn/{name}/keep_token_share"] = st.build_mean(kept, tokens)
+    for name, (kept, tokens) in sample.sum_by_age(*by_token).items():
+        statistics[f"staleness/{name}/keep_token_share"] = st.build_mean(kept, tokens)
     return statistics
 
 

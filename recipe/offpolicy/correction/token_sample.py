@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,7 +52,8 @@ class TokenSample:
         groups: of rows.
         turns: (len(TURNS), tokens in all) float64 of 0 and 1, the tokens of each group within ``mask``; None without
             segment ids.
-        staleness: column, float64, or None.
+        staleness: column, or by token, float64, or None.
+        ages: (len(STALENESS), tokens in all), as ``turns``; None unless staleness is by token.
     """
 
     rows: RowLayout
@@ -68,6 +69,7 @@ class TokenSample:
     groups: RowGroups
     turns: Tensor | None
     staleness: Tensor | None
+    ages: Tensor | None
 
     def min_and_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the least and greatest of the valid tokens' values, 0-dim; without meaning where there is none.
@@ -86,10 +88,11 @@ class TokenSample:
         Args:
             columns: float64 by token.
         """
-        if self.turns is None:
-            return {}
-        sums = self.turns @ torch.stack([column.flatten() for column in columns], dim=1)
-        return {name: row.unbind() for name, row in zip(TURNS, sums.unbind(), strict=True)}
+        return _sum_by_group(TURNS, self.turns, columns)
+
+    def sum_by_age(self, *columns: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Sum columns by age likewise; empty unless staleness is by token."""
+        return _sum_by_group(STALENESS, self.ages, columns)
 
 
 @torch.no_grad()
@@ -107,8 +110,13 @@ def build_sample(
     """
     valid_number = to_float64(valid)
     tokens, length = rows.sum(mask), rows.sum(valid_number)
-    age = None if staleness is None else rows.to_column(staleness.detach().double())
-    turns = None
+    age, ages, turns = None, None, None
+    if staleness is not None and staleness.dim() == 2:
+        age = rows.tokens(staleness).detach().double()
+        group = age.clamp(max=len(STALENESS) - 1).flatten()
+        ages = to_float64((group == torch.arange(len(STALENESS), device=group.device)[:, None]) & mask.flatten())
+    elif staleness is not None:
+        age = rows.to_column(staleness.detach().double())
     if segment_ids is not None:
         unseen = torch.iinfo(segment_ids.dtype).max
         ids = torch.where(mask, segment_ids, unseen)
@@ -126,9 +134,10 @@ def build_sample(
         length=length,
         rows_with_length=(length > 0).double(),
         count=length.sum(),
-        groups=_groups(rows.count, tokens, length, age),
+        groups=_groups(rows.count, tokens, length, age if ages is None else None),
         turns=turns,
         staleness=age,
+        ages=ages,
     )
 
 
@@ -161,6 +170,15 @@ def sum_squares(values: Tensor) -> Tensor:
     """
     flat = values.flatten()
     return torch.dot(flat, flat)
+
+
+def _sum_by_group(
+    names: Iterable[str], members: Tensor | None, columns: Sequence[Tensor]
+) -> dict[str, tuple[Tensor, ...]]:
+    if members is None:
+        return {}
+    sums = members @ torch.stack([column.flatten() for column in columns], dim=1)
+    return {name: row.unbind() for name, row in zip(names, sums.unbind(), strict=True)}
 
 
 def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> RowGroups:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch
+from ..batch.token_versions import TokenVersions
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 
 BEYOND = 0.01
@@ -233,8 +234,15 @@ def _number_units(level: str, batch: MicroBatch) -> Tensor:
     mask = batch.response_mask
     if level == "token":
         return (mask.cumsum(-1) - 1).clamp(min=0)
-    # Rows have one version each, see micro_batch.decide.
-    return turns(mask) if level == "turn" else torch.zeros_like(mask, dtype=torch.int64)
+    if level == "turn":
+        return turns(mask)
+    numbers = torch.zeros_like(mask, dtype=torch.int64)
+    if level == "version" and isinstance(batch.versions, TokenVersions):
+        # Versions never fall within a row.
+        seen = torch.where(mask, batch.versions.tokens, torch.iinfo(torch.int64).min).cummax(-1).values
+        numbers[:, 1:] = (seen[:, 1:] != seen[:, :-1]).cumsum(-1)
+        numbers = (numbers - (~mask[:, :1]).long()).clamp(min=0)
+    return numbers
 
 
 def _find_unit_starts(units: Tensor, mask: Tensor) -> Tensor:

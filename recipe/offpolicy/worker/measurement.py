@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..batch import micro_batch as mb
 from ..batch.checksums import hash_rows
+from ..batch.token_versions import UNKNOWN, TokenVersions
 from ..batch.weight_versions import RowVersions, compute_token_versions
 from ..correction import CorrectionSpec
 from ..correction.deferred_value import DeferredValue, defer_statistics
@@ -55,7 +56,7 @@ class Observation:
             (self.spec, self.shadows, self.moving, self.trained)
             == (other.spec, other.shadows, other.moving, other.trained)
             and mine.plan == its.plan
-            and (mine.versions is None) == (its.versions is None)
+            and type(mine.versions) is type(its.versions)
             and all(getattr(mine, name).dtype == getattr(its, name).dtype for name in _COLUMNS)
         )
 
@@ -72,9 +73,7 @@ def merge(observations: Sequence[Observation]) -> Observation:
     }
     known = [batch.versions for batch in batches if batch.versions is not None]
     if known:
-        columns["versions"] = RowVersions(
-            torch.cat([versions.oldest for versions in known]), torch.cat([versions.newest for versions in known])
-        )
+        columns["versions"] = _merge_versions(known, width)
     # What is not named is the same for all, or read by no measurement.
     return replace(first, batch=replace(first.batch, **columns))
 
@@ -118,6 +117,12 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     return readings
 
 
-def _widened(column: Tensor, width: int) -> Tensor:
+def _merge_versions(parts: Sequence[RowVersions], width: int) -> RowVersions:
+    oldest, newest = (torch.cat([getattr(part, name) for part in parts]) for name in ("oldest", "newest"))
+    tokens = [_widened(part.tokens, width, UNKNOWN) for part in parts if isinstance(part, TokenVersions)]
+    return TokenVersions(oldest, newest, torch.cat(tokens)) if tokens else RowVersions(oldest, newest)
+
+
+def _widened(column: Tensor, width: int, value: int = 0) -> Tensor:
     missing = width - column.shape[1]
-    return torch.nn.functional.pad(column, (0, missing)) if missing else column
+    return torch.nn.functional.pad(column, (0, missing), value=value) if missing else column

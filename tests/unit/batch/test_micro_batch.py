@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.padding import Layout
-from recipe.offpolicy.batch.plan import PLAN, SCALE, SharedPlan
+from recipe.offpolicy.batch.plan import PLAN, SCALE, SharedPlan, compute_constants
+from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.corrections import TIS, band, spec
@@ -71,6 +72,38 @@ def test_both_stages_decide_on_the_rows() -> None:
     assert step.weight[0].tolist() == pytest.approx([1.5, 2.0])
     assert step.weight[1, 0].item() == 1.0
     assert step.keep.tolist() == [[True, False], [True, False]]
+
+
+def test_a_weight_by_version_is_that_of_each_chunk() -> None:
+    """Rows of two versions against a loop over the chunks in float64; one row cannot be laid out, and is one unit."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])
+    mu, old = (-1.0 - torch.rand(3, 6, generator=generator) for _ in range(2))
+    turns = [[[(3, 1), (4, 2)], [(4, 1), (6, 1)]], [[(5, 4)]], [[(3, 2)]]]
+    fields = [{"min_global_steps": 3, "max_global_steps": 6, CHUNKS: row} for row in turns]
+    columns = {"rollout_log_probs": mu, "old_log_probs": old, "advantages": torch.ones(3, 6)}
+    data = TensorDict(
+        {"responses": mask, "response_mask": mask, "extra_fields": NonTensorStack(*fields), **columns}, batch_size=3
+    )
+    batch = mb.read({"log_probs": old}, data)
+    weight = mb.decide(spec(TIS | {"level": "version", "upper": 100.0}), batch).weight
+    chunks = [(0, [0]), (0, [1, 2, 4]), (0, [5]), (1, [0, 1, 2, 3]), (2, [0, 1, 2, 3, 4])]
+    for row, places in chunks:
+        expected = (old[row, places].double() - mu[row, places].double()).sum().exp()
+        assert weight[row, places].tolist() == pytest.approx([float(expected)] * len(places), rel=1e-6)
+    assert mb.count_unknown_versions(batch)["staleness/unknown_by_token"].value() == 1.0
+    # The trainer sees the same rows nested.
+    nested = {name: _nested(data[name], [6, 4, 5]) for name in ("response_mask", *columns)}
+    rows = TensorDict({**nested, "extra_fields": NonTensorStack(*fields)}, batch_size=3)
+    normalized = spec(TIS | {"level": "version", "upper": 100.0, "normalize": True})
+    mean = compute_constants(normalized, rows).weight_mean
+    by_chunk = [float(weight[row, places[0]]) for row, places in chunks]
+    assert mean == pytest.approx(sum(by_chunk) / len(by_chunk), rel=1e-6)
+
+
+def _nested(column: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    rows = [row[:length] for row, length in zip(column, lengths, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def test_shadows_are_reported_beside_the_correction() -> None:

@@ -105,6 +105,17 @@ def test_every_level(correction: CorrectionSpec, seed: int) -> None:
     same(correction, rows, lengths, staleness=torch.arange(len(lengths)))
 
 
+def test_staleness_by_token() -> None:
+    rows, lengths = noisy()
+    ages = torch.arange(rows.mask.numel()).reshape(rows.mask.shape) % 5
+    padded = both_stages(EVERY_LEVEL[0], rows, staleness=ages)[1].statistics
+    nested = both_stages(EVERY_LEVEL[0], pack(rows, lengths), staleness=packed(ages, lengths))[1].statistics
+    names = [name for name in padded if name.startswith("staleness/")]
+    assert len(names) == 14
+    for name in names:
+        assert nested[name].value() == pytest.approx(padded[name].value(), nan_ok=True), name
+
+
 def test_constants() -> None:
     rows, lengths = noisy()
     correction = spec(TIS | {"normalize": True, "level": "turn"}, m2po=M2PO | {"budget": 0.001})

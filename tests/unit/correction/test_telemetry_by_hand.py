@@ -184,10 +184,44 @@ def test_staleness_by_hand() -> None:
     assert math.isnan(result["staleness/is1/kl_k3"])
 
 
-def test_staleness_is_one_number_a_row() -> None:
-    ones = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"staleness.*\(2, 3\)"):
-        rollout_stage(spec(), old_log_prob=ones, rollout_log_prob=ones, response_mask=ones, staleness=ones)
+def by_age(staleness: torch.Tensor) -> dict[str, float]:
+    """Rows of 3 and 2 tokens; the ratio is 2 at the third token of the first, which a token mask rejects."""
+    correction = spec(tm=band(0.5, 1.5, level="token", aggregate="product"))
+    stage = rollout_stage(
+        correction,
+        old_log_prob=torch.tensor([[0.0, 0.0, math.log(2)], [0.0, 0.0, 9.0]]),
+        rollout_log_prob=torch.zeros(2, 3),
+        response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        staleness=staleness,
+    )
+    result = values(step_stage(correction, stage, log_prob=torch.zeros(2, 3), advantages=torch.ones(2, 3)))
+    return {name.removeprefix("staleness/"): value for name, value in result.items() if name.startswith("staleness/")}
+
+
+def test_staleness_by_token_by_hand() -> None:
+    """Ages 4, 4 and 1 in the first row, 0 in the second, whose padding says 9: mean 9 / 5."""
+    result = by_age(torch.tensor([[4, 4, 1], [0, 0, 9]]))
+    assert (result["mean"], result["max"]) == (pytest.approx(9 / 5), 4.0)
+    assert [result[f"{group}/token_count"] for group in ("is0", "is1", "is2", "ge3")] == [2.0, 1.0, 0.0, 2.0]
+    assert result["is1/kl_k3"] == pytest.approx(1 - math.log(2))
+    assert (result["is0/kl_k3"], result["ge3/kl_k3"]) == (0.0, 0.0)
+    assert [result[f"{group}/keep_token_share"] for group in ("is0", "is1", "ge3")] == [1.0, 0.0, 1.0]
+    assert math.isnan(result["is2/kl_k3"])
+    assert math.isnan(result["is2/keep_token_share"])
+
+
+def test_rows_of_one_version_show_the_same_by_token_and_by_row() -> None:
+    """The mean alone is over tokens, 2 x 3 and 1 x 2 of 5, in the place of rows."""
+    by_row, by_token = by_age(torch.tensor([2, 1])), by_age(torch.tensor([[2, 2, 2], [1, 1, 1]]))
+    assert (by_row.pop("mean"), by_token.pop("mean")) == (1.5, pytest.approx(8 / 5))
+    assert by_token == pytest.approx(by_row, nan_ok=True)
+
+
+def test_staleness_is_one_number_a_row_or_a_token() -> None:
+    with pytest.raises(ValueError, match=r"staleness.*\(3,\)"):
+        by_age(torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"staleness.*\(2, 2\)"):
+        by_age(torch.zeros(2, 2))
 
 
 def test_statistics_see_the_original_mask() -> None:

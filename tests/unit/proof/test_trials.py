@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
+from recipe.offpolicy.batch.token_versions import TokenVersions
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
 from recipe.offpolicy.proof.trials import BEYOND, Trial, build_mask_trials, build_weight_trials
 
@@ -41,6 +42,20 @@ def test_a_normalized_weight_is_divided_by_the_mean_that_is_sent() -> None:
     trial = next(iter(build_weight_trials(WeightSpec("token", "truncate", None, 2.0, normalize=True), rows())))
     assert trial.constants.weight_mean == 2.0
     assert trial.factor[0].tolist() == [0.25, 0.5]
+
+
+def test_units_by_version_are_the_runs_of_one_version() -> None:
+    """Version 3 sampled the first two response tokens and 4 the last; unit 0 is hit, unit 1 is not."""
+    mask = torch.tensor([[False, True, True, False, True]])
+    versions = TokenVersions(torch.tensor([3]), torch.tensor([4]), torch.tensor([[-1, 3, 3, -1, 4]]))
+    policies = {name: torch.full((1, 5), -1.0) for name in ("rollout_log_prob", "old_log_prob", "log_prob")}
+    batch = MicroBatch(
+        responses=mask.long(), response_mask=mask, advantages=torch.zeros(1, 5), versions=versions, **policies
+    )
+    beyond = list(build_weight_trials(WeightSpec("version", "truncate", None, 2.0), batch))[1]
+    assert beyond.factor[0][mask[0]].tolist() == [2.0, 2.0, 1.0]
+    row = list(build_weight_trials(WeightSpec("sequence", "truncate", None, 2.0), batch))[1]
+    assert row.factor[0][mask[0]].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_weight_of_a_sequence_hits_all_of_its_tokens() -> None:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
+from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, deferred_value
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.bounds.histogram import UNITS
@@ -128,7 +129,12 @@ def micro_batch(correction: CorrectionSpec, lengths: tuple[int, ...], seed: int)
         "rollout_log_probs": nested(mu),
         "old_log_probs": nested(mu if correction.proximal != "recompute" else old),
         "advantages": nested([torch.full((length,), (-1.0) ** row) for row, length in enumerate(lengths)]),
-        "extra_fields": NonTensorStack(*({"min_global_steps": 0, "max_global_steps": 0} for _ in lengths)),
+        "extra_fields": NonTensorStack(
+            *(
+                {"min_global_steps": 0, "max_global_steps": 0, CHUNKS: [[(0, 3)]] * -(-length // 4)}
+                for length in lengths
+            )
+        ),
     }
     data = TensorDict(columns, batch_size=len(lengths))
     tokens = sum(int(row.sum()) for row in data["response_mask"].unbind())

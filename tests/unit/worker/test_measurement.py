@@ -10,6 +10,7 @@ import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_row_checksums
 from recipe.offpolicy.batch.plan import SharedPlan
+from recipe.offpolicy.batch.token_versions import TokenVersions
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.worker.measurement import Observation, measure, merge
@@ -42,6 +43,25 @@ def test_rows_are_put_together_and_padded_to_the_longest() -> None:
     assert joined.batch.versions.oldest.tolist() == [2, 3, 3]
     alone = observation([[1.0]])
     assert merge([alone]) is alone
+
+
+def test_versions_by_token_are_put_together_too() -> None:
+    def of(ratios: list[list[float]], tokens: list[list[int]]) -> Observation:
+        versions = TokenVersions(*torch.full((2, len(tokens)), 3), torch.tensor(tokens))
+        made = observation(ratios)
+        return replace(made, batch=replace(made.batch, versions=versions))
+
+    parts = [of([[1.0]], [[2]]), of([[1.0, 3.0], [2.0, 0.0]], [[2, 3], [-1, -1]])]
+    joined = merge(parts)
+    assert isinstance(joined.batch.versions, TokenVersions)
+    assert joined.batch.versions.tokens.tolist() == [[2, -1], [2, 3], [-1, -1]]
+    assert not parts[0].fits(observation([[1.0]], version=2))
+    # In step 4 tokens of version 2 and 3 are 1 and 0 old, and the unknown one is as old as its row.
+    readings = measure(joined)
+    found = dict(zip(readings, fetch(list(readings.values())), strict=True))["statistics"]
+    assert [found[f"staleness/{age}/token_count"].value() for age in ("is0", "is1")] == [2.0, 2.0]
+    assert found["staleness/unknown_by_token"].value() == 1.0
+    assert found["staleness/mean"].value() == 0.5
 
 
 def test_measured_together_they_show_what_they_show_apart() -> None:

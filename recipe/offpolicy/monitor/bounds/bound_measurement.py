@@ -72,10 +72,17 @@ def defer_histograms(
         counted[f"{name}/{DISTANCE}"] = _count(distance.masked_fill(fixed, math.inf), looked)
         if mask.ratio == "full":
             there = valid if mask.picks_tokens else units.tokens > 0
-            equal = there if staleness is None else there & (staleness == 0)[:, None]
+            equal = there if staleness is None else there & _find_fresh(staleness, units, mask.picks_tokens)
             noise, fixed = _compute_distance(mask, sides[name], *_compute_extremes(mask, units, *operands["rollout"]))
             counted[f"{name}/{NOISE}"] = _count(noise, equal & ~fixed)
     return _defer(counted)
+
+
+def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
+    """Find the units, or tokens, that the weights in force sampled whole, bool; (B, 1) where age is known by row."""
+    if staleness.dim() == 1:
+        return (staleness == 0)[:, None]
+    return staleness == 0 if by_token else units.greatest(staleness) <= 0
 
 
 def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:

@@ -39,8 +39,8 @@ def compute_sums_by_row(
     Args:
         rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
         response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite counts nowhere.
-        staleness: (B,) integers, steps from the weights that sampled a row to those that its step began with, below 0
-            where not known; None: known of no row.
+        staleness: (B,) integers, or (B, T) by token, steps from the weights that sampled to those that the step began
+            with, below 0 where not known; None: known of no row.
 
     Returns:
         (B, *SHAPE) float64.
@@ -60,11 +60,11 @@ def compute_sums_by_row(
     # Off valid tokens all columns are 0, so that it does not matter in which bin they are.
     place = torch.bucketize(mu, _edges(valid.device), right=True)
     if staleness is None:
-        age = torch.full((rows,), AGES.index("unknown"), device=valid.device)
+        age = torch.full((rows, 1), AGES.index("unknown"), device=valid.device)
     else:
-        known = staleness.to(valid.device)
+        known = staleness.to(valid.device).reshape(rows, -1)
         age = torch.where(known < 0, AGES.index("unknown"), (known > 0).long())
-    place = place + bins * (age + ages * torch.arange(rows, device=valid.device))[:, None]
+    place = place + bins * (age + ages * torch.arange(rows, device=valid.device)[:, None])
     sums = torch.zeros(rows * ages * bins, width, dtype=torch.float64, device=valid.device)
     sums.index_add_(0, place.flatten(), columns.reshape(-1, width))
     return sums.reshape(rows, *SHAPE)

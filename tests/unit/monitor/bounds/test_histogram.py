@@ -193,6 +193,18 @@ def test_noise_is_of_rows_whose_weights_are_equal_and_of_pi_old() -> None:
     assert "m/noise" not in shown(spec(m=opsm(0.1, ratio="ppo")), {"m": "both"}, **given)
 
 
+def test_noise_is_of_units_whose_every_token_is_fresh_where_ages_are_by_token() -> None:
+    # Distances of 0.12 in a fresh row, and of 0.2 and 0.3 in one whose first token is stale.
+    given: dict[str, Any] = dict(
+        mu=[[-1.0] * 2] * 2, old=[[-1.12] * 2, [-1.2, -1.3]], pi=[[-1.5] * 2] * 2, advantages=[[-1.0] * 2] * 2
+    )
+    ages = [[0, 0], [1, 0]]
+    seen = shown(spec(opsm=opsm(0.1)), {"opsm": "both"}, **given, staleness=ages)
+    assert bins(seen["opsm/noise"]) == {bin_of(0.12): 1.0}
+    by_token = shown(spec(m=opsm(0.1, level="token")), {"m": "both"}, **given, staleness=ages)
+    assert bins(by_token["m/noise"]) == {bin_of(0.12): 2.0, bin_of(0.3): 1.0}
+
+
 def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
     # Fresh rows at 0.12, -0.005 and -0.2 nats; the lower bound 0.99, -0.01 nats, rejects the third whatever upper is.
     given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.005], [-1.2]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def k3(value: float) -> float:
 
 
 def sums_of(
-    gap: list[list[float]], drift: list[list[float]], staleness: list[int] | None, mu: float = MU
+    gap: list[list[float]], drift: list[list[float]], staleness: list[Any] | None, mu: float = MU
 ) -> np.ndarray:
     """Sums of rows with these log pi_old/mu and log pi/pi_old, all valid."""
     g, d = torch.tensor(gap, dtype=torch.float64), torch.tensor(drift, dtype=torch.float64)
@@ -66,6 +67,15 @@ def test_stale_rows_borrow_the_backend_of_fresh_ones() -> None:
     backend, stale = k3(0.1) + k3(-0.1), k3(0.3) + k3(-0.3)
     assert of_kl.backend == pytest.approx(2 * backend / (backend + stale))
     assert of_kl.staleness == pytest.approx((stale - backend) / (backend + stale))
+
+
+def test_a_row_of_two_versions_is_fresh_and_stale_by_token() -> None:
+    """The rows of the test above end to end, as one row whose first half is stale."""
+    half = LEAST_TOKENS // 2
+    gap = [0.3, -0.3] * half + [0.1, -0.1] * half
+    apart = sums_of([gap[: 2 * half], gap[2 * half :]], [[0.0] * 2 * half] * 2, [1, 0]).sum(0)
+    together = sums_of([gap], [[0.0] * 4 * half], [[1] * 2 * half + [0] * 2 * half])[0]
+    assert together == pytest.approx(apart)
 
 
 def test_a_mean_of_the_backend_moves_with_what_is_correlated_with_it() -> None:
