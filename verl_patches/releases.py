@@ -27,6 +27,7 @@ class Release:
         weight_versions: batches note which version of the weights sampled a sequence.
         v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
         staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
+        token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Release:
     weight_versions: bool = True
     v1_modes: tuple[str, ...] = V1_MODES
     staleness_limit: bool = True
+    token_versions: bool = True
 
 
 RELEASES = (
@@ -51,10 +53,11 @@ RELEASES = (
         weight_versions=False,
         v1_modes=(),
         staleness_limit=False,
+        token_versions=False,
     ),
-    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=(), staleness_limit=False),
+    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=(), staleness_limit=False, token_versions=False),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
-    Release("0.9.0", v1_modes=("sync", "colocate_async"), staleness_limit=False),
+    Release("0.9.0", v1_modes=("sync", "colocate_async"), staleness_limit=False, token_versions=False),
     Release("0.9.1"),
 )
 """Oldest first."""

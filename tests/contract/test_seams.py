@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches import engine_loss, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import engine_loss, llm_client, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
 ONLY_V1 = pytest.mark.verl("==0.9.1")
@@ -21,6 +21,7 @@ GROUPS = [
     pytest.param(trainer_v0, id="trainer_v0"),
     pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
     pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
+    pytest.param(llm_client, id="llm_client", marks=ONLY_V1),
 ]
 
 
@@ -36,7 +37,10 @@ def test_every_seam_is_where_it_was(group: Any) -> None:
     engine_loss.check(group.SEAMS)
 
 
-@pytest.mark.parametrize("seam", [*ALWAYS, *quoted(trainer_v1, ONLY_V1), *quoted(replay_buffer, ONLY_V1)])
+OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client) for seam in quoted(module, ONLY_V1)]
+
+
+@pytest.mark.parametrize("seam", [*ALWAYS, *OF_V1])
 def test_a_moved_seam_is_named(seam: Any) -> None:
     with pytest.raises(PatchError) as caught:
         engine_loss.check([replace(seam, signature="(self, something_else)")])
@@ -72,9 +76,23 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
 
     names = overridden(OffPolicyTrainer, PPOTrainer)
     around_the_loss = {"_compute_old_log_prob", "_compute_advantage", "_update_actor"}
-    assert names == {"on_init_end", "step", "_next_train_batch", *around_the_loss}
-    assert names <= {seam.name for seam in trainer_v1.SEAMS}
+    assert names == {"on_init_end", "step", "_next_train_batch", "get_llm_client", *around_the_loss}
+    assert names <= {seam.name for seam in (*trainer_v1.SEAMS, *llm_client.SEAMS)}
     assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
+
+
+@ONLY_V1
+def test_whatever_the_client_overrides_is_a_seam() -> None:
+    """An attempt that goes another way would be sampled by a version that nobody notes."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+
+    from recipe.offpolicy.staleness.client import Attempts, VersionedClient
+
+    assert overridden(Attempts, LLMServerClient) == overridden(VersionedClient, FullyAsyncLLMServerClient)
+    assert overridden(Attempts, LLMServerClient) == {"generate"}
+    assert VersionedClient.__mro__[1:4] == (FullyAsyncLLMServerClient, Attempts, LLMServerClient)
+    held = {seam.name for seam in llm_client.SEAMS}
+    assert {"LLMServerClient.generate", "FullyAsyncLLMServerClient.generate"} <= held
 
 
 @ONLY_V1

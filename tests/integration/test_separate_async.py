@@ -39,8 +39,8 @@ def test_the_correction_is_live_on_rows_of_staleness_0_1_and_2(run_program: Call
         # The first update of a step is on policy towards pi_old, the second is not: unless pi_old is the current
         # policy, as it is where the snapshot of its weights is not a copy.
         assert step["offpolicy/ppo_ratio/std"] > 1e-3
-        # verl's own count, by row.
-        assert step["offpolicy/staleness/max"] == step["training/off_policy/trajectory_staleness/max"]
+        # verl's own count is by row, whose first attempt may have been aborted before its first token.
+        assert step["offpolicy/staleness/max"] <= step["training/off_policy/trajectory_staleness/max"]
         assert step["offpolicy/staleness/ge3/token_count"] == 0.0
     for age in ("is0", "is1", "is2"):
         assert sum(step[f"offpolicy/staleness/{age}/token_count"] for step in steps) > 0.0

@@ -14,6 +14,8 @@ from tests.support.whole_runs import trained
 
 STEPS, BATCH, ROWS = 5, 16, 8
 ROOT = "offpolicy/staleness"
+WORST = "training/off_policy/trajectory_staleness_worst/max"
+"""verl's own count of the oldest row: from its first attempt, which may have been aborted before its first token."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -32,7 +34,7 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
     )
     for number, step in enumerate(steps, 1):
         assert step["offpolicy/live/proved"] == 1.0
-        assert step[f"{ROOT}/max"] == step["training/off_policy/trajectory_staleness_worst/max"] <= eta
+        assert step[f"{ROOT}/max"] <= step[WORST] <= eta
         assert step[f"{ROOT}/eta"] == eta
         # Step 1 has room for all at once; with no prompt lost each further step takes as many as it trains.
         expected = (eta + 1) * BATCH if number == 1 else BATCH
@@ -40,7 +42,7 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
         assert step[f"{ROOT}/lost_prompts"] == step[f"{ROOT}/masked_token_share"] == 0.0
         assert step[f"{ROOT}/waited_seconds"] > 0.0
     assert steps[0][f"{ROOT}/max"] == 0.0
-    assert max(step[f"{ROOT}/max"] for step in steps) == eta
+    assert max(step[WORST] for step in steps) == eta
     rows = Recording(tmp_path / "recording").rows()
     assert set(Counter(rows.uid).values()) == {ROWS}
     assert len(set(rows.uid)) == len(steps) * BATCH

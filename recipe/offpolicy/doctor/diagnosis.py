@@ -29,7 +29,7 @@ from ..preflight.checks import (
     list_parts,
 )
 from ..preflight.checks.seams import check_seams, check_seams_with
-from ..preflight.checks.staleness import is_bounded
+from ..preflight.checks.staleness import is_bounded, notes_token_versions
 from ..preflight.examination import collect_problems, describe_verls_loss, examine
 from ..preflight.hydra_groups import read_task_overrides
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
@@ -201,4 +201,5 @@ def _concerns(problem: Problem, part: ConfiguredPart) -> bool:
 
 
 def _check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    return check_seams_with(live_path(config), check_contracts, bounded=is_bounded(config))
+    noted = notes_token_versions(config)
+    return check_seams_with(live_path(config), check_contracts, bounded=is_bounded(config), noted=noted)

@@ -3,7 +3,8 @@
 Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
 ``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
 ``_next_train_batch(self, num_prompts)``,
-``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``, the number
+``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``,
+``get_llm_client(self)``, the number
 ``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
 ``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
@@ -28,6 +29,7 @@ from ..correction import CorrectionSpec
 from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
+from ..preflight.checks.staleness import notes_token_versions
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
@@ -59,6 +61,15 @@ class OffPolicyTrainer(SupervisedRun):
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
         super().on_init_end()  # type: ignore[misc]
+
+    def get_llm_client(self) -> Any:
+        client = super().get_llm_client()  # type: ignore[misc]
+        if not notes_token_versions(self.config):
+            return client
+        # Other releases need not have what it is made of.
+        from ..staleness.client import note_versions
+
+        return note_versions(client)
 
     @property
     def correction(self) -> CorrectionSpec:

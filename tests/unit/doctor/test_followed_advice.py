@@ -96,10 +96,6 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
     "a clip where nothing has moved": (ONE_STEP | CLIP, "correction.kl_clip"),
     "a clip of k1": (CLIP | {f"{ACTOR}.kl_loss_type": "k1"}, f"{ACTOR}.kl_loss_type"),
     "verl's distillation": ({"distillation.enabled": True}, "distillation.enabled"),
-    "versions by row alone": (
-        {"correction.masks.gsm.level": "version", "trainer.v1.trainer_mode": "colocate_async"},
-        "correction.masks.gsm.level",
-    ),
     "another rollout engine": ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name"),
     "a batch below a mini-batch": ({"data.train_batch_size": 128}, f"{ACTOR}.ppo_mini_batch_size"),
     "variables that are none": ({ENV: "cpu"}, ENV),

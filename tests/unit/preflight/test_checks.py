@@ -139,10 +139,6 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**NONE, "correction.proximal": "bypass", f"{ACTOR}.policy_loss.loss_mode": "gpg"},
         ("correction.proximal=bypass", "loss_mode gpg has no ratio", "loss_mode=vanilla"),
     ),
-    "versions that verl does not note by token": (
-        {"correction.masks.gsm.level": "version", "trainer.v1.trainer_mode": "colocate_async"},
-        ("version", "trainer_mode=colocate_async", "level=sequence"),
-    ),
     "an order of nothing": (
         {**NONE, "correction.skyrl_compat": True},
         ("correction.skyrl_compat=true", "Set correction.skyrl_compat=false"),

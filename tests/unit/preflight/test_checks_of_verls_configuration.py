@@ -9,18 +9,21 @@ import pytest
 from omegaconf import DictConfig
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.preflight.checks import seams, staleness
 from recipe.offpolicy.preflight.checks.coverage import check_path
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
 from recipe.offpolicy.preflight.checks.policy_loss import check_base_loss, check_base_loss_of_verl
 from recipe.offpolicy.preflight.checks.seams import check_seams, check_version_level
 from recipe.offpolicy.preflight.checks.verl_rollout_correction import check_dead_keys
 from recipe.offpolicy.preflight.checks.verl_validate_config import check_by_verl
+from recipe.offpolicy.preflight.checks.warnings import warn_level_version
 from recipe.offpolicy.preflight.checks.workers_env import KEY, check_workers_env
 from recipe.offpolicy.preflight.hydra_groups import compose_without
 from recipe.offpolicy.preflight.shadows import check_beside
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, TIS, band, spec
 from verl_patches.contract import PatchError
+from verl_patches.execution_path import LivePath
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.verl(">=0.9")
@@ -44,7 +47,6 @@ CASES: list[tuple[Any, dict[str, Any], CorrectionSpec, str]] = [
     (check_by_verl, {f"{ACTOR}.ppo_mini_batch_size": 4096}, BOTH, f"{ACTOR}.ppo_mini_batch_size"),
     (check_own_keys, {"offpolicy.recrod": {"dir": "/tmp"}}, BOTH, "offpolicy.recrod"),
     (check_path, {MODE: "fully_async"}, BOTH, MODE),
-    (check_version_level, {MODE: "colocate_async"}, BY_VERSION, "correction.weight.level"),
     (check_workers_env, {KEY: "cpu"}, BOTH, KEY),
 ]
 
@@ -55,6 +57,24 @@ def test_what_a_check_names(
 ) -> None:
     assert [problem.key for problem in check(changed(composed, changes), correction)] == [key]
     assert list(check(composed, correction)) == []
+
+
+@pytest.mark.parametrize(("release", "modes"), [("0.9.1", ()), ("0.9.0", ("colocate_async",))])
+def test_versions_that_a_release_does_not_note_by_token(
+    composed: DictConfig, release: str, modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (seams, staleness):
+        monkeypatch.setattr(module, "live_path", lambda config: LivePath(release, "v1", "engine", "fsdp"))
+    for mode in ("sync", "colocate_async"):
+        found = list(check_version_level(changed(composed, {MODE: mode}), BY_VERSION))
+        assert [problem.key for problem in found] == ["correction.weight.level"] * (mode in modes)
+        assert all(problem.overrides == ("correction.weight.level=sequence",) for problem in found)
+        assert all("verl 0.9.0 does not say which token by which" in problem.reason for problem in found)
+
+
+def test_versions_are_told_from_rows_in_asynchronous_training(composed: DictConfig) -> None:
+    assert list(warn_level_version(composed, BY_VERSION))
+    assert list(warn_level_version(changed(composed, {MODE: "separate_async"}), BY_VERSION)) == []
 
 
 def test_keys_of_verls_own_correction_that_nothing_reads(composed: DictConfig) -> None:

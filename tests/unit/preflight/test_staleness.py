@@ -9,7 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.checks import staleness
-from recipe.offpolicy.preflight.checks.staleness import ASYNC_MODES, REPLACED, SAMPLER, check_staleness, is_bounded
+from recipe.offpolicy.preflight.checks.staleness import (
+    ASYNC_MODES,
+    REPLACED,
+    SAMPLER,
+    check_staleness,
+    is_asynchronous,
+    is_bounded,
+    notes_token_versions,
+)
 from recipe.offpolicy.staleness.staleness_settings import ETA
 from verl_patches.execution_path import LivePath, live_path
 from verl_patches.releases import V1_MODES
@@ -52,6 +60,18 @@ def test_without_eta_nothing_is_asked() -> None:
     made = config("sync", **{ETA: None, "trainer.use_v1": False, "skip.rollout_tq.enable": True})
     assert not is_bounded(made)
     assert problems(made) == []
+
+
+@pytest.mark.parametrize(("release", "noted"), [("0.9.1", True), ("0.9.0", False)])
+def test_versions_are_noted_by_token_in_asynchronous_modes(
+    release: str, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staleness, "live_path", lambda config: live_path(config, release))
+    for mode in V1_MODES:
+        made = config(mode)
+        assert is_asynchronous(made) is (mode != "sync")
+        assert notes_token_versions(made) is (noted and mode != "sync")
+    assert not is_asynchronous(config(**{"trainer.use_v1": False}))
 
 
 CUSTOM = {f"{SAMPLER}.custom_sampler": {"path": "own.py", "name": "Own"}}

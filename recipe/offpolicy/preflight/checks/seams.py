@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from omegaconf import DictConfig
 
 import verl_patches
-from verl_patches import engine_loss, legacy, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import engine_loss, legacy, llm_client, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from .config_reader import SHADOW, read_shadows
-from .staleness import is_bounded
+from .staleness import is_asynchronous, is_bounded, notes_token_versions
 
 Hold = Callable[[Iterable[Contract]], None]
 """Holds contracts against the installed verl; raises PatchError where one does not hold."""
@@ -22,14 +22,15 @@ Hold = Callable[[Iterable[Contract]], None]
 
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Import every seam of the live path and check it against its contract."""
-    yield from check_seams_with(live_path(config), engine_loss.check, bounded=is_bounded(config))
+    noted = notes_token_versions(config)
+    yield from check_seams_with(live_path(config), engine_loss.check, bounded=is_bounded(config), noted=noted)
 
 
-def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False) -> Iterator[Problem]:
+def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False, noted: bool = False) -> Iterator[Problem]:
     """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported.
 
     Args:
-        bounded: the run has a limit of staleness, whose seams are held as well.
+        bounded, noted: the run has a limit of staleness, or notes versions by token, whose seams are held as well.
     """
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
@@ -38,6 +39,8 @@ def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False) -> It
         hold(trainer.SEAMS)
         if bounded and path.trainer == "v1" and path.attributes.staleness_limit:
             hold(replay_buffer.SEAMS)
+        if noted:
+            hold(llm_client.SEAMS)
         if path.worker == "legacy":
             legacy.check(path.strategy)
     except PatchError as error:
@@ -50,8 +53,10 @@ def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     reason = None
     if not where.attributes.weight_versions:
         reason = f"verl {where.release} does not note which version of the weights sampled a row."
-    elif where.trainer == "v1" and (mode := config.trainer.v1.trainer_mode) != "sync":
-        reason = f"with trainer_mode={mode} a row can be sampled by several versions, and verl notes none by token."
+    elif is_asynchronous(config) and not notes_token_versions(config):
+        reason = (
+            f"a row can be sampled by several versions, and verl {where.release} does not say which token by which."
+        )
     if reason is None:
         return
     for key in _find_version_levels(spec):

@@ -26,6 +26,16 @@ configuration, which mean that nobody has set them."""
 _SKIP = "skip.rollout_tq.enable"
 
 
+def is_asynchronous(config: DictConfig) -> bool:
+    """Return True if rollouts go on while the trainer updates."""
+    return bool(OmegaConf.select(config, USE_V1)) and OmegaConf.select(config, MODE) in ASYNC_MODES
+
+
+def notes_token_versions(config: DictConfig) -> bool:
+    """Return True if the client of the rollout servers notes the version of the weights of each token."""
+    return is_asynchronous(config) and live_path(config).attributes.token_versions
+
+
 def is_bounded(config: DictConfig) -> bool:
     """Return True if eta is set."""
     return StalenessSettings.from_config(config) is not None

@@ -14,6 +14,7 @@ from ..verl_keys.estimators import OUTCOME
 from ..verl_keys.keys import BYPASS, VERL, list_active, name_part, read_rollout_correction
 from .config_reader import ACTOR, ROLLOUT
 from .gradient_steps import build_two_steps
+from .staleness import is_asynchronous
 
 WIDE_CAP = 10.0
 
@@ -35,7 +36,7 @@ def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 def warn_level_version(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
-    if "version" in spec.levels:
+    if "version" in spec.levels and not is_asynchronous(config):
         reason = "in synchronous training each row has one version, and this is level=sequence."
         yield Problem("level", "version", reason, "", "NOTE")
 

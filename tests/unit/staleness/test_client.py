@@ -1,0 +1,157 @@
+"""The client that notes versions by token, behind verl's own resume loop and tool agent."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.verl("==0.9.1")
+llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
+
+if hasattr(llm_server, "FullyAsyncLLMServerClient"):
+    from verl.workers.rollout.replica import TokenOutput
+
+    from recipe.offpolicy.batch.token_versions import CHUNKS
+    from recipe.offpolicy.staleness import client as ours
+
+Attempt = tuple[int, int | None, str]
+"""Tokens, version and why it ended."""
+
+
+def config(full_determinism: bool = False) -> Any:
+    rollout = SimpleNamespace(response_length=100, name="vllm", full_determinism=full_determinism)
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Give the versioned client on a server that answers by a script, an attempt each."""
+
+    pause = asyncio.sleep
+    # verl waits a second before it asks again.
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(0))
+    client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config()))
+    scripts: dict[str, Iterator[Attempt]] = {}
+
+    async def acquire(self: Any, request_id: str, **kwargs: Any) -> Any:
+        async def remote(**kwargs: Any) -> Any:
+            await pause(0)
+            tokens, version, reason = next(scripts[request_id])
+            fields = {"global_steps": version}
+            ids = list(range(tokens))
+            return TokenOutput(token_ids=ids, log_probs=[0.0] * tokens, stop_reason=reason, extra_fields=fields)
+
+        return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+    monkeypatch.setattr(type(client), "_acquire_server", acquire)
+    monkeypatch.setattr(type(client), "_release_server", lambda *args, **kwargs: None)
+
+    async def of(request: str, *attempts: Attempt) -> Any:
+        scripts[request] = iter(attempts)
+        return await client.generate(request, prompt_ids=[1, 2], sampling_params={})
+
+    return of
+
+
+def test_each_attempt_notes_its_version_and_one_without_tokens_none(generate: Callable[..., Any]) -> None:
+    attempts = [(2, 3, "aborted"), (0, 3, "aborted"), (3, 4, "aborted"), (5, 6, "completed")]
+    output = asyncio.run(generate("a", *attempts))
+    assert output.extra_fields[CHUNKS] == [[(3, 2), (4, 3), (6, 5)]]
+    assert sum(tokens for turn in output.extra_fields[CHUNKS] for _, tokens in turn) == len(output.token_ids) == 10
+    # verl's own note of the row counts the attempt that was aborted before its first token.
+    empty = asyncio.run(generate("b", (0, 3, "aborted"), (1, 4, "completed")))
+    assert empty.extra_fields["min_global_steps"] == 3
+    assert empty.extra_fields[CHUNKS] == [[(4, 1)]]
+
+
+def test_later_turns_join_the_list_that_the_first_turn_gave(generate: Callable[..., Any]) -> None:
+    """verl's tool agent keeps the extra fields of its first turn; rows of other ids have lists of their own."""
+
+    async def row() -> tuple[Any, Any]:
+        kept = dict((await generate("a", (2, 3, "completed"))).extra_fields)
+        other = await generate("b", (1, 3, "completed"))
+        await generate("a", (1, 3, "aborted"), (4, 4, "completed"))
+        return kept[CHUNKS], other.extra_fields[CHUNKS]
+
+    mine, other = asyncio.run(row())
+    assert mine == [[(3, 2)], [(3, 1), (4, 4)]]
+    assert other == [[(3, 1)]]
+    del mine, other
+    gc.collect()
+    assert not ours._rows
+
+
+def test_requests_at_the_same_time_are_told_apart(generate: Callable[..., Any]) -> None:
+    async def both() -> list[Any]:
+        one = generate("a", (2, 3, "aborted"), (1, 4, "completed"))
+        return await asyncio.gather(one, generate("b", (7, 3, "aborted"), (8, 4, "completed")))
+
+    chunks = [output.extra_fields[CHUNKS] for output in asyncio.run(both())]
+    assert chunks == [[[(3, 2), (4, 1)]], [[(3, 7), (4, 8)]]]
+
+
+def test_a_server_that_does_not_say_its_version_leaves_the_row_without(generate: Callable[..., Any]) -> None:
+    assert CHUNKS not in asyncio.run(generate("a", (2, None, "completed"))).extra_fields
+
+
+def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:
+    client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config(full_determinism=True)))
+    one = client._find_row("det-0")
+    assert client._find_row("det-0") is not one
+
+
+def test_a_chunk_takes_at_most_16_bytes(generate: Callable[..., Any]) -> None:
+    from verl.experimental.agent_loop import AgentLoopOutput
+
+    largest = 2**31 - 1
+    output = asyncio.run(generate("a", (2, 3, "completed")))
+    turns = output.extra_fields[CHUNKS]
+    turns[:] = [[(largest - i, largest - i)] for i in range(100)]
+    made = AgentLoopOutput(
+        prompt_ids=[1], response_ids=[2], response_mask=[1], extra_fields=output.extra_fields, num_turns=2, metrics={}
+    )
+    sent = made.as_dict()["extra_fields"][CHUNKS]
+    assert type(sent) is list
+    none = len(pickle.dumps([]))
+    assert len(pickle.dumps(sent)) - none <= 16 * 100
+
+
+def test_another_client_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(llm_server.FullyAsyncLLMServerClient):  # type: ignore[misc, name-defined]
+        """A user's."""
+
+    client = Own(config())
+    with caplog.at_level(logging.WARNING):
+        assert ours.note_versions(client) is client
+    assert "is Own: versions of the weights are known by row alone" in caplog.text
+
+
+def test_the_client_keeps_what_verl_gave_it_and_can_be_sent() -> None:
+    client = llm_server.FullyAsyncLLMServerClient(config(), load_balancer_handle="handle", only_hybrid=True)
+    made: Any = pickle.loads(pickle.dumps(ours.note_versions(client)))
+    assert type(made) is ours.VersionedClient
+    assert vars(made) == vars(client)
+
+
+@pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("separate_async", True), ("colocate_async", True)])
+def test_asynchronous_trainers_alone_note_versions(mode: str, noted: bool) -> None:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    from recipe.offpolicy.trainer.trainer_v1 import build_corrected
+
+    trainer: Any = object.__new__(build_corrected(get_trainer_cls(mode)))
+    made = OmegaConf.create({"trainer": {"use_v1": True, "v1": {"trainer_mode": mode}}})
+    made.actor_rollout_ref = {"actor": {"strategy": "fsdp"}}
+    trainer.config = made
+    manager = SimpleNamespace(get_client=lambda client_cls=llm_server.LLMServerClient: client_cls(config()))
+    trainer.llm_server_manager = trainer.standalone_server_manager = manager
+    client = trainer.get_llm_client()
+    assert type(client) is (ours.VersionedClient if noted else llm_server.LLMServerClient)
