@@ -12,7 +12,7 @@ import torch
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.recording import Rows
-from tests.support.recordings import drawn_rows, record
+from tests.support.recordings import drawn_rows, record, sampled_by
 
 
 def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:
@@ -47,15 +47,13 @@ def varied_rows(count: int = 60, *, seed: int = 0, step: int = 5, **columns: Any
     turn = rows.position // 30
     mask = rows.position % 30 < 25
     oldest = step - 1 - rng.integers(0, 4, count)
-    return replace(
+    rows = replace(
         rows,
         response_mask=mask,
         length=np.add.reduceat(mask.astype(np.int32), rows.offsets[:-1]).astype(np.int32),
         turn=np.where(mask, turn, -1).astype(np.int16),
-        oldest_version=oldest,
-        newest_version=oldest,
-        **columns,
     )
+    return replace(sampled_by(rows, oldest), **columns)
 
 
 def recorded(directory: Path, spec: CorrectionSpec, *steps: Rows) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
+from recipe.offpolicy.recording.rows import spread_versions
 from recipe.offpolicy.recording.schema import ROW_COLUMNS, TOKEN_COLUMNS
 
 NONE = CorrectionSpec.from_mapping({}).to_mapping()
@@ -63,7 +65,17 @@ def drawn_rows(
         "prompt_offsets": np.arange(rows + 1) * 2,
         "prompt_ids": rng.integers(3, 100, 2 * rows).astype(np.int32),
     }
-    return Rows(**(values | columns))
+    values |= columns
+    span = (values["oldest_version"], values["newest_version"])
+    values.setdefault("version", spread_versions(*span, values["response_mask"], values["offsets"]))
+    return Rows(**values)
+
+
+def sampled_by(rows: Rows, oldest: Any, newest: Any = None) -> Rows:
+    """These rows, noted by row as sampled by versions ``oldest`` to ``newest``, by default one each."""
+    first, last = (np.asarray(each, dtype=np.int64) for each in (oldest, oldest if newest is None else newest))
+    version = spread_versions(first, last, rows.response_mask, rows.offsets)
+    return replace(rows, oldest_version=first, newest_version=last, version=version)
 
 
 def same(one: Rows, other: Rows) -> bool:

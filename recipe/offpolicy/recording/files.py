@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .declared_size import read_declared_size
-from .rows import Rows
+from .rows import Rows, spread_versions
 from .schema import (
     DIGEST_KEY,
     EXTENSION_PREFIX,
@@ -30,12 +30,13 @@ from .schema import (
     VERSION,
     VERSION_KEY,
     extend_schema,
+    has_column,
 )
 
 COMPRESSION = "zstd"
 _REPEATED = [
     *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
-    *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn")),
+    *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn", "version")),
 ]
 """Columns whose values repeat. Floats are written as they are: each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
@@ -108,7 +109,9 @@ def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
     state = hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
-    for name in ("offsets", "prompt_offsets", PROMPT_COLUMN, *ROW_COLUMNS, *TOKEN_COLUMNS):
+    version = int(metadata.get(VERSION_KEY, VERSION))
+    recorded = (name for name in (*ROW_COLUMNS, *TOKEN_COLUMNS) if has_column(name, version))
+    for name in ("offsets", "prompt_offsets", PROMPT_COLUMN, *recorded):
         values = getattr(rows, name)
         if name == "uid":
             state.update(json.dumps(list(values)).encode())
@@ -161,8 +164,9 @@ def read(path: Path) -> Step:
         _check_size(path)
         with pq.ParquetFile(path) as file:
             metadata = file.schema_arrow.metadata or {}
-            _check_version(path, metadata)
-            schema = extend_schema(name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
+            version = _read_version(path, metadata)
+            extensions = (name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
+            schema = extend_schema(extensions, version)
             _check_schema(path, file.schema_arrow, schema)
             table = file.read(columns=schema.names)
             table.validate(full=True)
@@ -210,7 +214,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
         values[name] = columns[name].to_numpy(zero_copy_only=False)
     values["prompt_offsets"], values["prompt_ids"] = _ragged(columns[PROMPT_COLUMN])
     extensions: dict[str, Any] = {}
-    for name in (*TOKEN_COLUMNS, *(each for each in columns if each.startswith(EXTENSION_PREFIX))):
+    for name in (each for each in columns if each in TOKEN_COLUMNS or each.startswith(EXTENSION_PREFIX)):
         offsets, tokens = _ragged(columns[name])
         (values if name in TOKEN_COLUMNS else extensions)[name] = tokens
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
@@ -219,6 +223,9 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     counted[np.diff(values["offsets"]) == 0] = 0
     if not np.array_equal(counted, values["length"]):
         raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
+    if "version" not in values:
+        span = (values["oldest_version"], values["newest_version"])
+        values["version"] = spread_versions(*span, values["response_mask"], values["offsets"])
     return Rows(**values, extensions=extensions)
 
 
@@ -234,17 +241,19 @@ def _check_size(path: Path) -> None:
         raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. {ASIDE}")
 
 
-def _check_version(path: Path, metadata: Mapping[bytes, bytes]) -> None:
+def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
     version = metadata.get(VERSION_KEY)
     if version is None:
         raise RecordingError(
             f"{path}: no recording of offpolicy.record, {VERSION_KEY.decode()} is not in its metadata."
         )
-    if version != str(VERSION).encode():
+    known = {str(each).encode(): each for each in range(1, VERSION + 1)}
+    if version not in known:
         raise RecordingError(
-            f"{path}: schema {version.decode(errors='replace')[:20]}, and this release reads {VERSION}. "
+            f"{path}: schema {version.decode(errors='replace')[:20]}, and this release reads 1 to {VERSION}. "
             f"Read it with the release that wrote it."
         )
+    return known[version]
 
 
 def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:

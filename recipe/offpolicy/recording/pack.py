@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .rows import Rows
+from .rows import Rows, spread_versions
 from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION
 
 _FLOATS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
@@ -29,6 +29,7 @@ class Seen:
         uids: of each row: B strings, or (B, L) uint8 of UTF-8 filled up with zeros; None where not known.
         reward: (B,), or None.
         versions: oldest and newest, (B,) each, or None.
+        token_versions: (B, T) integers, or None where versions are known by row.
         extensions: column of an extension -> (B, T).
         prompts: token ids end to end, (P,), and the (B,) lengths of the prompts; None to leave them out.
     """
@@ -45,6 +46,7 @@ class Seen:
     uids: Sequence[str] | Tensor | None = None
     reward: Tensor | None = None
     versions: tuple[Tensor, Tensor] | None = None
+    token_versions: Tensor | None = None
     prompts: tuple[Tensor, Tensor] | None = None
     extensions: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -110,6 +112,8 @@ def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
     if seen.versions is not None:
         oldest, newest = (each.to(mask.device, torch.int64)[rows] for each in seen.versions)
         columns |= {"oldest_version": oldest, "newest_version": newest}
+    if seen.token_versions is not None:
+        columns["version"] = tokens(seen.token_versions, torch.int32)
     if seen.prompts is not None:
         ids, lengths = (each.to(mask.device) for each in seen.prompts)
         columns["prompt_ids"] = ids[wanted.repeat_interleave(lengths)].to(torch.int32)
@@ -134,14 +138,16 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
     mask = columns["response_mask"].astype(bool)
     offsets = _offsets(columns["span"])
     unknown = np.full(rows, UNKNOWN_VERSION, dtype=np.int64)
+    oldest, newest = (columns.get(f"{name}_version", unknown) for name in ("oldest", "newest"))
+    by_row = spread_versions(oldest, newest, mask, offsets)
     return Rows(
         step=np.full(rows, step, dtype=np.int64),
         rank=np.full(rows, rank, dtype=np.int32),
         mini_batch=np.full(rows, mini_batch, dtype=np.int32),
         uid=_uids(packed, columns, rows),
         reward=columns.get("reward", np.full(rows, np.nan, dtype=np.float32)),
-        oldest_version=columns.get("oldest_version", unknown),
-        newest_version=columns.get("newest_version", unknown),
+        oldest_version=oldest,
+        newest_version=newest,
         # Each row has a token, so that no sum is of nothing.
         length=np.add.reduceat(mask, offsets[:-1], dtype=np.int32) if rows else np.zeros(0, dtype=np.int32),
         offsets=offsets,
@@ -149,6 +155,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         response_mask=mask,
         rejected_by=columns["rejected_by"].view(np.uint32),
         turn=number_turns(mask, offsets),
+        version=columns.get("version", by_row),
         prompt_offsets=_offsets(columns.get("prompt_span", np.zeros(rows, dtype=np.int32))),
         prompt_ids=columns.get("prompt_ids", np.zeros(0, dtype=np.int32)),
         extensions={name: columns[name] for name in sorted(columns) if name.startswith(EXTENSION_PREFIX)},

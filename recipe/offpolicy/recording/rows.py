@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .schema import ROW_COLUMNS, TOKEN_COLUMNS
+from .schema import ROW_COLUMNS, TOKEN_COLUMNS, UNKNOWN_VERSION
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Rows:
     Attributes:
         step, rank, mini_batch, uid, reward, oldest_version, newest_version, length: (N,).
         offsets: (N + 1,) int64; row i has the tokens offsets[i] to offsets[i + 1].
-        response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn:
-            (M,).
+        response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn,
+            version: (M,).
         prompt_offsets: (N + 1,) int64, likewise for ``prompt_ids``.
         prompt_ids: (P,) int32; no prompt has a token where they were not recorded.
         extensions: column of an extension -> (M,).
@@ -46,6 +46,7 @@ class Rows:
     weight: NDArray[np.float32]
     rejected_by: NDArray[np.uint32]
     turn: NDArray[np.int16]
+    version: NDArray[np.int32]
     prompt_offsets: NDArray[np.int64]
     prompt_ids: NDArray[np.int32]
     extensions: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -74,6 +75,16 @@ class Rows:
         known = self.oldest_version >= 0
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
+    @property
+    def token_staleness(self) -> NDArray[np.int64]:
+        """(M,) steps from the weights that sampled a token to those that its step began with.
+
+        A token of an unknown version is as old as its row's first; -1 where that is not known either.
+        """
+        lengths = np.diff(self.offsets)
+        age = np.maximum(np.repeat(self.step, lengths) - 1 - self.version, 0)
+        return np.where(self.version == UNKNOWN_VERSION, np.repeat(self.staleness, lengths), age)
+
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Return these rows alone, in this order."""
         index = np.asarray(rows, dtype=np.int64)
@@ -96,6 +107,14 @@ class Rows:
             wide[place] = values
             result[name] = torch.from_numpy(wide)
         return result
+
+
+def spread_versions(
+    oldest: NDArray[np.int64], newest: NDArray[np.int64], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Spread the version of rows that have a single one over their tokens: (M,) int32."""
+    single = np.where(oldest == newest, oldest, UNKNOWN_VERSION).astype(np.int32)
+    return np.where(mask, np.repeat(single, np.diff(offsets)), np.int32(UNKNOWN_VERSION))
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

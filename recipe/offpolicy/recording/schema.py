@@ -11,8 +11,10 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 """Grows whenever a column is added, removed or changes its meaning."""
+ADDED = {"version": 2}
+"""Columns that older files lack -> the version that added them."""
 
 VERSION_KEY = b"offpolicy.schema"
 """In the file's metadata: ``VERSION``, in digits."""
@@ -53,6 +55,7 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
         "bits of what rejected the token; 0: kept, or not valid: off response_mask, or mu or pi_old not finite",
     ),
     "turn": (pa.int16(), "number of the model's turn in its row, from 0; -1 off response_mask"),
+    "version": (pa.int32(), "of the weights that sampled the token; -1 where it is not known, and off response_mask"),
 }
 EXTENSION_PREFIX = "offpolicy_"
 """Of columns by token that extensions record beside those named here: lists of float32, behind the others."""
@@ -71,10 +74,16 @@ SCHEMA = pa.schema(
 )
 
 
-def extend_schema(names: Iterable[str]) -> pa.Schema:
-    """Extend the schema by columns of extensions."""
+def has_column(name: str, version: int) -> bool:
+    """Return True if files of this version have the column."""
+    return ADDED.get(name, 1) <= version
+
+
+def extend_schema(names: Iterable[str], version: int = VERSION) -> pa.Schema:
+    """Extend the schema of this version by columns of extensions."""
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
-    return pa.schema([*SCHEMA, *(pa.field(name, kind, nullable=False) for name in names)])
+    own = (field for field in SCHEMA if has_column(field.name, version))
+    return pa.schema([*own, *(pa.field(name, kind, nullable=False) for name in names)])
 
 
 def format_markdown() -> str:

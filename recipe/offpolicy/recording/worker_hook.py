@@ -13,6 +13,7 @@ from verl.utils import tensordict_utils as tu
 from ..batch import micro_batch as mb
 from ..batch.padding import pad_column
 from ..batch.plan import REWARD, UID
+from ..batch.token_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
@@ -100,6 +101,7 @@ def _seen(
         uids=_uids(batch.data),
         reward=_reward(batch.data),
         versions=None if versions is None else (versions.oldest, versions.newest),
+        token_versions=versions.tokens if isinstance(versions, TokenVersions) else None,
         prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
         extensions={name: _of_extension(name, batch) for name in extensions},
     )

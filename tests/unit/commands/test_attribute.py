@@ -18,6 +18,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     decompose_by_step,
     summarize_by_version,
 )
+from recipe.offpolicy.analysis.attribution.profiles import compute_profiles, select_valid_tokens
 from recipe.offpolicy.recording import concatenate
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -192,7 +193,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
 def test_versions() -> None:
     ages = np.array([0] * 16 + [2] * 16 + [-1] * 16)
     rows = drawn_rows([16] * 48, step=5, backend=0.05, oldest_version=np.where(ages < 0, -1, 4 - ages))
-    versions = {v.staleness: v for v in summarize_by_version(compute_row_sums(rows), rows.staleness)}
+    versions = {v.staleness: v for v in summarize_by_version(compute_row_sums(rows), rows)}
     fresh, unknown, old = versions[0], versions[-1], versions[2]
     assert fresh.backend == fresh.k3
     assert unknown.backend is None
@@ -200,6 +201,29 @@ def test_versions() -> None:
     assert old.k3 == pytest.approx(0.05**2 / 2, rel=0.3)
     # The same engine sampled both: what fresh rows show is what stale ones have.
     assert old.backend == pytest.approx(old.k3, rel=0.4)
+
+
+def test_a_row_of_two_versions_is_summarised_by_token() -> None:
+    """The rows above, two by two end to end: the ages of their tokens, and no row's, decide."""
+    ages = np.repeat([0, 2], [16, 16])
+    apart = drawn_rows([16] * 32, step=5, backend=0.05, oldest_version=4 - ages, newest_version=4 - ages)
+    order = np.arange(32).reshape(2, 16)[::-1].T.flatten()
+    joined = replace(apart.take(order), offsets=np.arange(17) * 32, length=np.full(16, 32, dtype=np.int32))
+    rows = {name: getattr(joined, name)[::2] for name in ("step", "rank", "mini_batch", "uid", "reward")}
+    rows |= {name: getattr(joined, f"{name}_version")[start::2] for start, name in enumerate(("oldest", "newest"))}
+    rows |= {f"{name}_version": rows.pop(name) for name in ("oldest", "newest")}
+    joined = replace(joined, **rows, prompt_offsets=joined.prompt_offsets[::2])
+    assert (joined.oldest_version.tolist(), joined.newest_version.tolist()) == ([2] * 16, [4] * 16)
+    found, expected = (summarize_by_version(compute_row_sums(each), each) for each in (joined, apart))
+    assert [(v.staleness, v.rows, v.tokens) for v in found] == [(0, 16, 256), (2, 16, 256)]
+    for one, other in zip(found, expected, strict=True):
+        assert one.k3 == pytest.approx(other.k3)
+        assert one.backend == pytest.approx(other.backend)
+    assert decompose(compute_row_sums(joined)).kl.staleness == pytest.approx(
+        decompose(compute_row_sums(apart)).kl.staleness
+    )
+    buckets = compute_profiles(joined, select_valid_tokens(joined))["staleness"]
+    assert [(bucket.name, bucket.tokens) for bucket in buckets] == [("0", 256), ("2", 256)]
 
 
 def test_versions_that_verl_does_not_tell() -> None:

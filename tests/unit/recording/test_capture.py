@@ -98,6 +98,17 @@ def test_what_rows_have_besides() -> None:
     assert rows.prompt_offsets.tolist() == [0, 2, 2, 6]
 
 
+def test_versions_by_token_and_by_row() -> None:
+    span = (torch.tensor([3, 9, 4, 5]), torch.tensor([4, 9, 4, 5]))
+    by_row = recorded(seen(versions=span)).version
+    assert by_row.tolist() == [-1] * 5 + [4] * 6 + [-1, 5, -1, 5, 5]
+    noted = torch.where(MASK, 3, -1)
+    noted[0, 4] = 4
+    by_token = recorded(seen(versions=span, token_versions=noted)).version
+    assert by_token.tolist() == [3, 3, -1, -1, 4] + [3] * 6 + [-1, 3, -1, 3, 3]
+    assert by_row.dtype == by_token.dtype == np.int32
+
+
 def test_uids_as_a_tensor() -> None:
     names = ["a", "b", "cä", "long"]
     encoded = torch.tensor([list(name.encode().ljust(4, b"\0")) for name in names], dtype=torch.uint8)

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "recording.md").read_text()
 
 def test_the_table_of_columns_is_the_schemas() -> None:
     assert format_markdown() in PAGE
-    assert format_markdown().count("\n") == 2 + 18
+    assert format_markdown().count("\n") == 2 + 19
 
 
 def test_every_key_is_there_with_its_default() -> None:

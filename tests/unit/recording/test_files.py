@@ -15,7 +15,15 @@ import pytest
 from recipe.offpolicy.recording import RecordingError, Rows, concatenate
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import OverLimit, build_unreadable_error, compute_digest, read, to_table, write
-from recipe.offpolicy.recording.schema import REASONS_KEY, SCHEMA, SPEC_KEY, VERSION_KEY, extend_schema
+from recipe.offpolicy.recording.schema import (
+    DIGEST_KEY,
+    REASONS_KEY,
+    SCHEMA,
+    SPEC_KEY,
+    VERSION_KEY,
+    extend_schema,
+    has_column,
+)
 from tests.support.recordings import drawn_rows, same
 
 SPEC = {"weight": {"level": "token", "upper": 2.0}, "masks": {}}
@@ -63,9 +71,30 @@ def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path
     file = pq.ParquetFile(written(tmp_path, drawn_rows([2])))
     assert file.schema_arrow.equals(SCHEMA, check_metadata=False)
     metadata = file.schema_arrow.metadata
-    assert metadata[VERSION_KEY] == b"1"
+    assert metadata[VERSION_KEY] == b"2"
     assert json.loads(metadata[SPEC_KEY]) == SPEC
     assert json.loads(metadata[REASONS_KEY]) == list(REASONS)
+
+
+def test_files_of_version_1_are_read(tmp_path: Path) -> None:
+    """They lack the column ``version``; rows of a single version have it at each token."""
+    assert [name for name in SCHEMA.names if not has_column(name, 1)] == ["version"]
+    rows = drawn_rows([2, 1, 1], oldest_version=np.array([3, 2, -1]), newest_version=np.array([3, 3, -1]))
+    table = to_table(rows, SPEC, REASONS).drop_columns(["version"])
+    metadata = table.schema.metadata | {VERSION_KEY: b"1"}
+    path = tmp_path / "step_00000001.rank_00000.parquet"
+    pq.write_table(table.replace_schema_metadata(metadata | {DIGEST_KEY: compute_digest(rows, metadata)}), path)
+    found = read(path).rows
+    assert same(found, rows)
+    assert found.version.tolist() == [3, 3, -1, -1]
+
+
+def test_recordings_of_version_1_that_runs_have_left_are_read() -> None:
+    folder = Path(__file__).parents[2] / "data" / "faults"
+    first = next(path for path in sorted(folder.rglob("*.parquet")))
+    assert pq.ParquetFile(first).schema_arrow.metadata[VERSION_KEY] == b"1"
+    rows = read(first).rows
+    assert set(rows.version[rows.response_mask].tolist()) == set(rows.oldest_version.tolist())
 
 
 def test_a_mask_has_at_most_32_bits() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.recording import Rows, concatenate
+from recipe.offpolicy.recording.rows import spread_versions
 from tests.support.recordings import drawn_rows, same
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
@@ -25,6 +26,24 @@ def test_staleness_counts_from_the_weights_that_the_step_began_with() -> None:
     """Step 5 begins with the weights of version 4: rows of versions 4, 2 and 5 are 0, 2 and 0 old; -1 is unknown."""
     rows = drawn_rows([1, 1, 1, 1], step=5, oldest_version=np.array([4, 2, 5, -1]))
     assert rows.staleness.tolist() == [0, 2, 0, -1]
+
+
+def test_staleness_by_token_falls_back_on_the_row() -> None:
+    """In step 5 rows of 3, 1 and 1 tokens: two versions and an unknown token; unknown but for the row; unknown."""
+    rows = drawn_rows(
+        [3, 1, 1],
+        step=5,
+        oldest_version=np.array([1, 2, -1]),
+        newest_version=np.array([4, 3, -1]),
+        version=np.array([2, 4, -1, -1, -1], dtype=np.int32),
+    )
+    assert rows.token_staleness.tolist() == [2, 0, 3, 2, -1]
+
+
+def test_the_version_of_a_row_with_a_single_one_is_that_of_its_tokens() -> None:
+    mask = np.array([True, False, True, True])
+    spread = spread_versions(np.array([3, 4]), np.array([3, 5]), mask, np.array([0, 3, 4]))
+    assert (spread.tolist(), spread.dtype) == ([3, -1, 3, -1], np.int32)
 
 
 def test_padded_columns() -> None:

@@ -44,7 +44,7 @@ class Attribution:
         left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
         whole: decomposition over all rows.
         by_step: decomposition of each step.
-        versions: mismatch by the age of the weights that sampled a row.
+        versions: mismatch by the age of the weights that sampled a token.
         profiles: mismatch by position, length, probability, turn and staleness.
         tokens, worst: tokens and rows with the largest mismatch, with their text.
         without_text: why ids are shown instead of text; empty where text is.
@@ -134,7 +134,7 @@ def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, l
     if left_out:
         whole, steps = drop_drift(whole), {step: drop_drift(part) for step, part in steps.items()}
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}
-    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(sums, rows.staleness)
+    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(sums, rows)
     if has_unnoticed_staleness(causes, rows):
         whole = merge_backend_and_staleness(whole)
         steps = {step: merge_backend_and_staleness(part) for step, part in steps.items()}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
@@ -46,7 +45,7 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class VersionMismatch:
-    """Mismatch of the rows of one staleness.
+    """Mismatch of the tokens of one staleness.
 
     Attributes:
         staleness: steps between the weights that sampled and those that the step began with; -1: not known.
@@ -72,10 +71,8 @@ def compute_row_sums(rows: Rows) -> Array:
     parts = []
     for start in range(0, max(len(rows), 1), at_once):
         some = rows.take(np.arange(start, min(start + at_once, len(rows))))
-        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob")
-        parts.append(
-            compute_sums_by_row(**columns, staleness=torch.from_numpy(some.staleness.astype(np.int64))).numpy()
-        )
+        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
+        parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
     return np.concatenate(parts)
 
 
@@ -139,15 +136,24 @@ def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomp
     return result
 
 
-def summarize_by_version(sums: Array, staleness: NDArray[np.int64]) -> list[VersionMismatch]:
-    """Summarise the rows of each staleness, with the backend's floor from the fresh ones among them.
+def summarize_by_version(sums: Array, rows: Rows) -> list[VersionMismatch]:
+    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones among them.
 
     Args:
-        sums: (N, *SHAPE).
-        staleness: (N,).
+        sums: (N, *SHAPE), of ``compute_row_sums`` of ``rows``.
     """
     floor = estimate_floor(sums.sum(0))
-    return [_of_version(int(age), sums[staleness == age], floor) for age in np.unique(staleness)]
+    ages = rows.token_staleness
+    unlike = rows.response_mask & (ages != np.repeat(rows.staleness, np.diff(rows.offsets)))
+    mixed = np.bincount(rows.row_of_token[unlike], minlength=len(rows)) > 0
+    parts = {int(age): sums[~mixed & (rows.staleness == age)] for age in np.unique(rows.staleness[~mixed])}
+    others = rows.take(np.flatnonzero(mixed))
+    of_others = others.token_staleness
+    for age in np.unique(of_others[others.response_mask]):
+        found = compute_row_sums(replace(others, response_mask=others.response_mask & (of_others == age)))
+        there = found[..., _N].sum((1, 2)) > 0
+        parts[int(age)] = np.concatenate([parts.get(int(age), found[:0]), found[there]])
+    return [_of_version(age, parts[age], floor) for age in sorted(parts)]
 
 
 def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMismatch:

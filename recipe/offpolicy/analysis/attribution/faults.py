@@ -18,9 +18,9 @@ TOKENS, STEPS = 400_000, 64
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], rows: Rows) -> bool:
-    """Check whether stale weights were found although no row is recorded as stale."""
+    """Check whether stale weights were found although no token is recorded as stale."""
     found = any(cause.name == stale_weights.NAME and cause.verdict == "present" for cause in causes)
-    return found and not bool((rows.staleness > 0).any())
+    return found and not bool((rows.token_staleness > 0)[rows.response_mask].any())
 
 
 def describe_faults(causes: Iterable[Cause], rows: Rows) -> str:

@@ -97,7 +97,7 @@ def compute_k3(log_ratio: Array) -> Array:
 def compute_profiles(rows: Rows, tokens: ValidTokens) -> Mapping[str, list[Bucket]]:
     """Compute each profile: its name -> its buckets that hold a token, in order."""
     edges = np.array(_SIZES)
-    age = rows.staleness[tokens.row]
+    age = rows.token_staleness[tokens.index]
     return {
         "position": _buckets(tokens, np.searchsorted(edges, tokens.place + 1), _ranges("")),
         "length": _buckets(tokens, np.searchsorted(edges, rows.length[tokens.row]), _ranges("")),

@@ -78,6 +78,7 @@ def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, mos
     loss = compute_k3(tokens.total)
     whole = loss.sum()
     token_id = rows.response_ids[tokens.index]
+    ages = rows.token_staleness
     shown = np.zeros(len(loss), dtype=bool)
     worst: list[WorstToken] = []
     for place in np.argsort(-loss, kind="stable"):
@@ -103,7 +104,7 @@ def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, mos
                 row=row,
                 position=int(tokens.place[place]),
                 turn=int(tokens.turn[place]),
-                staleness=int(rows.staleness[row]),
+                staleness=int(ages[index]),
                 count=len(siblings),
                 mu=float(tokens.mu[place]),
                 old=float(tokens.old[place]),

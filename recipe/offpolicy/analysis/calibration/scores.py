@@ -150,7 +150,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
         "full": (log_rho + log_r, pi, mu),
         "ppo": (log_r, pi, old),
     }[part.spec.ratio]
-    ids = {"turn": block.turn, "version": block.version[:, None].expand(valid.shape)}.get(part.spec.level)
+    ids = {"turn": block.turn, "version": block.version}.get(part.spec.level)
     units = partition_units(part.spec.level, valid, ids)
     if isinstance(part.spec, MaskSpec):
         low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)

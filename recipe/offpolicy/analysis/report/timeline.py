@@ -34,7 +34,7 @@ class StepNumbers:
         reward: mean over rows whose reward is known.
         length: mean T.
         kl: KL(mu, pi_old), k3 in nats a token, over ``compared``.
-        kl_fresh, fresh_tokens: KL over tokens of rows that fresh weights sampled (staleness 0 or unknown); their count.
+        kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown); their count.
         copied: whether mu is pi_old to the bit in all of ``compared``.
         drift: mean |log pi - log pi_old|, nats a token; NaN where a response is ``unscored``.
         staleness: mean over rows whose versions are known.
@@ -154,7 +154,7 @@ def _of_step(step: Step) -> StepNumbers:
     of_row = rows.row_of_token
     with np.errstate(invalid="ignore"):
         k3 = np.expm1(np.clip(gap, -EXP_CLAMP, EXP_CLAMP)) - gap
-    fresh = compared & (rows.staleness <= 0)[of_row]
+    fresh = compared & (rows.token_staleness <= 0)
     applied = rows.weight[keep].astype(np.float64)
     has_tokens = np.bincount(of_row[mask], minlength=len(rows)) > 0
     kept_rows = np.bincount(of_row[keep], minlength=len(rows)) > 0

@@ -27,7 +27,7 @@ class Block:
         place: (B, W) bool, whether a token was recorded there.
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
-        version: (B,) int64 of the weights that sampled the row; -1 where it is not known or not one.
+        version: (B, W) int32 of the weights that sampled the token; -1 where it is not known.
     """
 
     rows: NDArray[np.int64]
@@ -67,7 +67,7 @@ def concatenate_rows(rows: Rows) -> Block:
         mask=torch.from_numpy(rows.response_mask)[None],
         rejected_by=torch.from_numpy(rows.rejected_by.view(np.int32))[None],
         turn=torch.from_numpy(rows.turn)[None],
-        version=torch.full((1,), -1),
+        version=torch.from_numpy(rows.version)[None],
         **{name: torch.from_numpy(values)[None] for name, values in columns.items()},
     )
 
@@ -85,13 +85,12 @@ def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
             return torch.full(index.shape, empty, dtype=torch.from_numpy(values).dtype)
         return torch.from_numpy(values)[index].masked_fill_(~there, empty)
 
-    single = np.where(rows.oldest_version == rows.newest_version, rows.oldest_version, -1)
     return Block(
         rows=chosen,
         place=there,
         mask=padded(rows.response_mask),
         rejected_by=padded(rows.rejected_by.view(np.int32)),  # torch has no bit operations on uint32
         turn=padded(rows.turn, -1),
-        version=torch.from_numpy(single[chosen].astype(np.int64)),
+        version=padded(rows.version, -1),
         **{name: padded(getattr(rows, name)) for name in _COLUMNS},
     )

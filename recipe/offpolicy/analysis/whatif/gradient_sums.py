@@ -222,7 +222,8 @@ class Grouping:
 def build_grouping(rows: Rows) -> Grouping:
     """Group rows as ``correction.telemetry`` does.
 
-    Length counts valid tokens, mu and pi_old finite; the sign is that of the sum of the row's advantages over them.
+    Length counts valid tokens, mu and pi_old finite; the sign is that of the sum of the row's advantages over them;
+    staleness is that of the row's first token.
     The last of the L buckets holds rows without a valid token.
     """
     valid = rows.response_mask & np.isfinite(rows.rollout_log_prob) & np.isfinite(rows.old_log_prob)

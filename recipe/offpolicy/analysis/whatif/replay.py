@@ -56,12 +56,11 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
-    mixed = int((rows.oldest_version != rows.newest_version).sum())
-    unknown = int((rows.oldest_version < 0).sum())
-    if "version" in spec.levels and (mixed or unknown):
+    unknown = len(np.unique(rows.row_of_token[rows.response_mask & (rows.version < 0)]))
+    if "version" in spec.levels and unknown:
         raise SpecError(
-            f"level=version: of {len(rows)} rows {mixed} were sampled by several versions of the weights and of "
-            f"{unknown} the version is not known. Set level=turn or level=sequence."
+            f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
+            f"each token. Set level=turn or level=sequence."
         )
 
 
@@ -133,5 +132,5 @@ def _rollout(rows: Block) -> dict[str, Any]:
         "rollout_log_prob": rows.rollout_log_prob,
         "response_mask": rows.mask,
         "segment_ids": rows.turn,
-        "versions": rows.version[:, None].expand(rows.mask.shape),
+        "versions": rows.version,
     }

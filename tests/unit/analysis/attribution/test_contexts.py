@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.causes.contexts import center_within_contexts, sum_probabilities
-from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, estimate
+from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens, estimate
 from recipe.offpolicy.analysis.attribution.profiles import ValidTokens
+from tests.support.recordings import drawn_rows
 
 COUNT = np.arange(4)
 MU = np.log([0.5, 0.25, 0.5, 0.125])
@@ -31,6 +33,16 @@ def test_a_token_counts_once_in_its_context() -> None:
     assert found.mu.tolist() == pytest.approx([0.75, 0.125])
     assert found.old.tolist() == pytest.approx([0.75 * math.exp(0.1), 0.125 * math.exp(0.1)])
     assert found.cluster.tolist() == [0, 3]
+
+
+def test_tokens_of_two_versions_have_no_context_in_common() -> None:
+    """Three rows of one prompt and the same two tokens: the second token of the last one is of newer weights."""
+    rows = drawn_rows([2] * 3, response_ids=np.array([7, 8] * 3, dtype=np.int32), newest_version=np.full(3, 1))
+    noted = replace(rows, version=np.array([0, 0, 0, 0, 0, 1], dtype=np.int32))
+    first, second, *others = collect_tokens(noted).context.tolist()
+    assert first != second
+    assert others[:3] == [first, second, first]
+    assert others[3] not in (first, second)
 
 
 def test_log_probs_are_centred_where_two_tokens_are_known() -> None:

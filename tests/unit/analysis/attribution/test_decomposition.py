@@ -17,7 +17,7 @@ from recipe.offpolicy.analysis.attribution.faults import has_unnoticed_staleness
 from recipe.offpolicy.analysis.attribution.scored_rows import select_scored_rows
 from recipe.offpolicy.monitor.mismatch.shares import Shares
 from recipe.offpolicy.recording import Step
-from tests.support.recordings import drawn_rows
+from tests.support.recordings import drawn_rows, sampled_by
 
 SHARES = Shares(whole=0.5, rollout=0.8, backend=0.5, staleness=0.3, drift=0.2)
 FOUND = Decomposition(
@@ -52,7 +52,7 @@ def test_staleness_is_unnoticed_where_no_row_is_recorded_as_stale(
 ) -> None:
     rows = drawn_rows([2, 2], step=5)
     versions = np.where(np.array(ages) < 0, -1, 4 - np.array(ages))
-    rows = replace(rows, oldest_version=versions, newest_version=versions)
+    rows = sampled_by(rows, versions)
     cause = Cause("stale weights", verdict, {}, "Found.")  # type: ignore[arg-type]
     assert has_unnoticed_staleness([cause], rows) is unnoticed
     assert not has_unnoticed_staleness([replace(cause, name="numerics")], rows)

@@ -26,7 +26,7 @@ from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.acted import acted, recorded, varied_rows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 from tests.support.examples import few_when_quick
-from tests.support.recordings import drawn_rows, record
+from tests.support.recordings import drawn_rows, record, sampled_by
 
 WIDE = band(0.97, 1.03)
 SPECS = {
@@ -247,11 +247,11 @@ def test_pi_old_that_was_never_computed(tmp_path: Path) -> None:
     assert result.fidelity.agrees
 
 
-def test_versions_by_token_are_not_known(tmp_path: Path) -> None:
+def test_versions_by_row_are_not_known_by_token_where_there_are_several(tmp_path: Path) -> None:
     rows = varied_rows(seed=3)
-    path = recorded(tmp_path, spec(), replace(rows, newest_version=rows.oldest_version + (np.arange(60) == 7)))
+    path = recorded(tmp_path, spec(), sampled_by(rows, rows.oldest_version, rows.oldest_version + (np.arange(60) == 7)))
     result = run(path, {name: SPECS[name] for name in ("version", "tis")})
-    assert "of 60 rows 1 were sampled by several versions" in result.failures["version"]
+    assert "of 1 of 60 rows it is not known which version" in result.failures["version"]
     assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
 
 

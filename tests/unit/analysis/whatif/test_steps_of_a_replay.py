@@ -26,6 +26,7 @@ from recipe.offpolicy.correction import BatchConstants, SpecError
 from recipe.offpolicy.recording import Rows
 from tests.support.acted import acted, by_hand
 from tests.support.corrections import M2PO, TIS, band, spec
+from tests.support.recordings import sampled_by
 
 LOG2 = math.log(2.0)
 # pi_old / mu by token: row 0 (A = 1): 4, 1, 1/2; row 1 (A = -2): 2, 2. pi / pi_old: 2 on the first token, else 1.
@@ -71,11 +72,20 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     with pytest.raises(SpecError, match=r"correction\.proximal=recompute: recorded with correction\.proximal=bypass"):
         check_replayable(TOKEN_TIS, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
-    known = replace(rows(), oldest_version=np.array([3, 4]), newest_version=np.array([3, 4]))
+    known = sampled_by(rows(), [3, 4])
     check_replayable(by_version, NONE, known)
-    mixed = replace(known, oldest_version=np.array([2, -1]), newest_version=np.array([3, -1]))
-    with pytest.raises(SpecError, match="of 2 rows 1 were sampled by several versions of the weights and of 1 the"):
+    mixed = sampled_by(known, [2, -1], [3, -1])
+    with pytest.raises(SpecError, match="of 2 of 2 rows it is not known which version of the weights sampled"):
         check_replayable(by_version, NONE, mixed)
+
+
+def test_units_by_version_are_those_of_the_tokens() -> None:
+    """Ratios of 4, 1 and 1/2 in a row whose last token a newer version sampled: units of 4 and 1/2."""
+    by_version = spec(TIS | {"level": "version", "upper": 9.0})
+    noted = replace(rows(), version=np.array([3, 3, 4, 4, 4], dtype=np.int32))
+    check_replayable(by_version, NONE, noted)
+    found = decide(by_version, NONE, whole(noted), BatchConstants())
+    assert found.weight[0].tolist() == pytest.approx([4.0, 4.0, 0.5])
 
 
 def test_what_no_correction_changes() -> None:

@@ -28,7 +28,7 @@ class SampledTokens:
     Attributes:
         tokens: log-probs and places, (n,) each.
         step: (n,) of each token.
-        staleness: (n,) of each token's row, -1 where not known.
+        staleness: (n,) of each token, -1 where not known.
         cluster: (n,) number of the group that is resampled together: the rows of one prompt in one step.
         context: (n,) number of the context: prompt, step, versions and all tokens before, hence one distribution.
         token_id: (n,).
@@ -87,9 +87,9 @@ def collect_tokens(rows: Rows) -> SampledTokens:
     return SampledTokens(
         tokens=tokens,
         step=rows.step[tokens.row],
-        staleness=rows.staleness[tokens.row],
+        staleness=rows.token_staleness[tokens.index],
         cluster=group[tokens.row],
-        context=_numbered(_mixed(group.astype(np.uint64)[tokens.row]) + _prefixes(rows)[tokens.index]),
+        context=_numbered(_mixed(group.astype(np.uint64)[tokens.row]) + (_prefixes(rows) + _newer(rows))[tokens.index]),
         token_id=rows.response_ids[tokens.index].astype(np.int64),
         again=_again(rows)[tokens.row],
         turns=int(tokens.turn.max(initial=-1)) + 1,
@@ -161,6 +161,12 @@ def _prefixes(rows: Rows) -> NDArray[np.uint64]:
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
     starts = ends[rows.offsets[:-1]]
     return ends[:-1] - np.repeat(starts, np.diff(rows.offsets))
+
+
+def _newer(rows: Rows) -> NDArray[np.uint64]:
+    """Hash the version of tokens that newer weights sampled than their row's first, (M,); 0 for the others."""
+    newer = (rows.version != np.repeat(rows.oldest_version, np.diff(rows.offsets))) & (rows.version >= 0)
+    return np.where(newer, _mixed(rows.version.astype(np.uint64)), np.uint64(0))
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
