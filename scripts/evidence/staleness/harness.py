@@ -57,7 +57,7 @@ def report(scores: Scores, console: Console) -> None:
         table = Table(title=f"Mean reward after {STEPS} steps, learning rate {rate:g}", title_justify="left")
         table.add_column("correction")
         for eta in ETAS:
-            table.add_column("no bound" if math.isinf(eta) else f"eta {eta:g}", justify="right")
+            table.add_column("no bound" if math.isinf(eta) else f"eta {eta:g}", justify="right", no_wrap=True)
         for arm in ARMS:
             cells = []
             for eta in ETAS:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seeds < 1 or options.processes < 1:
         parser.error("--seeds and --processes take a whole number from 1 on.")
     scores = measure(options.seeds, options.processes)
-    console = Console(width=140)
+    console = Console(width=160)
     report(scores, console)
     draw(scores, RATES, options.out)
     console.print(f"picture: {os.path.relpath(options.out)}", highlight=False)

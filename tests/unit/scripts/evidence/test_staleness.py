@@ -129,6 +129,6 @@ def test_a_claim_that_does_not_hold_ends_with_1(
 
 
 def test_scores_are_printed_with_their_share_of_synchronous_training() -> None:
-    console = Console(record=True, width=140)
+    console = Console(record=True, width=160)
     harness.report(made(0.2, 0.6), console)
     assert "0.25 [0.25, 0.25]" in console.export_text()
