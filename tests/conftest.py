@@ -10,11 +10,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import FEW
+
 # How long an example takes says how busy the machine is.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = min(100, int(os.environ.get(FEW, 100)))  # where a test asks for no number of its own
+settings.register_profile(
+    "any machine", max_examples=DRAWN, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 pytest_plugins = [
+    "tests.support.garbage",  # first: before anything large is imported
+    "tests.support.captured_loggers",
     "tests.support.parsed_once",
     "tests.support.probed_once",
     "tests.support.recorder_clock",
@@ -58,13 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _loggers_of_verl() -> Iterator[None]:
     """Each test hears what is said at any level, and leaves the loggers so: programs called in one test set them."""
     speakers = [logging.getLogger("verl"), logging.getLogger("verl.offpolicy")]
-    found = [(speaker.level, speaker.propagate, list(speaker.handlers)) for speaker in speakers]
+    found = [(speaker.propagate, list(speaker.handlers)) for speaker in speakers]
     for speaker in speakers:
-        speaker.setLevel(logging.NOTSET)
+        if speaker.level != logging.NOTSET:  # to set a level empties the caches of all loggers
+            speaker.setLevel(logging.NOTSET)
         speaker.propagate = True
     yield
-    for speaker, (level, propagate, handlers) in zip(speakers, found, strict=True):
-        speaker.setLevel(level)
+    for speaker, (propagate, handlers) in zip(speakers, found, strict=True):
         speaker.propagate = propagate
         speaker.handlers[:] = handlers
 

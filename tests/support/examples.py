@@ -10,10 +10,14 @@ import pytest
 
 VARIABLE = "OFFPOLICY_ALL_EXAMPLES"
 """Set, also by scripts/test.sh --release: every test draws all of its examples, and not a quarter of them."""
+FEW = "OFFPOLICY_FEW_EXAMPLES"
+"""Set, also by scripts/test.sh --quick: no test draws more than these."""
 
 
 def at_most(number: int) -> int:
-    """A test's examples: all of them, or a quarter for quick tests."""
+    """A test's examples: all of them, a quarter, or few."""
+    if few := os.environ.get(FEW):
+        return min(number, int(few))
     return number if os.environ.get(VARIABLE) else max(min(number, 15), number // 4)
 
 

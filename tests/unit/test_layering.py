@@ -10,6 +10,7 @@ ours. Imports inside functions and those for type checkers count too.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -45,8 +46,13 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """Absolute names of everything that a file imports; `from . import x` counts as the module x."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     module = module_name(path)
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -117,16 +123,18 @@ def known_module(name: str, known: set[str]) -> str | None:
     return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
 
 
-FOUND: Imports = {module_name(path): list(imports(path)) for path in sources("recipe/offpolicy")}
+@pytest.fixture(scope="module")
+def found() -> Imports:
+    return {module_name(path): imports(path) for path in sources("recipe/offpolicy")}
 
 
-def test_every_module_has_a_room() -> None:
-    assert strangers(FOUND) == []
+def test_every_module_has_a_room(found: Imports) -> None:
+    assert strangers(found) == []
     assert strangers({f"{RECIPE}.attic.trunk": []}) == [f"{RECIPE}.attic.trunk"]
 
 
-def test_imports_point_downward() -> None:
-    assert upward(FOUND) == []
+def test_imports_point_downward(found: Imports) -> None:
+    assert upward(found) == []
     planted = {
         f"{RECIPE}.batch.plan": [f"{RECIPE}.proof.verify"],
         f"{RECIPE}.proof.verify": [f"{RECIPE}.recording.run"],
@@ -134,8 +142,8 @@ def test_imports_point_downward() -> None:
     assert len(upward(planted)) == 2
 
 
-def test_there_is_no_circle() -> None:
-    assert circles(FOUND) == []
+def test_there_is_no_circle(found: Imports) -> None:
+    assert circles(found) == []
     assert circles({"a": ["b"], "b": ["c"], "c": ["a.attribute"], "d": ["a"]}) == ["a -> b -> c -> a"]
 
 

@@ -82,6 +82,7 @@ def test_the_table_says_what_is_counted(recording: Path, capsys: pytest.CaptureF
     assert "masks.icepop by length" not in out
 
 
+@pytest.mark.slow
 def test_eighty_columns_break_no_number(
     recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_what_was_recorded_is_the_default(tmp_path: Path, capsys: pytest.Capture
     assert "recorded without a weight or mask" in err
 
 
+@pytest.mark.slow
 def test_delta_needs_no_value_to_begin_with(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--spec", "correction=opsm", "--target-kept", 0.99, "--floor-quantile", 0.9, "--json")
     status, out, _ = run(capsys, recording, *arguments)

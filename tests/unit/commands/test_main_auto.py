@@ -26,14 +26,19 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
 @pytest.mark.parametrize(
     ("arguments", "option", "correction"),
     [
-        ([], "tis_token", spec(TIS)),
+        pytest.param([], "tis_token", spec(TIS), marks=pytest.mark.slow),
         # What the user says beside it wins.
         (
             ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
             "tis_token",
             spec(TIS | {"upper": 3.0}, gsm=GSM),
         ),
-        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
+        pytest.param(
+            ["trainer.v1.trainer_mode=colocate_async"],
+            "decoupled_ppo",
+            spec(TIS | {"upper": 5.0}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "with overrides", "async"],
 )
@@ -50,6 +55,7 @@ def test_a_correction_is_chosen(
     assert read_spec(config) == correction
 
 
+@pytest.mark.slow
 def test_auto_may_choose_nothing(launch: Launcher) -> None:
     own = ("correction=auto", "setup.model=dense", "setup.engine=same", "data.train_batch_size=256", *NEEDED)
     result = launch(*own)
@@ -63,15 +69,17 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     ("arguments", "parts"),
     [
         (["setup.model=null"], ["setup.model=null: correction=auto needs it", "Set setup.model=dense"]),
-        (
+        pytest.param(
             ["setup.minibatches=2"],
             ["setup.minibatches=2: the configuration says 4: data.train_batch_size="],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["trainer.v1.trainer_mode=colocate_async", f"{STALENESS}=null"],
             [f"{STALENESS}=null: ", f"Set {STALENESS}=9"],
+            marks=pytest.mark.slow,
         ),
-        (["correction.weight=null"], ["correction=[tis_token]: nothing is left"]),
+        pytest.param(["correction.weight=null"], ["correction=[tis_token]: nothing is left"], marks=pytest.mark.slow),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -57,7 +57,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", few_when_quick(MALFORMED, lambda name: name.startswith("a bound")))
 def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: Path) -> None:
     arguments, parts = MALFORMED[name]
     result = launch(*arguments, folder=folder)
@@ -69,6 +69,7 @@ def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: 
     assert result.trained == []
 
 
+@pytest.mark.slow
 def test_what_hydra_would_have_added_is_to_be_left_out(launch: Launcher) -> None:
     """Its last word is that of the launch: every key that verl does not have, and no advice to append one."""
     result = launch("correction=gsm", "trainer.total_epoch=1", "trainer.no_such=2", *NEEDED)
@@ -101,14 +102,16 @@ def ours(result: Launch) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
-        ([], "UNCORRECTED: correction=none, verl's own loss"),
+        pytest.param([], "UNCORRECTED: correction=none, verl's own loss", marks=pytest.mark.slow),
         (
             ["algorithm.rollout_correction.rollout_is=token"],
             "UNCORRECTED: correction=none, verl's own algorithm.rollout_correction: rollout_is",
         ),
-        (["correction=bypass"], "correction=bypass: proximal (pi_old: bypass)"),
+        pytest.param(["correction=bypass"], "correction=bypass: proximal (pi_old: bypass)", marks=pytest.mark.slow),
         # Nothing of ours is in the loss, whatever is reported beside it.
-        (["offpolicy.shadow=[gsm]"], "UNCORRECTED: correction=none, verl's own loss"),
+        pytest.param(
+            ["offpolicy.shadow=[gsm]"], "UNCORRECTED: correction=none, verl's own loss", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_is_on_is_said_before_anything_else(arguments: list[str], first: str, launch: Launcher) -> None:
@@ -135,9 +138,12 @@ NEVER_A_TRACEBACK = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("argument", "part"), few_when_quick(NEVER_A_TRACEBACK, lambda each: each[0].partition(".")[0])
-)
+def kind(case: tuple[str, str]) -> str:
+    argument, _ = case
+    return "interpolation" if "${" in argument else "ours" if "correction." in argument else "verl's"
+
+
+@pytest.mark.parametrize(("argument", "part"), few_when_quick(NEVER_A_TRACEBACK, kind))
 def test_no_configuration_ends_in_a_traceback(
     argument: str, part: str, launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +189,8 @@ def test_a_check_that_hydra_refuses_leaves_no_folder_behind(
         (["correction=gsm", "~correction.masks.gsm"], "correction=[gsm]: nothing is left"),
     ],
 )
-def test_our_keys_are_answered_by_us(arguments: list[str], part: str, launch: Launcher) -> None:
-    result = launch(*arguments, *NEEDED)
+def test_our_keys_are_answered_by_us(arguments: list[str], part: str, launch: Launcher, folder: Path) -> None:
+    result = launch(*arguments, folder=folder)
     assert isinstance(result.status, str)
     assert part in result.status
     assert result.trained == []
@@ -248,7 +254,7 @@ def test_without_a_correction_verls_own_is_left_alone() -> None:
         assert config.algorithm.rollout_correction.rollout_is == "token"
 
 
-@pytest.mark.parametrize("option", ["resampling", "verl_disabled"])
+@pytest.mark.parametrize("option", few_when_quick(["resampling", "verl_disabled"], lambda each: "one"))
 def test_other_names_of_none(option: str) -> None:
     with application(f"correction={option}", *NEEDED) as config:
         assert prepare(config)[0].is_none

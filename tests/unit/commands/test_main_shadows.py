@@ -13,6 +13,7 @@ from tests.support.launched import REFUSED, Launcher
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 
 
+@pytest.mark.slow
 def test_shadows_are_options_by_name(launch: Launcher) -> None:
     result = launch("correction=tis_token", "offpolicy.shadow=[gsm,opsm]", "offpolicy.shadow_delta=0.2", *NEEDED)
     assert result.status == 0, result.status

@@ -19,6 +19,7 @@ from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.report import main as report
 from tests.support.applications import NEEDED, application
+from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
 
 LAUNCH = (*NEEDED, "actor_rollout_ref.rollout.name=vllm")
@@ -83,7 +84,10 @@ def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(as
     assert found.to_mapping() | {"proximal": "recompute"} == spec.to_mapping()
 
 
-@pytest.mark.parametrize(("directory", "masks"), [("colocate_async-14", {"opsm"}), ("round-2-8", {"icepop"})])
+@pytest.mark.parametrize(
+    ("directory", "masks"),
+    few_when_quick([("colocate_async-14", {"opsm"}), ("round-2-8", {"icepop"})], lambda _: "a mask"),
+)
 def test_what_attribution_advises(directory: str, masks: set[str]) -> None:
     recording = Recording(Path("tests/data/faults/held_out") / directory)
     fixes = [cause.fix for cause in attribute(recording).causes if cause.verdict == "present"]

@@ -149,6 +149,7 @@ def test_a_reader_who_closes_the_pipe_gets_the_page_all_the_same(tmp_path: Path)
     assert page.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_beyond_thirty_corrections_no_table_has_a_column_for_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -202,6 +203,7 @@ def test_steps_without_rows_are_skipped(tmp_path: Path, capsys: pytest.CaptureFi
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_without_a_valid_token_nothing_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nan = np.full(5, np.nan, dtype=np.float32)
@@ -243,6 +245,7 @@ def test_steps(given: str | None, expected: list[int]) -> None:
     assert select_steps([3, 5, 8], given) == expected
 
 
+@pytest.mark.slow
 def test_lines_of_the_picture(directory: Path) -> None:
     """One line of panels for each spec and value of the second key, along the key with most values, in its order."""
     read = Recording(directory)

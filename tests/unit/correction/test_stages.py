@@ -18,6 +18,7 @@ NAN, INF = math.nan, math.inf
 STACK = spec(TIS, gsm=GSM, opsm=opsm(0.1), drift=band(0.5, 2.0, aggregate="product", ratio="ppo"))
 
 
+@pytest.mark.slow
 def test_it_needs_torch_alone() -> None:
     """Importable where verl, Ray and vLLM are not."""
     code = (

@@ -20,7 +20,10 @@ from tests.support.mended import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
 
-EACH_RULE = few_when_quick(CASES, lambda name: (CASES[name][0], CASES[name][1].verdict, CASES[name][1].row))
+EACH_PART = few_when_quick(
+    CASES, lambda name: (CASES[name][0], CASES[name][1].verdict, CASES[name][1].row.partition(".")[0])
+)
+EACH_VERDICT = few_when_quick(CASES, lambda name: (CASES[name][0], CASES[name][1].verdict))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def stops(config: DictConfig) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", EACH_RULE)
+@pytest.mark.parametrize("name", EACH_PART)
 def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     config = changed(bases[module], case.changes)
@@ -79,7 +82,7 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
     assert not case.mends, problems
 
 
-@pytest.mark.parametrize("name", EACH_RULE)
+@pytest.mark.parametrize("name", EACH_VERDICT)
 def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     assert told(diagnosed(module, changed(bases[module], case.fine)), case) == []

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from tests.support.applications import NEEDED, application, changed
+from tests.support.applications import application, changed, without_verl
 from tests.support.corrections import GSM
 from tests.support.mended import with_overrides
 
@@ -25,8 +25,9 @@ ON = {f"{CALIBRATE}.target_kept": 0.98}
 
 
 @pytest.fixture(scope="module")
-def base() -> Any:
-    with application("correction=[tis_token,gsm]", "actor_rollout_ref.rollout.name=vllm", *NEEDED) as config:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = without_verl(tmp_path_factory.mktemp("configs"))
+    with application("correction=[tis_token,gsm]", folder=folder) as config:
         yield config
 
 

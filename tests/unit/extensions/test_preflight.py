@@ -11,6 +11,7 @@ from recipe.offpolicy.extensions.registry import KEY, list_registered, load_exte
 from recipe.offpolicy.preflight import old_log_prob
 from recipe.offpolicy.preflight.examination import Preflight, examine
 from tests.support.applications import NEEDED, application
+from tests.support.examples import few_when_quick
 from tests.support.nudge import Nudge
 
 ON = (f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=0.5", f"{KEY}.two=tests.support.nudge:Nudge", "+two.tilt=1")
@@ -42,7 +43,7 @@ def test_sections_that_hold_keys_are_on_in_the_order_of_the_table() -> None:
     assert (one.section, one.settings["bonus"], two.section, two.settings["tilt"]) == ("one", 0.5, "two", 1)
 
 
-@pytest.mark.parametrize("correction", ["none", "tis_token"])
+@pytest.mark.parametrize("correction", few_when_quick(["tis_token", "none"], lambda _: "a correction"))
 def test_the_headline_names_what_is_on(correction: str) -> None:
     found = examined(f"correction={correction}", *ON)
     assert keys(found) == []
@@ -62,12 +63,24 @@ def test_what_configure_sets_is_set_and_said() -> None:
     ("overrides", "key", "said"),
     [
         ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"],
+            f"{KEY}.one",
+            "no such class",
+            marks=pytest.mark.slow,
+        ),
         ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+        pytest.param([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off", marks=pytest.mark.slow),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys", marks=pytest.mark.slow
+        ),
         ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
+        pytest.param(
+            [f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"],
+            "one.tilt",
+            "nothing is shaped",
+            marks=pytest.mark.slow,  # as of the doctor's row below
+        ),
         ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
         (
             [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
@@ -101,6 +114,7 @@ def test_the_doctor_has_a_row_for_each() -> None:
     assert found.status == 1
 
 
+@pytest.mark.slow
 def test_the_watchdog_takes_limits_of_their_phases() -> None:
     limit = "+offpolicy.watchdog.phase_timeouts.one=60"
     assert keys(examined(*ON, limit)) == []

@@ -20,9 +20,12 @@ KEY = "offpolicy.alarms.ess"
 TAKEN = f"{KEY}.action=fallback"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return without_verl(tmp_path)
+pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_verl(tmp_path_factory.mktemp("configs"))
 
 
 def resolved(folder: Path, *overrides: str) -> DictConfig:

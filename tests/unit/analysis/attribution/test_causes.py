@@ -11,6 +11,7 @@ import pytest
 from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes, find_causes_in_rows, temperature
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows, concatenate
+from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows
 from tests.support.simulated_policies import Engine, Size, at_temperature, noisy, simulated, stale, top_k, top_p
 
@@ -44,7 +45,7 @@ def test_healthy_engines() -> None:
     assert all(cause.sentence and not cause.fix for cause in causes)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("temperature", few_when_quick([0.7, 1.3], lambda _: "other than 1"))
 def test_temperature_is_estimated(temperature: float) -> None:
     """log mu = z / T - log Z: within a context its slope on log pi_old is 1 / T."""
     causes = find_causes(simulated(at_temperature(temperature)))
@@ -55,6 +56,7 @@ def test_temperature_is_estimated(temperature: float) -> None:
     assert "rollout.temperature as the engine samples" in of(causes, "temperature").fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampled_at", "fix"),
     [
@@ -79,14 +81,16 @@ def test_truncated_sampling_is_a_constant_of_each_context() -> None:
     assert 0.02 < of(causes, "truncated sampling").evidence["missing"] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [8, 1])
-@pytest.mark.parametrize("deviation", [1.0, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("deviation", few_when_quick([3.0, 1.0, 2.0, 5.0], lambda _: "nats"))
 def test_noise_cuts_nothing_off(deviation: float, group: int) -> None:
     """Of mu's samples few have a large pi_old / mu: their mean falls short of 1, and pi_old lies above mu too."""
     causes = find_causes(simulated(noisy(deviation), size=Size(group=group, prompts=128 // group)))
     assert not present(causes) & {"truncated sampling", "extra vocabulary"}
 
 
+@pytest.mark.slow
 def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
     cut = of(find_causes(simulated(noisy(3.0))), "truncated sampling")
     assert cut.evidence["missing_low"] > 0.002
@@ -94,12 +98,14 @@ def test_noise_of_three_nats_is_told_from_what_is_cut_off() -> None:
     assert "cutting off mass cannot do" in cut.sentence
 
 
+@pytest.mark.slow
 def test_truncated_sampling_amid_noise() -> None:
     """Noise of 0.3 nats does not hide a tenth of the mass."""
     cut, rough = top_p(0.9), noisy(0.3)
     assert "truncated sampling" in present(find_causes(simulated(lambda logits, step: cut(rough(logits, step), step))))
 
 
+@pytest.mark.slow
 def test_extra_vocabulary_cuts_no_real_token() -> None:
     """One id of logit 2 among logits of deviation 1 to 4."""
     causes = find_causes(simulated(extra=2.0))
@@ -107,6 +113,7 @@ def test_extra_vocabulary_cuts_no_real_token() -> None:
     assert of(causes, "extra vocabulary").evidence["exhausted"] < 0.01
 
 
+@pytest.mark.slow
 def test_where_rows_cannot_tell_the_card_does() -> None:
     """Sixteen tokens of 48: no group of 8 rows samples them all."""
     rows = simulated(top_k(16))
@@ -199,7 +206,7 @@ def test_stale_rows_by_their_versions() -> None:
     assert present(causes) == {"stale weights"}
 
 
-@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("turn", few_when_quick([1, 0], lambda _: "one of two"))
 def test_retokenisation_is_turn_local(turn: int) -> None:
     """The log-probs noted in one turn are of another distribution."""
     size = Size(turns=2, tokens=3, prompts=16)
@@ -239,7 +246,7 @@ def test_nothing_to_judge_by() -> None:
     assert "proximal" in bypassed[0].sentence
 
 
-@pytest.mark.parametrize("engine", [at_temperature(0.7), top_p(0.9), noisy(0.15)])
+@pytest.mark.parametrize("engine", few_when_quick([top_p(0.9), at_temperature(0.7), noisy(0.15)], lambda _: "a fault"))
 def test_the_order_of_rows_does_not_matter(engine: Engine) -> None:
     rows = simulated(engine, size=Size(steps=2))
     order = np.random.default_rng(0).permutation(len(rows))

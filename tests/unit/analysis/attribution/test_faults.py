@@ -55,6 +55,7 @@ def test_a_report_says_it_above_its_proposals_and_speaks_of_no_staleness_of_zero
     assert "taleness 0%" not in page
 
 
+@pytest.mark.slow
 def test_older_weights_that_no_version_tells_of_are_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
     found = attributed(Recording(STALE))
     rows = [row[0] for row in build_shares_table(found.whole).rows]

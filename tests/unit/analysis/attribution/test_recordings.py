@@ -39,6 +39,7 @@ def test_every_cause_is_in_both_parts_and_so_is_none() -> None:
         assert set().union(*injected) == set(NAMES)
 
 
+@pytest.mark.slow
 def test_held_out_runs_were_never_used_for_tuning() -> None:
     """Other seeds of the data, and no row in common: verl draws a uid for each prompt of each run."""
     seeds: dict[Part, set[int]] = {"tuning": set(), "held_out": set()}
@@ -65,12 +66,14 @@ def test_small_enough_to_be_kept() -> None:
     assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) < 2_000_000
 
 
+@pytest.mark.slow
 def test_all_tuning_cases_are_right(results: dict[Part, list[Judged]]) -> None:
     assert {one.case.name: set(one.found) for one in results["tuning"]} == {
         one.case.name: set(one.case.causes) for one in results["tuning"]
     }
 
 
+@pytest.mark.slow
 def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, list[Judged]]) -> None:
     whole = scores(results["held_out"])["all"]
     assert {one.case.name: set(one.found) for one in results["held_out"]} == {
@@ -80,6 +83,7 @@ def test_precision_and_recall_on_cases_not_used_for_tuning(results: dict[Part, l
     assert whole.right == 14
 
 
+@pytest.mark.slow
 def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None:
     """Not verdicts alone: temperatures to the second digit, and no more mass missing than top-p leaves out."""
     found = {one.case.name: {c.name: c for c in one.causes} for one in results["held_out"]}
@@ -89,6 +93,7 @@ def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None
     assert 0 < found["top_p-0.7"]["truncated sampling"].evidence["missing"] < 0.3
 
 
+@pytest.mark.slow
 def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]) -> None:
     """Where prompts come again beside new ones: in one run with the trainer's weights, in others with older ones."""
     found = {

@@ -50,6 +50,7 @@ def verdict(rows: Rows) -> Cause:
     return next(cause for cause in causes if cause.name == "stale weights")
 
 
+@pytest.mark.slow
 def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
     """4 of 16 prompts come again, so that no step as a whole is certain to be staler than another."""
     rows = asked(4, lambda step, prompt: 0.04 * ((step > 1) & (prompt < 4)))

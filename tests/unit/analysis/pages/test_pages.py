@@ -19,7 +19,7 @@ from rich.console import Console
 from recipe.offpolicy.analysis import pages
 from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, plotting
 from recipe.offpolicy.analysis.pages.table import format_cell
-from recipe.offpolicy.analysis.pages.template import STYLE
+from recipe.offpolicy.analysis.pages.template import STYLE, render_template
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -127,6 +127,7 @@ def a_page() -> Page:
     return page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_recorded_text_is_never_markup(tmp_path: Path) -> None:
     assert a_page().write(tmp_path / "deep" / "page.html") == (tmp_path / "deep" / "page.html").stat().st_size
     reader = Reader()
@@ -148,6 +149,7 @@ def test_nothing_comes_from_the_network() -> None:
     assert "prefers-color-scheme: dark" in html
 
 
+@pytest.mark.slow
 def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
     found = re.search(r"data:(image/[\w+]+);base64,([^\"]+)", str(pages.render_figure(drawn(), alt="two lines")))
     assert found is not None
@@ -220,6 +222,11 @@ def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
         plotting.save(drawn(), tmp_path / "a.nonsense")
 
 
+def test_a_template_escapes_what_it_is_given() -> None:
+    assert render_template("paragraph", text="<b> & c") == "<p>&lt;b&gt; &amp; c</p>"
+
+
+@pytest.mark.slow
 def test_equal_figures_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.png", "a.svg"):
         plotting.save(drawn(), tmp_path / name)

@@ -21,7 +21,14 @@ from recipe.offpolicy.analysis.report import report_figures
 from recipe.offpolicy.analysis.report.step_sample import sample_steps, spread_evenly
 from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
-from recipe.offpolicy.analysis.report.verdict import COPIED, answer_liveness, build_answers, describe_trend
+from recipe.offpolicy.analysis.report.verdict import (
+    COPIED,
+    Answer,
+    answer_liveness,
+    build_answers,
+    build_table,
+    describe_trend,
+)
 from recipe.offpolicy.calibrate import main as calibrate
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording
@@ -29,6 +36,7 @@ from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
 from recipe.offpolicy.report import main
 from tests.support.corrections import GSM, TIS
+from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
@@ -153,6 +161,7 @@ def test_hostile_content_stays_text(whole: tuple[str, Tags]) -> None:
     assert "\u202e" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     """run.json may have been written by whoever, and the page is made to be sent."""
@@ -164,6 +173,7 @@ def test_no_secret_of_anothers_recording_is_on_the_page(tmp_path: Path) -> None:
     assert "&#34;max_tokens&#34;: 77" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -> None:
     """Recorded as kept although the mask rejects them: the page says that record and replay disagree."""
@@ -197,6 +207,11 @@ def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
     assert studied is not None
     steps = [int(step) for step in studied[1].split(",")]
     assert (steps[0], steps[-1], len(steps)) == (1, 301, 24)
+
+
+def test_the_verdict_is_a_table_of_questions() -> None:
+    table = build_table((Answer("Is it live?", "yes", "the proof is recorded"),))
+    assert [tuple(row) for row in table.rows] == [("Is it live?", "yes", "the proof is recorded")]
 
 
 def test_what_was_sampled_is_said(tmp_path: Path) -> None:
@@ -293,6 +308,7 @@ def test_mu_that_is_the_trainers_to_the_bit(tmp_path: Path, proximal: str, last:
     assert [line.answer for line in found].count(COPIED) == (2 if copied else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, whole: tuple[str, Tags]) -> None:
     """Rows of one length are a table of one line, and no picture."""
@@ -375,12 +391,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("recorded", "calibrated", "new"),
-    [
-        ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
-        ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
-        (MASKS, {"weight", "masks.gsm"}, {"weight"}),
-        (MASKS | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
-    ],
+    few_when_quick(
+        [
+            ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
+            ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
+            (MASKS, {"weight", "masks.gsm"}, {"weight"}),
+            (MASKS | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
+        ],
+        lambda each: bool(each[2]),
+    ),
 )
 def test_what_was_not_on_is_calibrated_by_default(
     tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]

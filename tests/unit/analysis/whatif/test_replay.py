@@ -25,6 +25,7 @@ from recipe.offpolicy.correction.catalogue import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.acted import acted, recorded, varied_rows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
 
 WIDE = band(0.97, 1.03)
@@ -144,15 +145,21 @@ def test_every_row_is_in_one_block(lengths: list[int], size: int) -> None:
     assert sorted(seen) == list(range(len(lengths)))
 
 
+@pytest.mark.slow
 def test_padding_is_little() -> None:
-    lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 1000)), 1, 8192).astype(int)
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(6, 1, 300)), 1, 8192).astype(int)
     rows = drawn_rows(lengths.tolist())
     places = sum(one.place.numel() for one in iterate_blocks(rows))
     assert places < 1.25 * rows.tokens
-    assert pad_rows(rows, np.arange(1000)).place.numel() > 4 * rows.tokens
+    assert pad_rows(rows, np.arange(300)).place.numel() > 4 * rows.tokens
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "version"])
+@pytest.mark.parametrize(
+    "name",
+    few_when_quick(
+        (name for name in SPECS if name != "version"), lambda name: (SPECS[name].weight is None, SPECS[name].proximal)
+    ),
+)
 def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))
     fidelity = run(path, {}, size=300).fidelity
@@ -161,6 +168,7 @@ def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     assert fidelity.weight_error <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["weight", "rejected_by", "unnamed"])
 def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
     rows, reasons = acted(varied_rows(seed=3), SPECS["tis"])
@@ -187,6 +195,7 @@ def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
         assert fidelity.rejections > 1
 
 
+@pytest.mark.slow
 def test_recorded_may_change_from_step_to_step(tmp_path: Path) -> None:
     recorded(tmp_path, SPECS["tis"], varied_rows(seed=3, step=5))
     recorded(tmp_path, SPECS["sequence"], varied_rows(seed=3, step=6))

@@ -205,6 +205,7 @@ def test_it_runs_by_path_from_anywhere(tmp_path):
     assert "--seed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sabotage", "sentence"),
     [

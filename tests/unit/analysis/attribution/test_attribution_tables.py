@@ -1,0 +1,74 @@
+"""Tables, page and figure of an attribution, on one of a small recording."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recipe.offpolicy.analysis.attribution.attribution import Attribution, attribute_rows
+from recipe.offpolicy.analysis.attribution.attribution_figures import draw_overview
+from recipe.offpolicy.analysis.attribution.attribution_page import add_sections, build_page
+from recipe.offpolicy.analysis.attribution.attribution_tables import (
+    build_causes_table,
+    build_profile_table,
+    build_rows_table,
+    build_tokens_table,
+    build_versions_table,
+    list_fixes,
+)
+from recipe.offpolicy.analysis.attribution.causes.cause import NAMES, Cause
+from recipe.offpolicy.analysis.attribution.profiles import Bucket
+from recipe.offpolicy.analysis.pages.page import Page
+from tests.support.recordings import drawn_rows
+
+
+@pytest.fixture(scope="module")
+def attribution() -> Attribution:
+    return attribute_rows(drawn_rows([3, 4, 5], backend=0.1, drift=0.05), {}, worst=2)
+
+
+def test_causes_with_what_speaks_for_them(attribution: Attribution) -> None:
+    assert [row[0] for row in build_causes_table(attribution).rows] == list(NAMES)
+
+
+def test_only_causes_that_are_present_have_a_fix(attribution: Attribution) -> None:
+    causes = (
+        Cause("temperature", "present", {}, "Of 0.9.", "actor_rollout_ref.rollout.temperature=1"),
+        Cause("numerics", "absent", {}, "None."),
+    )
+    found = list_fixes(replace(attribution, causes=causes))
+    assert found == ["temperature: actor_rollout_ref.rollout.temperature=1"]
+
+
+def test_a_line_for_each_staleness_that_the_rows_have(attribution: Attribution) -> None:
+    (row,) = build_versions_table(attribution).rows
+    assert (row[1], row[2]) == (3, 12)
+
+
+def test_a_line_for_each_bucket_of_a_profile() -> None:
+    table = build_profile_table(
+        "length", [Bucket("1-2", tokens=3, mean=0.1, std=0.2, k3=0.3, share=0.25, drift_std=0.4)]
+    )
+    assert table.title == "by length"
+    assert list(table.rows[0]) == ["1-2", 3, 0.1, 0.2, 0.3, "25.0%", 0.4]
+
+
+def test_the_worst_tokens_and_rows_are_as_many_as_asked_for(attribution: Attribution) -> None:
+    tokens, rows = build_tokens_table(attribution).rows, build_rows_table(attribution).rows
+    assert len(tokens) == len(rows) == 2
+    assert {row[2] for row in rows} <= {3, 4, 5}, "lengths of the rows"
+
+
+def test_a_page_has_the_sections_that_a_report_takes_over(attribution: Attribution) -> None:
+    page, shared = build_page(attribution, "a recording"), Page("Of a report")
+    add_sections(shared, attribution)
+    text = page.render()
+    assert "Where does the mismatch come from?" in text
+    assert ">Causes<" in text
+    assert ">Causes<" in shared.render()
+
+
+@pytest.mark.slow
+def test_one_figure_holds_steps_and_profiles(attribution: Attribution) -> None:
+    assert len(draw_overview(attribution).axes) >= 4

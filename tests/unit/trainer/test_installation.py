@@ -1,0 +1,66 @@
+"""Corrected trainers in verl's places, columns of a batch in TransferQueue, and the logger's own handler."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.trainer import logging_setup
+from recipe.offpolicy.trainer.logging_setup import set_up_logger
+
+
+def test_a_trainer_of_verls_kind_that_is_not_corrected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.trainer import trainer_v0
+
+    done: list[tuple[str, Any]] = []
+    monkeypatch.setattr(trainer_v0, "substitute", lambda build: done.append(("substitute", build)))
+    monkeypatch.setattr(trainer_v0, "before_any", lambda look: done.append(("before_any", look)))
+    trainer_v0.install_trainer()
+    assert done == [("substitute", trainer_v0.build_corrected), ("before_any", trainer_v0.demand_corrected)]
+
+
+@pytest.mark.verl(">=0.9")
+def test_every_mode_gets_its_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.trainer import trainer_v1
+
+    modes: list[str] = []
+    monkeypatch.setattr(trainer_v1, "substitute", lambda mode, build: modes.append(mode))
+    monkeypatch.setattr(trainer_v1, "before_any", lambda look: modes.append(look.__name__))
+    trainer_v1.install_trainers("colocate_async")
+    assert "colocate_async" in modes
+    assert modes[-1] == "demand_corrected"
+
+
+@pytest.mark.verl(">=0.9")
+def test_columns_go_into_the_batch_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.trainer import batch_view_v1
+
+    stored: dict[str, Any] = {}
+    meta = SimpleNamespace(keys=["a", "b"], partition_id="train")
+
+    def put(keys: Any, partition_id: str, fields: Any) -> Any:
+        stored.update(fields.items())
+        return keys, partition_id
+
+    monkeypatch.setattr(batch_view_v1.tq, "kv_batch_put", put)
+    monkeypatch.setattr(
+        batch_view_v1.tq, "kv_batch_get", lambda keys, partition_id, select_fields: [stored[n] for n in select_fields]
+    )
+    assert batch_view_v1.put_columns(meta, rewards=torch.tensor([[1.0], [2.0]])) == (["a", "b"], "train")
+    (found,) = batch_view_v1.read_columns(meta, "rewards")
+    assert found.tolist() == [[1.0], [2.0]]
+
+
+def test_the_logger_gets_a_handler_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = logging.Logger("of the test")
+    monkeypatch.setattr(logging_setup, "logger", fresh)
+    monkeypatch.setattr(logging.getLogger("verl"), "handlers", [])
+    set_up_logger()
+    set_up_logger()
+    assert len(fresh.handlers) == 1

@@ -1,0 +1,146 @@
+"""States of patches, the table of contracts, and how a trainer gets into verl's place; on stand-ins."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import verl_patches
+from verl_patches import __main__ as table_command
+from verl_patches import plugin, trainer_v0, trainer_v1
+from verl_patches.contract import PatchError
+from verl_patches.contract_table import Row
+from verl_patches.cpu import release_patch
+from verl_patches.legacy.algorithms import contracts
+
+HELD = Row("engine_loss", "verl.workers.utils.losses:ppo_loss", ">=0.8", "calls", "ok", broken=False)
+BROKEN = Row("trainer", "verl.trainer:fit", ">=0.9", "calls", "has moved. Fix: install verl 0.9.1.", broken=True)
+
+
+def test_each_group_says_the_state_of_each_patch() -> None:
+    found = verl_patches.status()
+    states = {state for patches in found.values() for state in patches.values()}
+    assert states <= {"in force", "waiting", "not needed", "off"}
+
+
+def test_a_platform_that_nobody_asked_for_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_patches import cpu
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    assert set(cpu.status().values()) == {"off"}
+
+
+@pytest.mark.parametrize("name", ["vllm_weights", "vllm_fused_moe", "engine_device"])
+def test_a_patch_waits_for_the_import_of_its_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = importlib.import_module(f"verl_patches.cpu.{name}")
+    monkeypatch.setattr(sys, "meta_path", [])
+    assert not module.waiting()
+    action = getattr(module, "_add_name", getattr(module, "_register_for_cpu", None))
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(module_name=module.MODULE, action=action)])
+    assert module.waiting()
+
+
+def test_megatron_is_waited_for_while_one_of_its_modules_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_patches.cpu import megatron_device
+
+    monkeypatch.setattr(megatron_device, "is_awaited", lambda name: False)
+    assert not megatron_device.waiting()
+    monkeypatch.setattr(megatron_device, "is_awaited", lambda name: name == megatron_device.MODULES[-1])
+    assert megatron_device.waiting()
+
+
+def test_an_attribute_of_a_release_counts_where_verl_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_patch, "installed_release", lambda name: "0.7.1")
+    assert release_patch.installed_has(lambda release: release.legacy_actors)
+    monkeypatch.setattr(release_patch, "installed_release", lambda name: "0.9.1")
+    assert not release_patch.installed_has(lambda release: release.legacy_actors)
+    monkeypatch.setattr(release_patch, "installed_release", lambda name: None)
+    assert release_patch.installed_has(lambda release: False), "its contract says that verl is missing"
+
+
+def test_functions_of_a_legacy_actor_that_are_wrapped() -> None:
+    assert [contract.name for contract in contracts("dp_actor")] == [
+        "dp_actor.get_policy_loss_fn",
+        "dp_actor.agg_loss",
+        "dp_actor.kl_penalty",
+        "rollout_corr_metrics",
+    ]
+
+
+def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    table_command.show([HELD, BROKEN])
+    printed = capsys.readouterr().out
+    assert "verl.workers.utils.losses:ppo_loss" in printed
+    assert "has moved" in printed
+
+
+@pytest.mark.parametrize(("rows", "status"), [([HELD], 0), ([HELD, BROKEN], 1)])
+def test_a_broken_contract_ends_with_1(
+    rows: list[Row], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table_command, "rows", lambda: rows)
+    monkeypatch.setattr(table_command, "status", dict)
+    assert table_command.main([]) == status
+    assert ("trainer: has moved" in capsys.readouterr().err) is bool(status)
+
+
+def test_a_plugin_installs_what_is_asked_for_and_keeps_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str | None] = []
+    monkeypatch.setattr(plugin, "install", installed.append)
+    monkeypatch.setenv("OFFPOLICY_PATCHES", "cpu,auto")
+    plugin.load()
+    assert installed == ["cpu", None]
+    kept: list[str] = []
+    monkeypatch.setattr(plugin, "record", lambda asked, error: kept.append(f"{asked}: {error}"))
+
+    def refuse(name: str | None) -> None:
+        raise PatchError("the target has moved")
+
+    monkeypatch.setattr(plugin, "install", refuse)
+    with pytest.raises(PatchError):
+        plugin.load()
+    assert kept == ["OFFPOLICY_PATCHES=cpu,auto: the target has moved"]
+
+
+class Trainer:
+    """verl's."""
+
+
+def derived(trainer: type) -> type:
+    return type("Corrected", (trainer,), {})
+
+
+def test_a_trainer_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    home: Any = SimpleNamespace(RayPPOTrainer=Trainer)
+    monkeypatch.setattr(trainer_v0.importlib, "import_module", lambda name: home)
+    trainer_v0.substitute(derived)
+    first = home.RayPPOTrainer
+    assert first.__mro__[1] is Trainer
+    trainer_v0.substitute(derived)
+    assert home.RayPPOTrainer is first
+
+
+@pytest.mark.verl(">=0.9")
+def test_a_trainer_of_a_mode_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    base: Any = pytest.importorskip("verl.trainer.ppo.v1.trainer_base")
+    monkeypatch.setattr(base, "TRAINER_REGISTRY", {"sync": Trainer, "other": Trainer})
+    trainer_v1.substitute("sync", derived)
+    first = base.TRAINER_REGISTRY["sync"]
+    assert first.__mro__[1] is Trainer
+    trainer_v1.substitute("sync", derived)
+    registered = base.TRAINER_REGISTRY
+    assert registered == {"sync": first, "other": Trainer}
+
+
+@pytest.mark.parametrize("module", [trainer_v0, trainer_v1])
+def test_every_trainer_is_looked_at_before_it_is_built(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(module, "before", lambda contract, look: looked.append((contract, look)))
+    module.before_any(print)
+    ((contract, look),) = looked
+    assert look is print
+    assert contract.target.endswith("__init__")
