@@ -65,7 +65,10 @@ SEAMS = (
     ),
     _seam("restored prompts", f"{_TRAINER}._load_checkpoint", "(self)", names=("_restored_tq_prompt_count",)),
     _seam(
-        "sample", f"{_BUFFER}.sample", "(self, global_steps, partition_id, batch_size)", names=("wait_for_sampleable",)
+        "sample",
+        f"{_BUFFER}.sample",
+        "(self, global_steps, partition_id, batch_size)",
+        names=("wait_for_sampleable", "_select_prompt_uids"),
     ),
     _seam(
         "wait_for_sampleable",
@@ -92,6 +95,7 @@ SEAMS = (
         "(self, global_steps, partition_id, batch_size, sampleable_keys)",
         names=("max_off_policy_threshold", "prompt_global_steps"),
     ),
+    _seam("_select_prompt_uids", f"{_BASE}._select_prompt_uids", "(self, partition_id, sampleable_keys, batch_size)"),
     _seam(
         "versions of a row",
         "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class._agent_loop_postprocess",

@@ -1,13 +1,17 @@
 """verl's asynchronous replay buffer under ``offpolicy.staleness``.
 
-Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``ReplayBufferAsync._stale_terminal_keys(self, global_steps,
-partition_id)``, ``._evict_terminal_groups(self, global_steps, partition_id, eviction_reasons)``,
-``.wait_for_sampleable(self, global_steps, partition_id, target_count)``, ``._wait_for_next_poll(self, partition_id,
-last_debug_time)``, and what ``_sync_metadata_from_transfer_queue`` keeps of each prompt.
+Seams in verl 0.9.1, see ``verl_patches.replay_buffer``; of ``ReplayBufferAsync``: ``sample(self, global_steps,
+partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,
+``_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)``, ``_select_prompt_uids(self,
+partition_id, sampleable_keys, batch_size)``, ``_stale_terminal_keys(self, global_steps, partition_id)``,
+``_evict_terminal_groups(self, global_steps, partition_id, eviction_reasons)``, ``_wait_for_next_poll(self,
+partition_id, last_debug_time)``, and what ``_sync_metadata_from_transfer_queue`` keeps of each prompt.
 
-verl hands out finished groups in the order of their issue. With the rate limited, a group is too old only where it
-took longer than that order has time for. verl's own ``wait`` with a threshold of eta + 1 waits for it, and its own
-``drop`` evicts it; ``mask`` and ``refresh`` are of this module and the trainer's.
+verl hands out finished groups in the order of their issue. With the rate limited, a group becomes too old only where
+others are trained in its place while it is being sampled. verl's own ``wait`` does not prevent that: it looks at
+unfinished prompts whose last step has come, and more than a batch of them may have come by then. Here ``wait`` passes
+over an unfinished prompt only if all that are left can still be trained in time. ``drop`` is verl's own, with a
+threshold of eta + 1; ``mask`` and ``refresh`` are of this module and the trainer's.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from .ages import OLDEST_VERSION, AgeLimit
+from .deadlines import keeps_deadlines
 from .staleness_settings import ETA, StalenessSettings
 from .tally import Tally
 
@@ -41,6 +46,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         limit: on the age, under which groups are sampled anew.
         tally: gets what happens here.
         sample_anew: takes prompts with new uids, to issue them again.
+        batch: prompts that a step trains.
         clock: gives seconds.
         kwargs: verl's, without threshold and strategy.
     """
@@ -51,22 +57,46 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         limit: AgeLimit,
         tally: Tally,
         sample_anew: Callable[[TensorDict], None],
+        batch: int,
         clock: Callable[[], float] = time.monotonic,
         **kwargs: Any,
     ) -> None:
-        by_verl = settings.too_old in ("wait", "drop")
-        super().__init__(
-            max_off_policy_threshold=limit.oldest + 1 if by_verl else None,
-            max_off_policy_strategy=settings.too_old if by_verl else "wait",
-            **kwargs,
-        )
+        by_verl = settings.too_old == "drop"
+        threshold = limit.oldest + 1 if by_verl else None
+        super().__init__(max_off_policy_threshold=threshold, max_off_policy_strategy="drop", **kwargs)
         self._settings, self._limit, self._tally = settings, limit, tally
-        self._sample_anew, self._clock = sample_anew, clock
+        self._sample_anew, self._clock, self._batch = sample_anew, clock, batch
+        self._step, self._taken = 0, 0
 
     def count_prompts(self) -> int:
         """Count the prompts of the training partition that wait, run or have finished."""
         self._sync_metadata_from_transfer_queue()
         return len(self.prompt_global_steps[TRAIN])
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        found = super().sample(global_steps, partition_id, batch_size)
+        if partition_id == TRAIN:
+            self._step, self._taken = global_steps, self._count_taken(global_steps) + batch_size
+        return found
+
+    def _count_taken(self, step: int) -> int:
+        return self._taken if step == self._step else 0
+
+    def _has_enough_samples(
+        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
+    ) -> bool:
+        enough: bool = super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys)
+        if not enough or self._settings.too_old != "wait" or partition_id != TRAIN:
+            return enough
+        issued = self.prompt_global_steps[TRAIN]
+        chosen, *_ = self._select_prompt_uids(TRAIN, sampleable_keys, batch_size)
+        running = self.pending_keys[TRAIN] | self.running_keys[TRAIN]
+        if not any(issued[uid] < issued[chosen[-1]] for uid in running):
+            # Nobody is passed over, and no wait would make another choice.
+            return True
+        left = max(self._batch - self._count_taken(global_steps) - batch_size, 0)
+        rest = [issued[uid] for uid in (running | sampleable_keys) - set(chosen)]
+        return keeps_deadlines(rest, step=global_steps, oldest_age=self._limit.oldest, batch=self._batch, left=left)
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> Any:
         begun = self._clock()

@@ -49,12 +49,17 @@ class BoundedTrainer(OffPolicyTrainer):
         self.rate_limit = RateLimit(settings.eta, self.config.data.train_batch_size)
         self.age_limit = AgeLimit(self.rate_limit.oldest_age)
         self.tally = Tally()
+        logger.info(
+            "%s=%s, too_old=%s: prompts are issued by this limit, and rows trained at most %d versions old.",
+            *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
+        )
         v1 = self.config.trainer.v1
         return BoundedReplayBuffer(
             settings,
             self.age_limit,
             self.tally,
             self._sample_anew,
+            self.rate_limit.batch,
             trainer_mode=self.trainer_mode,
             trainer_config=v1.get(self.trainer_mode, {}),
             sampler_kwargs=v1.sampler.sampler_kwargs,

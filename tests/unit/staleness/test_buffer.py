@@ -18,17 +18,14 @@ from recipe.offpolicy.staleness.tally import Tally  # noqa: E402
 def build(too_old: str, **changes: Any) -> BoundedReplayBuffer:
     settings = StalenessSettings.at(2, too_old=too_old)
     given = {"trainer_mode": "separate_async", "trainer_config": {}, "sampler_kwargs": {}} | changes
-    return BoundedReplayBuffer(settings, AgeLimit(2), Tally(), lambda prompts: None, **given)
+    return BoundedReplayBuffer(settings, AgeLimit(2), Tally(), lambda prompts: None, 4, **given)
 
 
-@pytest.mark.parametrize(
-    ("too_old", "threshold", "strategy"),
-    [("wait", 3, "wait"), ("drop", 3, "drop"), ("mask", None, "wait"), ("refresh", None, "wait")],
-)
-def test_verls_own_rules_have_its_own_threshold(too_old: str, threshold: int | None, strategy: str) -> None:
-    """verl counts the versions that a row spans, one more than its age."""
+@pytest.mark.parametrize(("too_old", "threshold"), [("wait", None), ("drop", 3), ("mask", None), ("refresh", None)])
+def test_verl_drops_by_its_own_threshold(too_old: str, threshold: int | None) -> None:
+    """It counts the versions that a row spans, one more than its age."""
     made = build(too_old)
-    assert (made.max_off_policy_threshold, made.max_off_policy_strategy) == (threshold, strategy)
+    assert (made.max_off_policy_threshold, made.max_off_policy_strategy) == (threshold, "drop")
 
 
 def test_only_the_wait_for_training_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
