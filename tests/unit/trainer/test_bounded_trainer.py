@@ -224,6 +224,21 @@ def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(
     assert run.trainer.age_limit.admits(0, 100)
 
 
+@pytest.mark.parametrize(("step", "account", "room"), [(0, 0, 12), (3, 20, 4)])
+def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.trainer import bounded_trainer
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+
+    run = Run(monkeypatch, eta=2)
+    run.trainer.global_steps, run.trainer._restored_tq_prompt_count = step, 8
+    monkeypatch.setattr(SupervisedRun, "_load_checkpoint", lambda trainer: "what verl returns")
+    monkeypatch.setattr(bounded_trainer, "read_staleness", lambda config: {"eta": "2", "account": 20})
+    assert run.trainer._load_checkpoint() == "what verl returns"
+    assert run.trainer.rate_limit.account == account
+    assert run.trainer.rate_limit.room(step + 1) == room
+    assert run.trainer.age_limit.resumed == step
+
+
 def test_the_state_lies_in_the_checkpoint_of_a_run_with_a_limit_alone() -> None:
     from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 
