@@ -100,7 +100,7 @@ SEAMS = (
         "versions of a row",
         "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class._agent_loop_postprocess",
         None,
-        keys=("min_global_steps", "response_len"),
+        keys=("min_global_steps", "max_global_steps", "global_steps", "response_len"),
     ),
 )
 """What ``recipe.offpolicy.staleness.buffer`` and ``recipe.offpolicy.trainer.bounded_trainer`` override or rely on."""

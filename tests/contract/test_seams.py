@@ -107,9 +107,12 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     held = {seam.name for seam in (*trainer_v1.SEAMS, *replay_buffer.SEAMS)}
     issued_by = {"_build_replay_buffer", "_add_async_warmup_batches", "_add_batch_to_generate"}
     issued_by |= {"_submit_batch_to_rollout"}
-    assert overridden(BoundedTrainer, PPOTrainer) == {*issued_by, "step", "_update_actor", "_load_checkpoint"}
+    assert overridden(BoundedTrainer, PPOTrainer) == {
+        *issued_by,
+        *("step", "_compute_old_log_prob", "_update_actor", "_load_checkpoint"),
+    }
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
-    of_buffer |= {"_stale_terminal_keys", "_evict_terminal_groups"}
+    of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
     assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
     assert overridden(BoundedTrainer, PPOTrainer) | of_buffer <= held
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.recording import Recording
-from tests.support.whole_runs import trained
+from tests.support.whole_runs import broken, trained
 
 STEPS, BATCH, ROWS = 5, 16, 8
 ROOT = "offpolicy/staleness"
@@ -55,3 +56,13 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
     rows = Recording(tmp_path / "recording").rows()
     assert set(Counter(rows.uid).values()) == {ROWS}
     assert len(set(rows.uid)) == len(steps) * BATCH
+
+
+def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callable[..., Any]) -> None:
+    """Of version 2 it says that it is 3, which no update has made yet."""
+    run = broken(
+        run_program, "version_ahead:2", SEPARATE, "offpolicy.staleness.eta=2", "trainer.total_training_steps=8"
+    )
+    said = r"StalenessError: row \S+ was found finished in step 3, and says that version 3 .*version 2 .*newest .*eta=2"
+    assert re.search(said, run.log)
+    assert [step["training/global_step"] for step in run.steps] == [1, 2]

@@ -148,5 +148,14 @@ class Run:
             number = int(uid.partition(".")[0].removeprefix("u"))
             length = LONG if self.delay(number, 0) else USUAL
             for session in range(ROWS):
-                row = {"status": "success", "min_global_steps": tag["global_steps"] - 1, "response_len": length}
-                self.queue.tags[f"{uid}_{session}_0"] = row
+                self.queue.tags[f"{uid}_{session}_0"] = {
+                    "status": "success",
+                    "global_steps": tag["global_steps"],
+                    "min_global_steps": tag["global_steps"] - 1,
+                    "max_global_steps": self.newest(uid),
+                    "response_len": length,
+                }
+
+    def newest(self, uid: str) -> int:
+        """The version that the server tells of the last token of a row that finishes now."""
+        return self.step - 1

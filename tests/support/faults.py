@@ -159,6 +159,28 @@ def _in_agent_loop() -> None:
     plain._agent_loop_postprocess = _agent_loop_postprocess
 
 
+VERSIONS = {"version_ahead": 1, "version_behind": -1}
+"""What a rollout server adds to the version that it samples by."""
+
+
+def _in_client() -> None:
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    original = LLMServerClient.generate
+
+    @functools.wraps(original)
+    async def generate(self: Any, request_id: str, **kwargs: Any) -> Any:
+        output = await original(self, request_id, **kwargs)
+        if (version := output.extra_fields.get("global_steps")) is not None and version >= STEP:
+            if not _told:
+                _told.append(NAME)
+                _say(NAME)
+            output.extra_fields["global_steps"] = version + VERSIONS[NAME]
+        return output
+
+    LLMServerClient.generate = generate
+
+
 def _in_checkpoint() -> None:
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
@@ -182,6 +204,8 @@ if NAME in {**BEFORE_SAMPLING, **BEFORE_UPDATE, **AFTER_UPDATE}:
     after_import("verl.trainer.ppo.v1.trainer_base", _in_trainer)
 elif NAME in SPOIL:
     after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
+elif NAME in VERSIONS:
+    after_import("verl.workers.rollout.llm_server", _in_client)
 elif NAME == "hang_in_checkpoint":
     after_import("verl.utils.checkpoint.fsdp_checkpoint_manager", _in_checkpoint)
 elif NAME != "none":

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OLDEST_VERSION = "min_global_steps"
-"""Tag of a row: the version of the weights that sampled its first token."""
+OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
+"""Tags of a row: the versions of the weights that sampled its first token and its last."""
+ISSUED = "global_steps"
+"""Tag of a row and of its prompt: the step in which the prompt was issued."""
 
 
 class StalenessError(RuntimeError):
@@ -50,12 +52,14 @@ class RowTag:
     Attributes:
         key: uid of the prompt, session and number of the output.
         version: of the weights that sampled its first token.
+        issued: step in which its prompt was issued.
         length: response tokens.
         is_padding: it fills up the batch.
     """
 
     key: str
     version: int
+    issued: int
     length: int
     is_padding: bool
 
@@ -79,8 +83,26 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
                 f"let its agent loop hand on the extra_fields of the server's output, or set "
                 f"offpolicy.staleness.eta=null."
             )
-        rows.append(RowTag(key, version, tag["response_len"], bool(tag.get("is_padding", False))))
+        rows.append(RowTag(key, version, tag[ISSUED], tag["response_len"], bool(tag.get("is_padding", False))))
     return rows
+
+
+def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> None:
+    """Check that no finished row names weights that do not exist yet.
+
+    Args:
+        tags: of rows, by key, as they stand before ``step`` has made its weights.
+
+    Raises:
+        StalenessError: a rollout server tells a newer version than it samples by.
+    """
+    for key, tag in tags.items():
+        if (newest := tag.get(NEWEST_VERSION)) is not None and newest > step - 1:
+            raise StalenessError(
+                f"row {key} was found finished in step {step}, and says that version {newest} of the weights sampled "
+                f"it, of which version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server "
+                f"tells another version than it samples by, so that no age can be known."
+            )
 
 
 def find_too_old(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> list[int]:

@@ -3,9 +3,10 @@
 Seams in verl 0.9.1, see ``verl_patches.replay_buffer``; of ``ReplayBufferAsync``: ``sample(self, global_steps,
 partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,
 ``_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)``, ``_select_prompt_uids(self,
-partition_id, sampleable_keys, batch_size)``, ``_stale_terminal_keys(self, global_steps, partition_id)``,
-``_evict_terminal_groups(self, global_steps, partition_id, eviction_reasons)``, ``_wait_for_next_poll(self,
-partition_id, last_debug_time)``, and what ``_sync_metadata_from_transfer_queue`` keeps of each prompt.
+partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self, global_steps, partition_id)``,
+``_stale_terminal_keys(self, global_steps, partition_id)``, ``_evict_terminal_groups(self, global_steps, partition_id,
+eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and what
+``_sync_metadata_from_transfer_queue`` keeps of each prompt.
 
 verl hands out finished groups in the order of their issue. With the rate limited, a group becomes too old only where
 others are trained in its place while it is being sampled. verl's own ``wait`` does not prevent that: it looks at
@@ -25,7 +26,7 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from .ages import OLDEST_VERSION, AgeLimit
+from .ages import OLDEST_VERSION, AgeLimit, check_newest
 from .deadlines import keeps_deadlines
 from .staleness_settings import ETA, StalenessSettings
 from .tally import Tally
@@ -72,6 +73,20 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Count the prompts of the training partition that wait, run or have finished."""
         self._sync_metadata_from_transfer_queue()
         return len(self.prompt_global_steps[TRAIN])
+
+    def check_versions(self, step: int) -> None:
+        """Check the rows that have finished by the end of ``step``, before its weights are handed out.
+
+        Raises:
+            StalenessError: a rollout server tells a newer version than it samples by.
+        """
+        self._sync_metadata_from_transfer_queue()
+        check_newest(self.partitions[TRAIN], step, f"{self._settings.eta:g}")
+
+    def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> Any:
+        if partition_id == TRAIN:
+            check_newest(self.partitions[TRAIN], global_steps, f"{self._settings.eta:g}")
+        return super()._terminal_eviction_reasons(global_steps, partition_id)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
         found = super().sample(global_steps, partition_id, batch_size)

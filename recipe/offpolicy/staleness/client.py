@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..batch.token_versions import CHUNKS, Chunk
+from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -57,6 +57,9 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
             _attempts.reset(token)
         if any(version is None for version, _ in chunks):
             return output
+        if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
+            # Of an attempt that went past Attempts: a run with a limit stops by it.
+            chunks.append((UNKNOWN, lost))
         turns = self._find_row(request_id)
         if chunks:
             turns.append(chunks)

@@ -2,7 +2,8 @@
 
 Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_build_replay_buffer(self)``,
 ``_add_async_warmup_batches(self, num_warmup_batches)``, ``_add_batch_to_generate(self)``,
-``_add_prompts_to_generate(self, num_prompts)`` and ``_submit_batch_to_rollout(self, batch)`` of
+``_add_prompts_to_generate(self, num_prompts)``, ``_submit_batch_to_rollout(self, batch)`` and
+``_compute_old_log_prob(self, batch, metrics)`` of
 ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets.
 Prompts are issued by nothing else: verl's warm-up, batches and replacements all come by ``_submit_batch_to_rollout``.
 """
@@ -21,6 +22,7 @@ from ..fault_tolerance.checkpoints import read_staleness
 from ..proof.rollout_checks import SAMPLED
 from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
 from ..staleness.buffer import BoundedReplayBuffer
+from ..staleness.noted_versions import COLUMNS, check_noted
 from ..staleness.rate_limit import RateLimit, format_eta
 from ..staleness.staleness_settings import ETA, StalenessSettings
 from ..staleness.tally import Tally
@@ -108,8 +110,15 @@ class BoundedTrainer(OffPolicyTrainer):
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.tally.begin()
         batch = super().step(metrics, timing_raw)
+        self.replay_buffer.check_versions(self.global_steps)
         metrics.update(self.tally.metrics(self.staleness.eta))
         return batch
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        # The first time that the trainer sees these rows.
+        rows = read_tags(batch.keys, batch.tags)
+        check_noted(rows, read_columns(batch, *COLUMNS), self.global_steps, self._eta)
+        return super()._compute_old_log_prob(batch, metrics)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         rows = read_tags(batch.keys, batch.tags)

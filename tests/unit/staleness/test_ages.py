@@ -20,7 +20,7 @@ from recipe.offpolicy.staleness.ages import (
 
 
 def rows(*versions: int, padding: int = 0) -> list[RowTag]:
-    return [RowTag(f"u{i}_0_0", v, 3, is_padding=i >= len(versions) - padding) for i, v in enumerate(versions)]
+    return [RowTag(f"u{i}_0_0", v, v + 1, 3, is_padding=i >= len(versions) - padding) for i, v in enumerate(versions)]
 
 
 def test_the_weights_of_a_step_are_those_of_the_step_before() -> None:
@@ -45,10 +45,10 @@ def test_rows_of_before_a_checkpoint_have_the_limit_of_then() -> None:
 
 
 def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
-    tag = {"min_global_steps": 2, "response_len": 7}
+    tag = {"min_global_steps": 2, "global_steps": 3, "response_len": 7}
     assert read_tags(["a_0_0", "b_0_0"], [tag, tag | {"is_padding": True}]) == [
-        RowTag("a_0_0", 2, 7, is_padding=False),
-        RowTag("b_0_0", 2, 7, is_padding=True),
+        RowTag("a_0_0", 2, 3, 7, is_padding=False),
+        RowTag("b_0_0", 2, 3, 7, is_padding=True),
     ]
     with pytest.raises(StalenessError, match=r"row c_0_0 does not say"):
         read_tags(["c_0_0"], [{"response_len": 7}])

@@ -18,7 +18,7 @@ llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     from verl.workers.rollout.replica import TokenOutput
 
-    from recipe.offpolicy.batch.token_versions import CHUNKS
+    from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
     from recipe.offpolicy.staleness import client as ours
 
 Attempt = tuple[int, int | None, str]
@@ -99,6 +99,22 @@ def test_requests_at_the_same_time_are_told_apart(generate: Callable[..., Any]) 
 
 def test_a_server_that_does_not_say_its_version_leaves_the_row_without(generate: Callable[..., Any]) -> None:
     assert CHUNKS not in asyncio.run(generate("a", (2, None, "completed"))).extra_fields
+
+
+def test_tokens_of_an_attempt_that_nobody_noted_are_told_apart(
+    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three attempts goes past ``Attempts``."""
+    noted, calls = ours.Attempts.generate, iter([True, False, True])
+
+    async def drop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await (
+            noted(self, *args, **kwargs) if next(calls) else super(ours.Attempts, self).generate(*args, **kwargs)
+        )
+
+    monkeypatch.setattr(ours.Attempts, "generate", drop)
+    fields = asyncio.run(generate("a", (2, 3, "aborted"), (3, 4, "aborted"), (5, 6, "completed"))).extra_fields
+    assert fields[CHUNKS] == [[(3, 2), (6, 5), (UNKNOWN, 3)]]
 
 
 def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:

@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit
+from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
+from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
 from tests.support.bounded_run import LONG, Run
 from tests.support.examples import at_most
 
@@ -281,7 +283,7 @@ class Update:
             "rollout_log_probs": nested([torch.zeros(2) for _ in versions]),
         }
         keys = [f"u{i}_0_0" for i in range(len(versions))]
-        tags = [{"min_global_steps": version, "response_len": 2} for version in versions]
+        tags = [{"min_global_steps": v, "global_steps": v + 1, "response_len": 2} for v in versions]
         self.batch = SimpleNamespace(keys=keys, tags=tags, partition_id="train", extra_info={})
         queue = SimpleNamespace(
             kv_batch_get=lambda keys, partition_id, select_fields: {name: self.store[name] for name in select_fields},
@@ -368,3 +370,81 @@ def test_a_row_without_a_version_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     update.batch.tags[2]["min_global_steps"] = None
     with pytest.raises(StalenessError, match=r"row u2_0_0 does not say .* agent loop"):
         update.run()
+
+
+# Sabotage --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_tells_the_version_after_its_own_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, eta=2)
+    run.train(2)
+    monkeypatch.setattr(run, "newest", lambda uid: run.step)
+    message = r"row u\d+_0_0 was found finished in step 3, and says that version 3 .* version 2 is the newest .*eta=2"
+    with pytest.raises(StalenessError, match=message):
+        run.train(1)
+
+
+def test_a_lie_about_rows_that_finish_during_the_update_is_found_before_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the next step the version would exist, and the row be one version younger than it is."""
+    run = Run(monkeypatch, eta=1)
+    row = {"status": "success", "global_steps": 1, "min_global_steps": 0, "max_global_steps": 1, "response_len": 5}
+    put = run.queue.tags.update
+    monkeypatch.setattr(OffPolicyTrainer, "step", lambda self, metrics, timing: put({"u7_0_0": row}))
+    with pytest.raises(StalenessError, match="row u7_0_0 was found finished in step 1"):
+        run.trainer.step({}, {})
+    row["max_global_steps"] = 0
+    run.trainer.step({}, {})
+
+
+def of_four_rows(monkeypatch: pytest.MonkeyPatch, last: dict[str, Any], **tag: Any) -> Update:
+    """An update of rows of version 4 and 2 tokens, the last of which notes this and has these tags."""
+    update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
+    update.store["extra_fields"] = [{CHUNKS: [[(4, 2)]]}] * 3 + [last]
+    update.batch.tags[3] |= tag
+    monkeypatch.setattr(OffPolicyTrainer, "_compute_old_log_prob", lambda trainer, batch, metrics: batch)
+    return update
+
+
+@pytest.mark.parametrize("noted", [{CHUNKS: [[(3, 1), (4, 1)]]}, {}])
+def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
+    noted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last prompt was issued in step 5, under version 4. With chunks it is they that count: an attempt that was
+    aborted before its first token may have met a server that had not loaded the weights yet.
+    """
+    update = of_four_rows(monkeypatch, noted, global_steps=5, min_global_steps=3)
+    message = r"row u3_0_0 of step 5 says that version 3 .* issued in step 5, under version 4 .*eta=2"
+    with pytest.raises(StalenessError, match=message):
+        update.trainer._compute_old_log_prob(update.batch, {})
+    update = of_four_rows(monkeypatch, noted, global_steps=4, min_global_steps=3)
+    assert update.trainer._compute_old_log_prob(update.batch, {}) is update.batch
+    empty = of_four_rows(monkeypatch, {CHUNKS: [[(4, 2)]]}, global_steps=5, min_global_steps=3)
+    assert empty.trainer._compute_old_log_prob(empty.batch, {}) is empty.batch
+
+
+def test_a_client_that_drops_a_chunk_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = of_four_rows(monkeypatch, {CHUNKS: [[(4, 1)]]})
+    message = r"row u3_0_0 of step 5 has 2 sampled tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
+    with pytest.raises(StalenessError, match=message):
+        update.trainer._compute_old_log_prob(update.batch, {})
+    update.batch.tags[3]["is_padding"] = True
+    assert update.trainer._compute_old_log_prob(update.batch, {}) is update.batch
+
+
+def test_a_buffer_that_ignores_eta_stops_the_run_at_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands out whatever has finished: one prompt of ten takes 12 steps, and is 2 versions too old when it comes."""
+    from recipe.offpolicy.staleness import buffer
+
+    monkeypatch.setattr(buffer, "keeps_deadlines", lambda *args, **kwargs: True)
+    run = Run(monkeypatch, eta=2, delay=lambda number, times: 4 if number == 1 else 0)
+    run.train(4)
+    run.trainer._add_batch_to_generate()
+    run._settle()
+    meta, _ = run.buffer.sample(run.step, "train", 2)
+    meta.extra_info = {}
+    with pytest.raises(
+        StalenessError, match=r"row u1_0_0 was sampled by version 0 .* in step 5, .*eta=2 admits 2\. 2 of 4"
+    ):
+        run.trainer._update_actor(meta, {})

@@ -1,0 +1,83 @@
+"""Versions that a row's chunks name, held against the step in which its prompt was issued and against its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk
+from ..batch.weight_versions import EXTRA_FIELDS, read_extra_fields
+from .ages import RowTag, StalenessError
+
+COLUMNS = (EXTRA_FIELDS, "response_mask")
+"""Columns that ``check_noted`` reads."""
+
+
+def check_noted(rows: Sequence[RowTag], data: TensorDict, step: int, eta: str) -> None:
+    """Check that each token has a version, and none an older one than was in force when its prompt was issued.
+
+    A prompt that is issued in step s, also one that a checkpoint brought back, is sampled by version s - 1 or newer.
+
+    Args:
+        rows: tags of the rows of ``data``, which holds ``COLUMNS``.
+
+    Raises:
+        StalenessError: a client lost a chunk, or a rollout server tells an older version than it samples by.
+    """
+    runs = list_runs(data["response_mask"])
+    for row, fields, lengths in zip(rows, read_extra_fields(data), runs, strict=True):
+        if row.is_padding:
+            continue
+        turns: Sequence[Sequence[Chunk]] | None = fields.get(CHUNKS)
+        if turns is not None and (lost := count_lost(turns, lengths)):
+            raise StalenessError(
+                f"row {row.key} of step {step} has {sum(lengths)} sampled tokens, and nobody noted which version of "
+                f"the weights sampled {lost} of them (offpolicy.staleness.eta={eta}, chunks "
+                f"{[list(turn) for turn in turns]}): the client of the rollout servers has lost a chunk, or the "
+                f"row's agent loop puts answers to several requests into one turn. Fix: let it ask under one request "
+                f"id, or set offpolicy.staleness.eta=null."
+            )
+        oldest = min([version for turn in turns or () for version, _ in turn], default=row.version)
+        if oldest < row.issued - 1:
+            raise StalenessError(
+                f"row {row.key} of step {step} says that version {oldest} of the weights sampled it, and its prompt "
+                f"was issued in step {row.issued}, under version {row.issued - 1} (offpolicy.staleness.eta={eta}): "
+                f"its rollout server tells another version than it samples by, or has not loaded these weights."
+            )
+
+
+def count_lost(turns: Sequence[Sequence[Chunk]], runs: Sequence[int]) -> int:
+    """Count the tokens of a row that its chunks should name a version of and do not.
+
+    Runs may be shorter than their turns, where verl has cut their end. Fewer turns than runs are those of an agent loop
+    that asks under a new request id each turn, and cannot be laid out; none of them is lost.
+
+    Example:
+        >>> count_lost([[(3, 2), (4, 5)]], [7]), count_lost([[(3, 2)]], [7]), count_lost([[(3, 2)]], [2, 5])
+        (0, 5, 0)
+    """
+    unknown = sum(tokens for turn in turns for version, tokens in turn if version == UNKNOWN)
+    if unknown or len(turns) != len(runs):
+        return unknown
+    named = (sum(tokens for _, tokens in turn) for turn in turns)
+    return sum(max(run - tokens, 0) for run, tokens in zip(runs, named, strict=True))
+
+
+def list_runs(response_mask: Tensor) -> list[list[int]]:
+    """List the lengths of the runs of each row's mask, (B, T) or nested by row.
+
+    Example:
+        >>> list_runs(torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]))
+        [[2, 1], []]
+    """
+    rows = response_mask.unbind()
+    # A 0 behind each row parts its last run from the next row's first.
+    flat = torch.cat([torch.cat([row.bool(), row.new_zeros(1, dtype=torch.bool)]) for row in rows])
+    before = torch.cat([flat.new_zeros(1), flat[:-1]])
+    starts, ends = (flat & ~before).nonzero()[:, 0], (before & ~flat).nonzero()[:, 0]
+    bounds = torch.tensor([len(row) + 1 for row in rows]).cumsum(0)
+    counts = torch.bincount(torch.searchsorted(bounds, starts, right=True), minlength=len(rows)).tolist()
+    return [part.tolist() for part in (ends - starts).split(counts)]
