@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -66,3 +68,31 @@ def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callabl
     said = r"StalenessError: row \S+ was found finished in step 3, and says that version 3 .*version 2 .*newest .*eta=2"
     assert re.search(said, run.log)
     assert [step["training/global_step"] for step in run.steps] == [1, 2]
+
+
+def test_eta_is_moved_to_where_the_sample_size_or_the_wait_is_met(run_program: Callable[..., Any]) -> None:
+    """From 0, within 20 steps; each row is held against the eta in force when its prompt was issued."""
+    target = 0.9
+    steps = trained(
+        run_program,
+        SEPARATE,
+        "correction=decoupled_ppo",
+        "offpolicy.staleness.eta=0",
+        f"offpolicy.staleness.adapt.ess={target}",
+        "offpolicy.staleness.adapt.every=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.total_training_steps=20",
+    )
+    etas = [step[f"{ROOT}/eta"] for step in steps]
+    for number, step in enumerate(steps, 1):
+        print(
+            number,
+            *(f"{name}={step[f'{ROOT}/{name}']:g}" for name in ("eta", "max", "issued", "waited_share")),
+            f"ess={step['offpolicy/weight/ess']:.4f}",
+        )
+    assert etas[0] == 0
+    assert max(etas) >= 1
+    assert max(abs(after - before) for before, after in pairwise(etas)) <= 1
+    assert all(step[f"{ROOT}/max"] <= max(etas) for step in steps)
+    ess, waited = (mean(step[key] for step in steps[-4:]) for key in ("offpolicy/weight/ess", f"{ROOT}/waited_share"))
+    assert waited < 0.05 or abs(ess - target) <= 0.05

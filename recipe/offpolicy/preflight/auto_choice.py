@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import Problem
 from ..correction.problem import CheckError, set_to
-from ..staleness.staleness_settings import ETA
+from ..staleness.staleness_settings import CEILING, ETA
 from .auto_setup import REPLAYING, Setup
 
 ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
@@ -106,7 +106,7 @@ def _choose_rate_limit(setup: Setup) -> Selection:
         return Selection(
             (),
             (f"setup.mode=async: staleness is bounded, by {ETA}.",),
-            (Requirement(ETA, ETA_MATHS, f"{why}.", at_most=True),),
+            tuple(Requirement(key, ETA_MATHS, f"{why}.", at_most=True) for key in (ETA, *([CEILING] * setup.adaptive))),
             (f"{ETA} up to {ETA_CODE} for code, {ETA_MATHS} for maths.",),
         )
     why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import SpecError
-from ..staleness.staleness_settings import ETA
+from ..staleness.staleness_settings import ETA, TARGET
 from .model_config import find_experts
 
 Engine = Literal["same", "different"]
@@ -38,6 +38,7 @@ class Setup:
         strategy: verl's name of the training backend, which decides whether routes can be replayed.
         objective: verl's name of the base loss; GSPO takes the place of routing replay.
         bounded: ``offpolicy.staleness.eta`` limits staleness.
+        adaptive: it moves, up to a ceiling.
     """
 
     engine: Engine
@@ -48,6 +49,7 @@ class Setup:
     strategy: str
     objective: str = "vanilla"
     bounded: bool = False
+    adaptive: bool = False
 
 
 def read_setup(config: DictConfig) -> Setup:
@@ -78,7 +80,9 @@ def read_setup(config: DictConfig) -> Setup:
     strategy = OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"
     objective = OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") or "vanilla"
     bounded = OmegaConf.select(config, ETA) is not None
-    return Setup(**values, strategy=str(strategy), objective=str(objective), bounded=bounded)
+    adaptive = bounded and OmegaConf.select(config, TARGET) is not None
+    strategy, objective = str(strategy), str(objective)
+    return Setup(**values, strategy=strategy, objective=objective, bounded=bounded, adaptive=adaptive)
 
 
 def refuse_setup(config: DictConfig) -> None:

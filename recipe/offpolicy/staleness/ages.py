@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
+
+from .rate_limit import format_eta
 
 OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
 """Tags of a row: the versions of the weights that sampled its first token and its last."""
@@ -17,32 +20,61 @@ class StalenessError(RuntimeError):
     """A row is older than ``offpolicy.staleness.eta`` admits, or nobody knows how old it is."""
 
 
-@dataclass
 class AgeLimit:
-    """The greatest age at which a row is trained.
+    """The greatest age at which a row is trained: eta of the step in which its prompt was issued, rounded up.
 
-    Attributes:
-        oldest: versions.
-        resumed: step of the checkpoint that the run began with.
-        restored: versions, of rows that this checkpoint brought back; infinite where it does not tell.
+    Args:
+        eta: of the run's first step.
     """
 
-    oldest: int
-    resumed: int = 0
-    restored: float = 0
+    def __init__(self, eta: Fraction) -> None:
+        self._changes = [(0, eta)]
+        self._resumed, self._restored = 0, 0.0
 
-    def admits(self, version: int, step: int) -> bool:
+    @property
+    def eta(self) -> Fraction:
+        """In force."""
+        return self._changes[-1][1]
+
+    @property
+    def oldest(self) -> int:
+        """Versions, for prompts that are issued now."""
+        return math.ceil(self.eta)
+
+    def change(self, step: int, eta: Fraction) -> None:
+        """Put another eta in force from ``step`` on."""
+        self._changes.append((step, eta))
+
+    def get_eta(self, issued: int) -> Fraction:
+        """Return eta of the step in which a prompt was issued."""
+        return next(eta for step, eta in reversed(self._changes) if step <= issued)
+
+    def get_oldest(self, issued: int) -> float:
+        """Return the greatest age of rows whose prompts were issued in this step."""
+        oldest = math.ceil(self.get_eta(issued))
+        return oldest if issued > self._resumed else max(oldest, self._restored)
+
+    def admits(self, version: int, issued: int, step: int) -> bool:
         """Return True if a row that ``version`` sampled is not too old in ``step``, which begins with step - 1."""
-        return compute_age(version, step) <= self.get_oldest(version)
+        return compute_age(version, step) <= self.get_oldest(issued)
 
-    def get_oldest(self, version: int) -> float:
-        """Return the greatest age of rows that ``version`` sampled."""
-        return self.oldest if version >= self.resumed else max(self.oldest, self.restored)
+    def state(self) -> list[list[Any]]:
+        """Return the steps from which on eta was changed, and to what, in plain values for a checkpoint."""
+        return [[step, str(eta)] for step, eta in self._changes]
 
-    def restore(self, step: int, eta: str | None) -> None:
-        """Begin after ``step`` steps of a run whose eta was this; None where that is not known."""
-        self.resumed = step
-        self.restored = math.inf if eta is None else math.ceil(float(eta))
+    def restore(self, step: int, eta: str | None, changes: Sequence[Sequence[Any]] = ()) -> None:
+        """Begin after ``step`` steps of a run.
+
+        Args:
+            eta: of that run; None where that is not known.
+            changes: its ``state``, where eta moved.
+        """
+        now = self.eta
+        if changes:
+            self._changes = [*((int(since), Fraction(each)) for since, each in changes), (step + 1, now)]
+            return
+        self._resumed = step
+        self._restored = math.inf if eta is None else math.ceil(float(eta))
 
 
 @dataclass(frozen=True)
@@ -51,7 +83,7 @@ class RowTag:
 
     Attributes:
         key: uid of the prompt, session and number of the output.
-        version: of the weights that sampled its first token.
+        version, newest: of the weights that sampled its first token and its last.
         issued: step in which its prompt was issued.
         length: response tokens.
         is_padding: it fills up the batch.
@@ -59,6 +91,7 @@ class RowTag:
 
     key: str
     version: int
+    newest: int
     issued: int
     length: int
     is_padding: bool
@@ -83,7 +116,10 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
                 f"let its agent loop hand on the extra_fields of the server's output, or set "
                 f"offpolicy.staleness.eta=null."
             )
-        rows.append(RowTag(key, version, tag[ISSUED], tag["response_len"], bool(tag.get("is_padding", False))))
+        newest, padding = tag.get(NEWEST_VERSION), bool(tag.get("is_padding", False))
+        rows.append(
+            RowTag(key, version, version if newest is None else newest, tag[ISSUED], tag["response_len"], padding)
+        )
     return rows
 
 
@@ -107,10 +143,10 @@ def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> 
 
 def find_too_old(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> list[int]:
     """Find the places of rows that are too old in ``step``."""
-    return [i for i, row in enumerate(rows) if not (row.is_padding or limit.admits(row.version, step))]
+    return [i for i, row in enumerate(rows) if not (row.is_padding or limit.admits(row.version, row.issued, step))]
 
 
-def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit, eta: str) -> None:
+def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
     """Check that no row is too old.
 
     Raises:
@@ -121,8 +157,9 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit, eta: str) -> 
     worst = min((rows[i] for i in found), key=lambda row: row.version)
     raise StalenessError(
         f"row {worst.key} was sampled by version {worst.version} of the weights and would be trained in step {step}, "
-        f"by version {step - 1}: {compute_age(worst.version, step)} versions old, and offpolicy.staleness.eta={eta} "
-        f"admits {limit.get_oldest(worst.version):g}. {len(found)} of {len(rows)} rows are too old: something issues "
+        f"by version {step - 1}: {compute_age(worst.version, step)} versions old, and offpolicy.staleness.eta="
+        f"{format_eta(limit.get_eta(worst.issued))}, in force when its prompt was issued in step {worst.issued}, "
+        f"admits {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} rows are too old: something issues "
         f"prompts, or hands out rows, past the limit."
     )
 

@@ -26,8 +26,9 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from .ages import OLDEST_VERSION, AgeLimit, check_newest
+from .ages import ISSUED, OLDEST_VERSION, AgeLimit, check_newest
 from .deadlines import keeps_deadlines
+from .rate_limit import format_eta
 from .staleness_settings import ETA, StalenessSettings
 from .tally import Tally
 
@@ -81,11 +82,15 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             StalenessError: a rollout server tells a newer version than it samples by.
         """
         self._sync_metadata_from_transfer_queue()
-        check_newest(self.partitions[TRAIN], step, f"{self._settings.eta:g}")
+        check_newest(self.partitions[TRAIN], step, self._eta)
+
+    @property
+    def _eta(self) -> str:
+        return format_eta(self._limit.eta)
 
     def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> Any:
         if partition_id == TRAIN:
-            check_newest(self.partitions[TRAIN], global_steps, f"{self._settings.eta:g}")
+            check_newest(self.partitions[TRAIN], global_steps, self._eta)
         return super()._terminal_eviction_reasons(global_steps, partition_id)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
@@ -110,8 +115,9 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             # Nobody is passed over, and no wait would make another choice.
             return True
         left = max(self._batch - self._count_taken(global_steps) - batch_size, 0)
-        rest = [issued[uid] for uid in (running | sampleable_keys) - set(chosen)]
-        return keeps_deadlines(rest, step=global_steps, oldest_age=self._limit.oldest, batch=self._batch, left=left)
+        rest = sorted(issued[uid] for uid in (running | sampleable_keys) - set(chosen))
+        due = (each + self._limit.get_oldest(each) for each in rest)
+        return keeps_deadlines(due, step=global_steps, batch=self._batch, left=left)
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> Any:
         begun = self._clock()
@@ -129,9 +135,9 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             issued = self.prompt_global_steps[partition_id]
             oldest = min(running, key=lambda uid: issued[uid])
             logger.warning(
-                "the trainer waits while %d prompts are sampled; the oldest, %s, was issued in step %d (%s=%g, "
+                "the trainer waits while %d prompts are sampled; the oldest, %s, was issued in step %d (%s=%s, "
                 "too_old=%s).",
-                *(len(running), oldest, issued[oldest], ETA, self._settings.eta, self._settings.too_old),
+                *(len(running), oldest, issued[oldest], ETA, self._eta, self._settings.too_old),
             )
         return said
 
@@ -143,7 +149,8 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         too_old = {
             key.split("_")[0]
             for key, tag in self.partitions[partition_id].items()
-            if (version := tag.get(OLDEST_VERSION)) is not None and not self._limit.admits(version, global_steps)
+            if (version := tag.get(OLDEST_VERSION)) is not None
+            and not self._limit.admits(version, tag[ISSUED], global_steps)
         }
         finished = too_old & self.finished_keys[partition_id]
         return {uid for uid in finished if count_refreshes(uid) < self._settings.refresh_limit}

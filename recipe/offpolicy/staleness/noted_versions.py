@@ -13,34 +13,44 @@ from ..batch.weight_versions import EXTRA_FIELDS, read_extra_fields
 from .ages import RowTag, StalenessError
 
 COLUMNS = (EXTRA_FIELDS, "response_mask")
-"""Columns that ``check_noted`` reads."""
+"""Columns that turns and runs are read from."""
 
 
-def check_noted(rows: Sequence[RowTag], data: TensorDict, step: int, eta: str) -> None:
+Turns = Sequence[Sequence[Chunk]]
+"""Of one row: the chunks of each request."""
+
+
+def list_turns(data: TensorDict) -> list[Turns | None]:
+    """List the turns of each row; None for a row that notes none."""
+    return [fields.get(CHUNKS) for fields in read_extra_fields(data)]
+
+
+def check_noted(
+    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]], step: int, eta: str
+) -> None:
     """Check that each token has a version, and none an older one than was in force when its prompt was issued.
 
     A prompt that is issued in step s, also one that a checkpoint brought back, is sampled by version s - 1 or newer.
 
     Args:
-        rows: tags of the rows of ``data``, which holds ``COLUMNS``.
+        turns: of each row.
+        runs: lengths of the runs of each row's response mask.
 
     Raises:
         StalenessError: a client lost a chunk, or a rollout server tells an older version than it samples by.
     """
-    runs = list_runs(data["response_mask"])
-    for row, fields, lengths in zip(rows, read_extra_fields(data), runs, strict=True):
+    for row, noted, lengths in zip(rows, turns, runs, strict=True):
         if row.is_padding:
             continue
-        turns: Sequence[Sequence[Chunk]] | None = fields.get(CHUNKS)
-        if turns is not None and (lost := count_lost(turns, lengths)):
+        if noted is not None and (lost := count_lost(noted, lengths)):
             raise StalenessError(
                 f"row {row.key} of step {step} has {sum(lengths)} sampled tokens, and nobody noted which version of "
                 f"the weights sampled {lost} of them (offpolicy.staleness.eta={eta}, chunks "
-                f"{[list(turn) for turn in turns]}): the client of the rollout servers has lost a chunk, or the "
+                f"{[list(turn) for turn in noted]}): the client of the rollout servers has lost a chunk, or the "
                 f"row's agent loop puts answers to several requests into one turn. Fix: let it ask under one request "
                 f"id, or set offpolicy.staleness.eta=null."
             )
-        oldest = min([version for turn in turns or () for version, _ in turn], default=row.version)
+        oldest = min([version for turn in noted or () for version, _ in turn], default=row.version)
         if oldest < row.issued - 1:
             raise StalenessError(
                 f"row {row.key} of step {step} says that version {oldest} of the weights sampled it, and its prompt "
@@ -49,7 +59,17 @@ def check_noted(rows: Sequence[RowTag], data: TensorDict, step: int, eta: str) -
             )
 
 
-def count_lost(turns: Sequence[Sequence[Chunk]], runs: Sequence[int]) -> int:
+def count_versions(turns: Turns) -> int:
+    """Count the versions that sampled a row.
+
+    Example:
+        >>> count_versions([[(3, 2), (4, 5)], [(4, 1), (6, 1)]])
+        3
+    """
+    return len({version for turn in turns for version, _ in turn})
+
+
+def count_lost(turns: Turns, runs: Sequence[int]) -> int:
     """Count the tokens of a row that its chunks should name a version of and do not.
 
     Runs may be shorter than their turns, where verl has cut their end. Fewer turns than runs are those of an agent loop

@@ -34,11 +34,6 @@ class RateLimit:
         self.batch = batch
         self.account = 0
 
-    @property
-    def oldest_age(self) -> int:
-        """The age, in versions, that a row can reach."""
-        return math.ceil(self.eta)
-
     def room(self, step: int) -> int:
         """Compute how many prompts may be issued in ``step``, from 1; below 0 where fewer were admitted before."""
         return math.floor((step + self.eta) * self.batch) - self.account

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,9 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import Problem
 from ..correction.problem import format_value, remove, set_to
+from .controller import AdaptSettings
 
 SECTION = "offpolicy.staleness"
-ETA = f"{SECTION}.eta"
+ETA, ADAPT = f"{SECTION}.eta", f"{SECTION}.adapt"
+TARGET, CEILING = f"{ADAPT}.ess", f"{ADAPT}.ceiling"
 TooOld = Literal["wait", "mask", "refresh", "drop"]
 
 
@@ -23,19 +25,24 @@ class StalenessSettings:
     """Settings of a run whose staleness is bounded.
 
     Attributes:
-        eta: batches by which sampling may run ahead of training.
+        eta: batches by which sampling may run ahead of training; to begin with, where ``adapt`` moves it.
         too_old: what becomes of prompts that take longer.
         refresh_limit: times that a prompt is sampled anew.
+        adapt: how eta moves; None where it is fixed.
     """
 
     eta: float
     too_old: TooOld
     refresh_limit: int
+    adapt: AdaptSettings | None = None
 
     @classmethod
     def at(cls, eta: float, **changes: Any) -> StalenessSettings:
         """Build the shipped settings with this eta and these changes."""
-        return cls(**{**read_shipped_defaults("staleness"), **changes, "eta": eta})
+        shipped = read_shipped_defaults("staleness")
+        adapt = {**shipped["adapt"], **changes.pop("adapt", {})}
+        settings = None if adapt["ess"] is None else AdaptSettings(**adapt)
+        return cls(**{**shipped, **changes, "eta": eta, "adapt": settings})
 
     @classmethod
     def from_config(cls, config: DictConfig) -> StalenessSettings | None:
@@ -59,17 +66,28 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     if not isinstance(values, Mapping):
         yield _problem(SECTION, values, "not the keys of a limit.", f"Set {ETA}=2, or remove this override.")
         return
-    malformed = False
-    for name, value in values.items():
-        key = f"{SECTION}.{name}"
-        if name not in known:
-            fix = f"Known under {SECTION}: {', '.join(known)}."
-            yield _problem(key, value, "unknown key.", fix, *remove(key, value))
-        elif not _WANTED[name][0](value):
-            malformed = True
-            yield _problem(key, value, f"expected {_WANTED[name][1]}.", "", set_to(key, known[name]))
-    if not malformed:
+    adapt = values.get("adapt", {})
+    malformed = list(_find_malformed(SECTION, values, known, _WANTED))
+    if isinstance(adapt, Mapping):
+        malformed += _find_malformed(ADAPT, adapt, known["adapt"], _WANTED_TO_ADAPT)
+    yield from malformed
+    if not any(problem.reason.startswith(_EXPECTED) for problem in malformed):
         yield from _find_unread({**known, **values}, known)
+        yield from _find_unmeant({**known["adapt"], **adapt}, known["adapt"], {**known, **values})
+
+
+def _find_malformed(
+    section: str, values: Mapping[str, Any], known: Mapping[str, Any], wanted: Mapping[str, Wanted]
+) -> Iterator[Problem]:
+    """Find unknown keys, and values that are none of their key's."""
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        if name not in known:
+            fix = f"Known under {section}: {', '.join(known)}."
+            yield _problem(key, value, "unknown key.", fix, *remove(key, value))
+        elif not wanted[name][0](value):
+            back = remove(key, value) if isinstance(known[name], Mapping) else (set_to(key, known[name]),)
+            yield _problem(key, value, f"{_EXPECTED} {wanted[name][1]}.", "", *back)
 
 
 def _find_unread(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Problem]:
@@ -79,7 +97,7 @@ def _find_unread(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterato
     back = set_to(key, known["too_old"])
     if eta is None and too_old != known["too_old"]:
         yield _problem(key, too_old, f"read with {ETA} alone.", f"Set {ETA}=2 for example, or {back}.", back)
-    elif eta == 0 and too_old in ("drop", "refresh"):
+    elif eta == 0 and too_old in ("drop", "refresh") and values["adapt"].get("ess") is None:
         reason = "every prompt of a step is waited for, so that none becomes too old."
         yield _problem(key, too_old, reason, f"Set {back}.", back, beside={ETA: eta})
     limit, key = values["refresh_limit"], f"{SECTION}.refresh_limit"
@@ -89,6 +107,32 @@ def _find_unread(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterato
         yield _problem(
             key, limit, "read with too_old=refresh alone.", fix, back, beside={f"{SECTION}.too_old": too_old}
         )
+
+
+def _find_unmeant(adapt: Mapping[str, Any], known: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find keys of ``adapt`` that nothing reads or that contradict each other."""
+    target, floor, ceiling, eta = adapt["ess"], adapt["floor"], adapt["ceiling"], values["eta"]
+    off = set_to(TARGET, None)
+    if target is None:
+        for name in (name for name, value in adapt.items() if value != known[name]):
+            key = f"{ADAPT}.{name}"
+            back = set_to(key, known[name])
+            yield _problem(key, adapt[name], f"read with {TARGET} alone.", f"Set {TARGET}=0.9, or {back}.", back)
+    elif eta is None:
+        reason = f"it moves {ETA}, which is null and leaves staleness to verl's own keys."
+        yield _problem(TARGET, target, reason, f"Set {ETA}={floor:g}, or {off}.", off, beside={ETA: eta})
+    elif floor > ceiling:
+        key = f"{ADAPT}.floor"
+        back = set_to(key, ceiling)
+        yield _problem(key, floor, "above the ceiling.", f"Set {back}.", back, beside={CEILING: ceiling})
+    elif not floor <= eta <= ceiling:
+        back = set_to(ETA, min(max(eta, floor), ceiling))
+        reason = f"it begins outside of floor and ceiling, {floor:g} and {ceiling:g}."
+        yield _problem(ETA, eta, reason, f"Set {back}.", back, beside={TARGET: target})
+    elif values["too_old"] == "drop":
+        key, back = f"{SECTION}.too_old", set_to(f"{SECTION}.too_old", "wait")
+        reason = "verl drops by one threshold for all prompts, and eta moves."
+        yield _problem(key, "drop", reason, f"Set {back}, or {off}.", back, beside={TARGET: target})
 
 
 def _problem(
@@ -103,17 +147,37 @@ def _section(config: DictConfig) -> Any:
 
 
 def _is_eta(value: object) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return value is None or (_is_number(value) and value >= 0)  # type: ignore[operator]
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-_WANTED: Mapping[str, tuple[Any, str]] = {
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+Wanted = tuple[Callable[[Any], bool], str]
+"""Takes a value, and returns True if it is one; and what is wanted, in words."""
+_EXPECTED = "expected"
+_BATCHES: Wanted = (lambda value: _is_number(value) and value >= 0, "a number of batches, 0 or more")
+_STEPS: Wanted = (_is_count, "a number, 1 or more")
+_WANTED: Mapping[str, Wanted] = {
     "eta": (_is_eta, "a number of batches, 0 or more, or null for verl's own keys"),
     "too_old": (lambda value: value in get_args(TooOld), f"one of {format_value(list(get_args(TooOld)))}"),
     "refresh_limit": (_is_count, "a number of times, 1 or more"),
+    "adapt": (lambda value: isinstance(value, Mapping), "its keys"),
+}
+_WANTED_TO_ADAPT: Mapping[str, Wanted] = {
+    "ess": (
+        lambda value: value is None or (_is_number(value) and 0 < value <= 1),
+        "a share above 0 and up to 1, or null for an eta that is fixed",
+    ),
+    "trainer_wait": (lambda value: _is_number(value) and 0 <= value < 1, "a share of a step, 0 or more and below 1"),
+    "floor": _BATCHES,
+    "ceiling": _BATCHES,
+    "every": _STEPS,
+    "patience": _STEPS,
+    "step": (lambda value: _is_number(value) and value > 0, "a number of batches above 0"),
 }

@@ -11,20 +11,25 @@ Prompts are issued by nothing else: verl's warm-up, batches and replacements all
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from ..correction.denominator import assign_mini_batches
-from ..fault_tolerance.checkpoints import read_staleness
+from ..fault_tolerance.checkpoints import find_changes, read_staleness
 from ..proof.rollout_checks import SAMPLED
 from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
 from ..staleness.buffer import BoundedReplayBuffer
-from ..staleness.noted_versions import COLUMNS, check_noted
+from ..staleness.controller import EtaController
+from ..staleness.noted_versions import COLUMNS, check_noted, count_versions, list_runs, list_turns
 from ..staleness.rate_limit import RateLimit, format_eta
-from ..staleness.staleness_settings import ETA, StalenessSettings
+from ..staleness.staleness_settings import ADAPT, ETA, StalenessSettings
 from ..staleness.tally import Tally
 from .batch_view_v1 import put_columns, read_columns
 from .trainer_v1 import OffPolicyTrainer, zero_rows
@@ -35,6 +40,10 @@ _MASKS = ("response_mask", "loss_mask")
 """Columns that say which tokens the loss has: verl's losses read the first, its engines count by the second."""
 _SEEN = "offpolicy/staleness/max"
 """Age of the oldest row in the loss, from the workers."""
+_MEAN = "offpolicy/staleness/mean"
+_TOKENS = tuple(f"offpolicy/staleness/{age}/token_count" for age in ("is0", "is1", "is2", "ge3"))
+_ESS = "offpolicy/weight/ess"
+"""Effective sample size of the weights as applied, over all updates of the step."""
 
 
 class BoundedTrainer(OffPolicyTrainer):
@@ -43,13 +52,18 @@ class BoundedTrainer(OffPolicyTrainer):
     replay_buffer: BoundedReplayBuffer
     trainer_mode: str
     _restored_tq_prompt_count: int
+    parameter_sync_step: int
+    clock = staticmethod(time.monotonic)
+    _updates_made: int = 0
+    """By the running step."""
 
     def _build_replay_buffer(self) -> BoundedReplayBuffer:
         settings = StalenessSettings.from_config(self.config)
         assert settings is not None, f"{ETA}=null has verl's own trainer"
         self.staleness = settings
         self.rate_limit = RateLimit(settings.eta, self.config.data.train_batch_size)
-        self.age_limit = AgeLimit(self.rate_limit.oldest_age)
+        self.age_limit = AgeLimit(self.rate_limit.eta)
+        self.controller = None if settings.adapt is None else EtaController(settings.adapt, self.rate_limit.eta)
         self.tally = Tally()
         logger.info(
             "%s=%s, too_old=%s: prompts are issued by this limit, and rows trained at most %d versions old.",
@@ -109,29 +123,60 @@ class BoundedTrainer(OffPolicyTrainer):
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.tally.begin()
+        self._updates_made = 0
+        begun = self.clock()
         batch = super().step(metrics, timing_raw)
         self.replay_buffer.check_versions(self.global_steps)
-        metrics.update(self.tally.metrics(self.staleness.eta))
+        waited = self.tally.waited / max(self.clock() - begun, self.tally.waited, 1e-9)
+        metrics.update(self.tally.metrics(float(self.rate_limit.eta), waited))
+        if self.controller is not None and (why := self.controller.observe(metrics.get(_ESS, math.nan), waited)):
+            now = format_eta(self.controller.eta)
+            logger.info("%s: %s -> %s from the next step on: %s.", ETA, self._eta, now, why)
+            self._change_eta(self.global_steps + 1, self.controller.eta)
         return batch
+
+    def _change_eta(self, step: int, eta: Fraction) -> None:
+        """Put another eta in force from ``step`` on."""
+        self.rate_limit.eta = eta
+        self.age_limit.change(step, eta)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         # The first time that the trainer sees these rows.
-        rows = read_tags(batch.keys, batch.tags)
-        check_noted(rows, read_columns(batch, *COLUMNS), self.global_steps, self._eta)
+        self._check_noted(batch)
         return super()._compute_old_log_prob(batch, metrics)
 
-    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _check_noted(self, batch: Any) -> None:
+        """Check what the servers and the client say of versions."""
+        rows, data = read_tags(batch.keys, batch.tags), read_columns(batch, *COLUMNS)
+        turns = list_turns(data)
+        check_noted(rows, turns, list_runs(data["response_mask"]), self.global_steps, self._eta)
+        noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
+        self.tally.spans.add(map(count_versions, noted))
+
+    def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
+        """Check that no row that enters the loss is too old; return all rows, the places of others, and these."""
         rows = read_tags(batch.keys, batch.tags)
         too_old = find_too_old(rows, self.global_steps, self.age_limit) if self.staleness.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
-        check_ages(kept, self.global_steps, self.age_limit, self._eta)
-        self.tally.add_rows([row.length for row in kept], [rows[i].length for i in too_old])
+        check_ages(kept, self.global_steps, self.age_limit)
+        self.tally.add_rows(kept, [rows[i] for i in too_old], self.global_steps)
+        return rows, too_old, kept
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        rows, too_old, kept = self._check_ages(batch)
         if too_old:
             batch, left = self._update_without(too_old, rows, batch, metrics)
             kept += left
         else:
             batch = super()._update_actor(batch, metrics)
         check_seen(metrics.get(_SEEN), kept, self.global_steps, self._eta)
+        self.tally.add_ages(
+            metrics.get(_MEAN, math.nan),
+            sum(metrics.get(name, 0.0) for name in _TOKENS),
+            update=self._updates_made,
+            updates=self.parameter_sync_step,
+        )
+        self._updates_made += 1
         return batch
 
     def _update_without(
@@ -158,7 +203,11 @@ class BoundedTrainer(OffPolicyTrainer):
 
     @property
     def staleness_state(self) -> dict[str, Any]:
-        return self.rate_limit.state()
+        state = self.rate_limit.state()
+        if self.controller is not None:
+            state |= {"adapt": asdict(self.controller.settings), "controller": self.controller.state()}
+            state["changes"] = self.age_limit.state()
+        return state
 
     def _load_checkpoint(self) -> Any:
         loaded = super()._load_checkpoint()
@@ -169,7 +218,13 @@ class BoundedTrainer(OffPolicyTrainer):
     def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
         """Go on after ``step`` steps with the prompts that the checkpoint brought back, and what it says of eta."""
         self.rate_limit.restore(step, waiting)
-        self.age_limit.restore(step, before := saved.get("eta"))
+        if self.controller is not None and "adapt" in saved:
+            if changed := find_changes(saved["adapt"], asdict(self.controller.settings), ADAPT):
+                logger.warning("eta begins anew at %s:%s", self._eta, "".join(f"\n  {line}" for line in changed))
+            else:
+                self.controller.restore(saved["controller"])
+                self._change_eta(step + 1, self.controller.eta)
+        self.age_limit.restore(step, before := saved.get("eta"), saved.get("changes", ()))
         if before != self._eta:
             logger.warning(
                 "resuming with %s=%s; the checkpoint was trained with %s. Rows that it brought back may be older.",

@@ -54,6 +54,8 @@ def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
     check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 8}}}), selection.requires)
     with pytest.raises(CheckError, match=r"offpolicy\.staleness\.eta=9: .* Set offpolicy\.staleness\.eta=8"):
         check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 9}}}), selection.requires)
+    moved = select(replace(PLAIN, mode="async", bounded=True, adaptive=True))
+    assert required(moved) == {"offpolicy.staleness.eta": 8, "offpolicy.staleness.adapt.ceiling": 8}
 
 
 @pytest.mark.parametrize("row", ROWS)

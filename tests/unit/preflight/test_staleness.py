@@ -17,8 +17,11 @@ from recipe.offpolicy.preflight.checks.staleness import (
     is_asynchronous,
     is_bounded,
     notes_token_versions,
+    warn_uncorrected,
+    warn_verls_limit,
 )
 from recipe.offpolicy.staleness.staleness_settings import ETA
+from tests.support.corrections import TIS, spec
 from verl_patches.execution_path import LivePath, live_path
 from verl_patches.releases import V1_MODES
 
@@ -102,6 +105,76 @@ def test_what_eta_cannot_govern_is_refused_and_mended(
         name, _, value = override.partition("=")
         OmegaConf.update(made, name, OmegaConf.create(f"value: {value}").value)
     assert problems(made) == []
+
+
+def test_a_target_of_the_weights_needs_a_weight() -> None:
+    made = config(**{"offpolicy.staleness.adapt": {"ess": 0.9}})
+    (problem,) = problems(made)
+    assert (problem.key, problem.verdict) == ("offpolicy.staleness.adapt.ess", "WRONG")
+    assert "the correction has none" in problem.reason
+    assert problem.overrides == ("offpolicy.staleness.adapt.ess=null",)
+    assert list(check_staleness(made, spec(TIS))) == []
+    made.merge_with_dotlist(list(problem.overrides))
+    assert problems(made) == []
+
+
+# verl's own keys ------------------------------------------------------------------------------------------------
+
+WARMUP, THRESHOLD, STRATEGY = (
+    "trainer.v1.separate_async.num_warmup_batches",
+    f"{SAMPLER}.max_off_policy_threshold",
+    f"{SAMPLER}.max_off_policy_strategy",
+)
+
+
+def remarks(made: DictConfig) -> list[Any]:
+    return list(warn_verls_limit(made, CorrectionSpec()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ahead", "threshold", "verdict", "said"),
+    [
+        ("wait", 8, 5, "INERT", "finished groups are trained at age 8, and the threshold admits 4"),
+        ("wait", 4.5, 5, "INERT", "finished groups are trained at age 5, and the threshold admits 4"),
+        # 1 - 5/9, as measured: 224 of the first 608 prompts, of which the first are young.
+        ("drop", 8, 5, "NOTE", "throws away 44% of all rollouts: groups come 8 versions after"),
+        ("drop", 1, 1, "NOTE", "throws away 50% of all rollouts"),
+    ],
+)
+def test_verls_own_limit_that_bounds_nothing_or_discards_is_said_and_mended(
+    strategy: str, ahead: float, threshold: int, verdict: str, said: str
+) -> None:
+    made = config(**{ETA: None, WARMUP: ahead, THRESHOLD: threshold, STRATEGY: strategy})
+    (problem,) = remarks(made)
+    assert (problem.key, problem.value, problem.verdict) == (STRATEGY, strategy, verdict)
+    assert said in problem.reason
+    assert f"or {ETA}={threshold - 1} in the place of all three" in problem.fix
+    assert problem.overrides == (f"{WARMUP}={threshold - 1}",)
+    made.merge_with_dotlist(list(problem.overrides))
+    assert remarks(made) == []
+
+
+def test_without_a_threshold_no_age_is_looked_at() -> None:
+    (problem,) = remarks(config(**{ETA: None, WARMUP: 2, THRESHOLD: None}))
+    assert (problem.key, problem.verdict) == (THRESHOLD, "NOTE")
+    assert "groups are trained 2 versions after their issue" in problem.reason
+    assert remarks(config(**{ETA: 2, THRESHOLD: None})) == []
+    assert remarks(config("sync", **{ETA: None, THRESHOLD: None})) == []
+
+
+@pytest.mark.parametrize("strategy", ["wait", "drop"])
+def test_verls_own_limit_that_holds_is_left_alone(strategy: str) -> None:
+    assert remarks(config(**{ETA: None, WARMUP: 4, THRESHOLD: 5, STRATEGY: strategy})) == []
+    assert remarks(config(**{ETA: None, WARMUP: None, THRESHOLD: 1, STRATEGY: strategy})) == []
+
+
+def test_asynchronous_training_without_a_correction_is_said() -> None:
+    made = config()
+    (problem,) = warn_uncorrected(made, CorrectionSpec())
+    assert (problem.key, problem.value, problem.verdict) == ("trainer.v1.trainer_mode", "separate_async", "NOTE")
+    assert list(warn_uncorrected(made, spec(TIS))) == list(warn_uncorrected(config("sync"), CorrectionSpec())) == []
+    of_verl = config(**{"algorithm.rollout_correction": {"rollout_is": "token"}})
+    assert list(warn_uncorrected(of_verl, CorrectionSpec())) == []
 
 
 @pytest.mark.parametrize("release", ["0.7.1", "0.8.0", "0.9.0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from recipe.offpolicy.staleness.tally import Tally  # noqa: E402
 def build(too_old: str, **changes: Any) -> BoundedReplayBuffer:
     settings = StalenessSettings.at(2, too_old=too_old)
     given = {"trainer_mode": "separate_async", "trainer_config": {}, "sampler_kwargs": {}} | changes
-    return BoundedReplayBuffer(settings, AgeLimit(2), Tally(), lambda prompts: None, 4, **given)
+    return BoundedReplayBuffer(settings, AgeLimit(Fraction(2)), Tally(), lambda prompts: None, 4, **given)
 
 
 @pytest.mark.parametrize(("too_old", "threshold"), [("wait", None), ("drop", 3), ("mask", None), ("refresh", None)])

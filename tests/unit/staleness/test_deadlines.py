@@ -25,4 +25,10 @@ from recipe.offpolicy.staleness.deadlines import keeps_deadlines
     ],
 )
 def test_a_step_trains_four_prompts_and_ages_of_two_are_allowed(issued: list[int], left: int, kept: bool) -> None:
-    assert keeps_deadlines(issued, step=2, oldest_age=2, batch=4, left=left) is kept
+    assert keeps_deadlines([each + 2 for each in sorted(issued)], step=2, batch=4, left=left) is kept
+
+
+def test_prompts_are_handed_out_in_the_order_of_their_issue() -> None:
+    """The first may wait until step 5, and takes the place of one of four that may not."""
+    assert not keeps_deadlines([5, 3, 3, 3, 3], step=2, batch=4, left=0)
+    assert keeps_deadlines([5, 3, 3, 3, 3], step=2, batch=4, left=1)

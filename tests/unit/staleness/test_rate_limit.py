@@ -40,7 +40,6 @@ def test_after_a_fall_nothing_is_issued_until_the_limit_holds_again() -> None:
 def test_fractions_are_exact() -> None:
     assert RateLimit(0.1, 10).room(1) == 11
     assert [RateLimit(0.7, 10).room(step) for step in (1, 3)] == [17, 37]
-    assert [RateLimit(eta, 4).oldest_age for eta in (0, 0.25, 1, 1.5)] == [0, 1, 1, 2]
     assert [format_eta(Fraction(eta)) for eta in ("2", "0.5")] == ["2", "0.5"]
 
 

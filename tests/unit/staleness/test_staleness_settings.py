@@ -8,6 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
+from recipe.offpolicy.staleness.controller import AdaptSettings
 from recipe.offpolicy.staleness.staleness_settings import StalenessSettings, find_problems
 
 
@@ -28,6 +29,11 @@ def test_the_section_is_read() -> None:
     assert [StalenessSettings.at(1, too_old=each).masks for each in ("wait", "mask", "refresh", "drop")] == [
         *(False, True, True, False)
     ]
+    adaptive = config(eta=1, too_old="refresh", adapt={"ess": 0.9, "ceiling": 4})
+    settings = StalenessSettings.from_config(adaptive)
+    assert settings is not None
+    assert settings.adapt == AdaptSettings(ess=0.9, trainer_wait=0.05, floor=0, ceiling=4, every=4, patience=2, step=1)
+    assert list(find_problems(adaptive)) == []
     assert list(find_problems(given)) == list(find_problems(config(eta=0, too_old="mask"))) == []
 
 
@@ -47,6 +53,18 @@ def test_the_section_is_read() -> None:
         ({"eta": 0, "too_old": "refresh"}, "too_old", "none becomes too old"),
         ({"eta": 1, "refresh_limit": 3}, "refresh_limit", "read with too_old=refresh alone"),
         ({"etta": 2}, "etta", "unknown key"),
+        ({"adapt": 2}, "adapt", "expected its keys"),
+        ({"eta": 0, "adapt": {"ess": 0.0}}, "adapt.ess", "expected a share above 0"),
+        ({"eta": 0, "adapt": {"ess": 1.5}}, "adapt.ess", "expected a share above 0"),
+        ({"eta": 0, "adapt": {"ess": 0.9, "every": 0}}, "adapt.every", "1 or more"),
+        ({"eta": 0, "adapt": {"ess": 0.9, "step": 0}}, "adapt.step", "above 0"),
+        ({"eta": 0, "adapt": {"ess": 0.9, "trainer_wait": 1}}, "adapt.trainer_wait", "below 1"),
+        ({"eta": 0, "adapt": {"ess": 0.9, "floors": 1}}, "adapt.floors", "unknown key"),
+        ({"eta": 0, "adapt": {"ceiling": 4}}, "adapt.ceiling", "read with offpolicy.staleness.adapt.ess alone"),
+        ({"adapt": {"ess": 0.9}}, "adapt.ess", "which is null"),
+        ({"eta": 1, "adapt": {"ess": 0.9, "floor": 2, "ceiling": 1}}, "adapt.floor", "above the ceiling"),
+        ({"eta": 9, "adapt": {"ess": 0.9}}, "eta", "begins outside of floor and ceiling, 0 and 8"),
+        ({"eta": 0, "too_old": "drop", "adapt": {"ess": 0.9}}, "too_old", "one threshold for all prompts"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_with_one_that_does(
@@ -58,7 +76,8 @@ def test_a_value_that_means_nothing_is_refused_with_one_that_does(
     assert reason in problem.reason
     (override,) = problem.overrides
     if override.startswith("~"):
-        del made.offpolicy.staleness[key]
+        section, _, name = f"offpolicy.staleness.{key}".rpartition(".")
+        del OmegaConf.select(made, section)[name]
     else:
         made.merge_with_dotlist([override])
     assert list(find_problems(made)) == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit
+from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
 from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
@@ -158,7 +161,7 @@ def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monke
     assert max(age for _, uid, age in run.trained if uid != "u3.2") == 1
     assert run.trainer.tally.refreshed == 2
     assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
-    assert (run.trainer.tally.too_old.total, run.trainer.tally.too_old.rows) == (2 * 2 * LONG, 4)
+    assert (run.trainer.tally.too_old.total, run.trainer.tally.too_old.count) == (2 * 2 * LONG, 4)
 
 
 def test_a_refreshed_prompt_that_is_quick_the_second_time_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +177,7 @@ def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -
     assert not [uid for _, uid, _ in run.trained if rarely(int(uid[1:]))]
     assert max(run.ages()) == 2
     assert run.trainer.tally.lost == 4
-    assert run.trainer.tally.too_old.mean == LONG
+    assert run.trainer.tally.too_old.value == LONG
     assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
 
 
@@ -192,6 +195,122 @@ def test_without_eta_nothing_of_it_is_in_the_trainer(eta: float | None, name: st
     from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
 
     assert choose_mixin(OmegaConf.create({"offpolicy": {"staleness": {"eta": eta}}})).__name__ == name
+
+
+# An eta that moves -----------------------------------------------------------------------------------------------
+
+
+def test_a_falling_eta_issues_nothing_until_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 to 1.5 with batches of 4: half a batch less is issued; from 1.5 to 0 it takes 2 steps. Rows of before are
+    as old as eta was when their prompts were issued.
+    """
+    run = Run(monkeypatch, eta=2)
+    issued, ages = [], []
+    for eta in (2, 1.5, 0, 0, 0, 1):
+        run.trainer._change_eta(run.step, Fraction(str(eta)))
+        run.trainer.tally.begin()
+        run.train(1)
+        issued.append(run.trainer.tally.issued)
+        ages.append([age for step, _, age in run.trained if step == run.step - 1])
+    assert issued == [12, 2, 0, 2, 4, 8]
+    assert ages == [[0] * 4, [1] * 4, [2] * 4, [2, 2, 0, 0], [0] * 4, [0] * 4]
+
+
+@settings(max_examples=at_most(200))
+@given(st.sampled_from(["wait", "mask", "refresh"]), st.integers(0, 2**32 - 1))
+def test_every_schedule_of_an_eta_that_moves_ends_within_the_limit_at_its_issue(too_old: str, seed: int) -> None:
+    chance, steps = random.Random(seed), 10
+    delays = [chance.choice([0, 0, 0, 1, 2, 8]) for _ in range(10)]
+    stride = chance.choice(["0.5", "1", "3"])
+    with pytest.MonkeyPatch.context() as patched:
+        run = Run(
+            patched,
+            updates=chance.choice([1, 2, 4]),
+            delay=lambda number, times: delays[number % 10],
+            eta=2,
+            too_old=too_old,
+        )
+        for _ in range(steps):
+            moved = run.trainer.rate_limit.eta + chance.choice([-1, 0, 0, 1]) * Fraction(stride)
+            run.trainer._change_eta(run.step, max(moved, Fraction(0)))
+            run.train(1)
+            running = sorted(uid for uid, tag in run.queue.tags.items() if tag.get("status") == "running")
+            for uid in running[: chance.choice([0, 0, 1])]:
+                run.fail(uid)
+        limit = run.trainer.age_limit
+    assert len(run.trained) == len({uid for _, uid, _ in run.trained}) == 4 * steps
+    exempt = {"wait": (), "refresh": (".2",), "mask": ("",)}[too_old]
+    # A row's version is that of the step before its issue.
+    assert all(age <= limit.get_oldest(step - age) for step, uid, age in run.trained if not uid.endswith(exempt))
+
+
+def adapted(monkeypatch: pytest.MonkeyPatch, ess: float, waited: float, **keys: Any) -> Run:
+    """A run that moves eta, whose trainer waits so long of each step's 10 seconds and reports this sample size."""
+    run = Run(monkeypatch, adapt=read_shipped_defaults("staleness")["adapt"] | {"ess": 0.9, "every": 2} | keys, eta=0)
+
+    def step(trainer: Any, metrics: dict[str, float], timing: Any) -> None:
+        run.train(1)
+        run.trainer.global_steps -= 1
+        trainer.tally.waited = waited
+        metrics["offpolicy/weight/ess"] = ess
+
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(OffPolicyTrainer, "step", step)
+    monkeypatch.setattr(type(run.trainer), "clock", staticmethod(lambda: next(clock)))
+    return run
+
+
+def take(run: Run, steps: int) -> list[float]:
+    """The eta of each step, as the logger gets it."""
+    etas = []
+    for _ in range(steps):
+        metrics: dict[str, float] = {}
+        run.trainer.step(metrics, {})
+        etas.append(metrics["offpolicy/staleness/eta"])
+        run.trainer.global_steps += 1
+    return etas
+
+
+def test_eta_moves_by_what_the_step_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    run = adapted(monkeypatch, ess=0.95, waited=4.0, ceiling=2)
+    with caplog.at_level(logging.INFO):
+        assert take(run, 8) == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert "offpolicy.staleness.eta: 0 -> 1 from the next step on: an ESS of 0.9500 in 2 step(s)" in caplog.text
+    assert "the trainer waited 40.0%" in caplog.text
+    assert max(run.ages()) == 2
+    assert run.trainer.tally.issued == 4
+    idle = adapted(monkeypatch, ess=0.95, waited=0.4)
+    assert take(idle, 8) == [0] * 8
+
+
+def test_a_resumed_run_goes_on_with_its_eta(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    before = adapted(monkeypatch, ess=0.95, waited=4.0)
+    take(before, 3)
+    saved = json.loads(json.dumps(before.trainer.staleness_state))
+    assert (saved["eta"], saved["account"], saved["changes"]) == ("1", 16, [[0, "0"], [3, "1"]])
+    more = take(before, 2)
+    run = adapted(monkeypatch, ess=0.95, waited=4.0)
+    with caplog.at_level(logging.WARNING):
+        run.trainer._resume(3, 4, saved)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (run.trainer.rate_limit.eta, run.trainer.rate_limit.room(4)) == (1, 4)
+    assert [run.trainer.age_limit.get_oldest(issued) for issued in (2, 3, 4)] == [0, 1, 1]
+    run.trainer.rate_limit.account -= 4  # those of before are not in this queue
+    run.trainer.global_steps = 4
+    assert take(run, 2) == more == [1, 2]
+
+
+def test_a_resumed_run_with_other_keys_says_so_and_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = adapted(monkeypatch, ess=0.95, waited=4.0)
+    take(before, 3)
+    run = adapted(monkeypatch, ess=0.95, waited=4.0, patience=5)
+    run.trainer._resume(3, 4, before.trainer.staleness_state)
+    assert "eta begins anew at 0" in caplog.text
+    assert "offpolicy.staleness.adapt.patience: 2 in the checkpoint, 5 now" in caplog.text
+    assert "resuming with offpolicy.staleness.eta=0; the checkpoint was trained with 1" in caplog.text
+    assert [run.trainer.age_limit.get_oldest(issued) for issued in (2, 3, 4)] == [0, 1, 0]
 
 
 # Resumed runs ---------------------------------------------------------------------------------------------------
@@ -218,12 +337,12 @@ def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(
     run = Run(monkeypatch, eta=0)
     run.trainer._resume(3, 8, {"eta": "2", "account": 20})
     assert "resuming with offpolicy.staleness.eta=0; the checkpoint was trained with 2" in caplog.text
-    assert run.trainer.age_limit.admits(2, 5)
-    assert not run.trainer.age_limit.admits(2, 6)
-    assert not run.trainer.age_limit.admits(3, 5)
+    assert run.trainer.age_limit.admits(2, 3, 5)
+    assert not run.trainer.age_limit.admits(2, 3, 6)
+    assert not run.trainer.age_limit.admits(3, 4, 5)
     run.trainer._resume(3, 8, {})
     assert "trained with verl's own keys" in caplog.text
-    assert run.trainer.age_limit.admits(0, 100)
+    assert run.trainer.age_limit.admits(0, 1, 100)
 
 
 @pytest.mark.parametrize(("step", "account", "room"), [(0, 0, 12), (3, 20, 4)])
@@ -238,7 +357,7 @@ def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, mon
     assert run.trainer._load_checkpoint() == "what verl returns"
     assert run.trainer.rate_limit.account == account
     assert run.trainer.rate_limit.room(step + 1) == room
-    assert run.trainer.age_limit.resumed == step
+    assert run.trainer.age_limit.get_oldest(step) == run.trainer.age_limit.get_oldest(step + 1) == 2
 
 
 def test_the_state_lies_in_the_checkpoint_of_a_run_with_a_limit_alone() -> None:
@@ -273,6 +392,7 @@ class Update:
         from recipe.offpolicy.trainer import batch_view_v1
 
         self.trainer = Run(monkeypatch, **staleness).trainer
+        self.trainer.parameter_sync_step = 1
         self.trainer.global_steps = 5
         ones = [torch.ones(2, dtype=torch.int64) for _ in versions]
         self.store: dict[str, Any] = {
@@ -321,11 +441,41 @@ def test_rows_within_the_limit_are_trained_as_they_are(monkeypatch: pytest.Monke
     assert update.sampled == []
 
 
+def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 5 makes two updates: 8 tokens of mean age 1 in the first, and 8 of mean age 0.5 in the second. With two
+    updates in a version that is (8 * 2 + 8 * (1 + 1)) / 16 updates.
+    """
+    update = Update(monkeypatch, [4, 3, 4, 3], seen=1.0, eta=1)
+    update.batch.tags[1]["max_global_steps"] = 4
+    update.batch.tags[2] |= {"min_global_steps": 0, "max_global_steps": 0, "is_padding": True}
+    update.trainer.parameter_sync_step = 2
+    for mean in (1.0, 0.5):
+        counts = {"offpolicy/staleness/is0/token_count": 3.0, "offpolicy/staleness/is1/token_count": 5.0}
+        metrics = {"offpolicy/staleness/max": 1.0, "offpolicy/staleness/mean": mean, **counts}
+        monkeypatch.setattr(update.trainer.supervision, "metrics", lambda metrics=metrics: metrics)
+        update.run()
+    tally = update.trainer.tally.metrics(1, 0.0)
+    # Rows (4, 4), (3, 4) and (3, 3) of version 4's step, twice.
+    assert tally["offpolicy/staleness/in_flight"] == pytest.approx(1 / 3)
+    assert tally["offpolicy/staleness/in_queue"] == pytest.approx(1 / 3)
+    assert tally["offpolicy/staleness/updates_mean"] == 2.0
+    update.store["extra_fields"] = [
+        {CHUNKS: [[(4, 2)]]},
+        {CHUNKS: [[(3, 1), (4, 1)]]},
+        {CHUNKS: [[(0, 1), (2, 1)]]},
+        {},
+    ]
+    update.batch.tags[2]["global_steps"] = 1
+    monkeypatch.setattr(OffPolicyTrainer, "_compute_old_log_prob", lambda trainer, batch, metrics: batch)
+    update.trainer._compute_old_log_prob(update.batch, {})
+    assert update.trainer.tally.metrics(1, 0.0)["offpolicy/staleness/spans"] == 1.5
+
+
 def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a buffer or a server takes no notice of eta."""
     update = Update(monkeypatch, [4, 2, 4, 1], seen=3.0, eta=1)
     message = (
-        r"row u3_0_0 was sampled by version 1 .* in step 5, by version 4: 3 versions old, .*eta=1 admits 1\. 2 of 4"
+        r"row u3_0_0 was sampled by version 1 .* in step 5, by version 4: 3 versions old, .*eta=1, .* admits 1\. 2 of 4"
     )
     with pytest.raises(StalenessError, match=message):
         update.run()
@@ -342,7 +492,7 @@ def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.Monke
     assert [row.tolist() for name in ("response_mask", "loss_mask") for row in update.store[name].unbind()] == [
         [1, 1]
     ] * 8
-    tally = update.trainer.tally.metrics(1)
+    tally = update.trainer.tally.metrics(1, 0.0)
     assert tally["offpolicy/staleness/masked_token_share"] == 0.25
     assert tally["offpolicy/staleness/length_ratio"] == 1.0
 
@@ -445,6 +595,6 @@ def test_a_buffer_that_ignores_eta_stops_the_run_at_the_update(monkeypatch: pyte
     meta, _ = run.buffer.sample(run.step, "train", 2)
     meta.extra_info = {}
     with pytest.raises(
-        StalenessError, match=r"row u1_0_0 was sampled by version 0 .* in step 5, .*eta=2 admits 2\. 2 of 4"
+        StalenessError, match=r"row u1_0_0 was sampled by version 0 .* in step 5, .*eta=2, .* admits 2\. 2 of 4"
     ):
         run.trainer._update_actor(meta, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import USE_V1, live_path
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, set_to
-from ...staleness.staleness_settings import ETA, StalenessSettings
+from ...correction.problem import Problem, Verdict, format_value, set_to
+from ...staleness.staleness_settings import ETA, TARGET, StalenessSettings
+from ..verl_keys.keys import list_active
 
 ASYNC_MODES = ("separate_async", "colocate_async")
 MODE = "trainer.v1.trainer_mode"
@@ -43,11 +45,17 @@ def is_bounded(config: DictConfig) -> bool:
 
 def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check what eta needs and what it replaces; nothing where it is null."""
-    if not is_bounded(config):
+    settings = StalenessSettings.from_config(config)
+    if settings is None:
         return
     if (uncovered := _find_uncovered(config)) is not None:
         yield uncovered
         return
+    if settings.adapt is not None and spec.weight is None:
+        reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
+        off = set_to(TARGET, None)
+        fix = f"Add a weight, correction=decoupled_ppo for example, or set {off}."
+        yield _problem(TARGET, settings.adapt.ess, reason, fix, off, config)
     mode = config.trainer.v1.trainer_mode
     for name, usual in REPLACED.items():
         key = name if "." in name else f"trainer.v1.{mode}.{name}"
@@ -63,6 +71,61 @@ def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     if OmegaConf.select(config, _SKIP, default=False):
         reason = "verl then replays recorded rollouts by whole batches, past the limit."
         yield _problem(_SKIP, True, reason, "Set it to false.", set_to(_SKIP, False), config)
+
+
+def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of keys of verl's own that do not bound the age of rows, or throw rows away, where eta leaves it to them.
+
+    With W batches of warm-up, and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
+    """
+    if not is_asynchronous(config) or is_bounded(config):
+        return
+    mode = config.trainer.v1.trainer_mode
+    warmup = f"trainer.v1.{mode}.num_warmup_batches"
+    ahead, threshold = OmegaConf.select(config, warmup), OmegaConf.select(config, f"{SAMPLER}.max_off_policy_threshold")
+    strategy = OmegaConf.select(config, f"{SAMPLER}.max_off_policy_strategy")
+    if not isinstance(ahead, int | float):
+        return
+    age = math.ceil(ahead)
+    if threshold is None:
+        key = f"{SAMPLER}.max_off_policy_threshold"
+        reason = (
+            f"no age is looked at: groups are trained {age} versions after their issue, and those that take longer as "
+            f"late as they come."
+        )
+        yield _remark(key, None, reason, f"Set {ETA}={format_value(ahead)} to bound it.", "NOTE", {warmup: ahead})
+        return
+    if age + 1 <= threshold:
+        return
+    beside = {warmup: ahead, f"{SAMPLER}.max_off_policy_threshold": threshold}
+    less = set_to(warmup, threshold - 1)
+    fix = f"Set {less}, or {ETA}={threshold - 1} in the place of all three."
+    key = f"{SAMPLER}.max_off_policy_strategy"
+    if strategy == "wait":
+        reason = (
+            f"it waits for unfinished groups alone: finished groups are trained at age {age}, and the threshold admits "
+            f"{threshold - 1}."
+        )
+        yield _remark(key, strategy, reason, fix, "INERT", beside, less)
+    elif strategy == "drop":
+        share = 1 - threshold / (age + 1)
+        reason = f"by design it throws away {share:.0%} of all rollouts: groups come {age} versions after their issue."
+        yield _remark(key, strategy, reason, fix, "NOTE", beside, less)
+
+
+def warn_uncorrected(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of asynchronous training without a correction."""
+    if is_asynchronous(config) and spec.is_none and not list_active(config):
+        mode = config.trainer.v1.trainer_mode
+        reason = "rows are trained by newer weights than sampled them, and nothing corrects for it."
+        fix = "Launch recipe.offpolicy.main_offpolicy with correction=decoupled_ppo."
+        yield Problem(MODE, mode, reason, fix, "NOTE", ())
+
+
+def _remark(
+    key: str, value: Any, reason: str, fix: str, verdict: Verdict, beside: dict[str, Any], *overrides: str
+) -> Problem:
+    return Problem(key, value, reason, fix, verdict, (), overrides, beside=beside)
 
 
 def _find_uncovered(config: DictConfig) -> Problem | None:
