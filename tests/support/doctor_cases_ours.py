@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.support.corrections import M2PO, TIS, opsm
 from tests.support.doctor_keys import (
     ACTOR,
+    AHEAD,
+    COLOCATED,
     ENGINE,
     K3,
     KL,
@@ -18,6 +20,8 @@ from tests.support.doctor_keys import (
     RECORDED,
     REPLAY,
     ROLLOUT,
+    STRATEGY,
+    THRESHOLD,
     TIS_OF_VERL,
     Case,
 )
@@ -147,6 +151,18 @@ OF_OURS: dict[str, Case] = {
         {"trainer.v1.trainer_mode": "one_step_off"},
         "not covered",
         {"trainer.v1.trainer_mode": "separate_async"},
+    ),
+    "verl's wait, which looks at unfinished groups alone": Case(
+        "INERT", STRATEGY, AHEAD | {STRATEGY: "wait"}, "finished groups are trained at age 8", AHEAD | {THRESHOLD: 9}
+    ),
+    "verl's drop, by design": Case(
+        "NOTE", "", AHEAD, "throws away 44% of all rollouts", AHEAD | {f"{COLOCATED}.num_warmup_batches": 4}
+    ),
+    "no threshold of age": Case(
+        "NOTE", "", AHEAD | {THRESHOLD: None}, "no age is looked at", AHEAD | {THRESHOLD: 9}, mends=False
+    ),
+    "asynchronous and uncorrected": Case(
+        "NOTE", "", AHEAD | NONE, "nothing corrects for it", {"trainer.v1.trainer_mode": "colocate_async"}, mends=False
     ),
     "a wide cap": Case(
         "NOTE", "", {"correction.weight.upper": 25.0}, "own the gradient", {"correction.weight.upper": 5.0}

@@ -39,6 +39,18 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
         {"offpolicy.staleness.eta": -1, "trainer.v1.trainer_mode": "colocate_async"},
         "offpolicy.staleness.eta",
     ),
+    "a target of a limit that there is not": (
+        {"offpolicy.staleness.adapt.ess": 0.9, "trainer.v1.trainer_mode": "colocate_async"},
+        "offpolicy.staleness.adapt.ess",
+    ),
+    "a limit of staleness that begins above its ceiling": (
+        {
+            "offpolicy.staleness.eta": 9,
+            "offpolicy.staleness.adapt.ess": 0.9,
+            "trainer.v1.trainer_mode": "colocate_async",
+        },
+        "offpolicy.staleness.eta",
+    ),
     "a warm-up beside a limit of staleness": (
         {
             "offpolicy.staleness.eta": 2,

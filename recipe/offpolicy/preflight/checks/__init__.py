@@ -78,6 +78,8 @@ REMARKS: tuple[Check, ...] = (
     warnings.warn_level_version,
     warnings.warn_wide_caps,
     warnings.warn_no_staleness,
+    staleness.warn_verls_limit,
+    staleness.warn_uncorrected,
     warnings.warn_unlike_micro_batches,
     warnings.warn_kl_left_out,
     warnings.warn_collapsed_rewards,

@@ -41,9 +41,17 @@ def test_shares_by_hand(run_share: Any) -> None:
         "recorder_seconds": 0.1,
         "statistics_share": 0.02,
         "recorder_share": 0.02,
+        "staleness_seconds": 0.0,
+        "staleness_share": 0.0,
     }
     assert found == pytest.approx(expected)
     assert "50.0 ms in the worker and 50.0 ms in the driver, 2.00 % of a step" in run_share.format_figures(found)
+    assert "limit of staleness" not in run_share.format_figures(found)
+    # Looks at the buffer come as often as the trainer has to wait.
+    calls += [{"name": "staleness.enough", "seconds": seconds} for seconds in (0.05, 0.06, 0.02, 0.2)]
+    limited = run_share.compute_shares(metrics, calls)
+    assert limited == pytest.approx(expected | {"staleness_seconds": 0.11, "staleness_share": 0.003})
+    assert "limit of staleness: 110.0 ms, 0.30 % of a step" in run_share.format_figures(limited)
 
 
 @pytest.mark.slow
