@@ -25,6 +25,16 @@ CALLS = {
     "driver.aligned": "recipe.offpolicy.trainer.supervision:Supervision.aligned",
     "driver.collect": "recipe.offpolicy.trainer.supervision:Supervision.collect",
     "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
+    # With offpolicy.staleness.eta; the looks at TransferQueue that are not verl's own are in them.
+    "staleness.issue": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.count_prompts",
+    "staleness.enough": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._has_enough_samples",
+    "staleness.evict": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._terminal_eviction_reasons",
+    "staleness.newest": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.check_versions",
+    "staleness.noted": "recipe.offpolicy.trainer.bounded_trainer:BoundedTrainer._check_noted",
+    "staleness.ages": "recipe.offpolicy.trainer.bounded_trainer:BoundedTrainer._check_ages",
+    "staleness.metrics": "recipe.offpolicy.staleness.tally:Tally.metrics",
+    "staleness.client": "recipe.offpolicy.staleness.client:VersionedClient._find_row",
+    "staleness.lay_out": "recipe.offpolicy.batch.micro_batch:read_versions",
 }
 _within = threading.local()
 
@@ -56,8 +66,9 @@ def install(folder: Path) -> None:
 
 
 def _replace(name: str, module: str, path: str, file: Path) -> None:
-    owner, attribute = path.split(".")
-    found = getattr(importlib.import_module(module), owner)
+    owner, _, attribute = path.rpartition(".")
+    found: Any = importlib.import_module(module)
+    found = getattr(found, owner) if owner else found
     setattr(found, attribute, note(name, getattr(found, attribute), file))
 
 

@@ -4,7 +4,9 @@
 
 Statistics: wall seconds of the training thread in measuring and fetching them, in the worker, and of the driver in
 taking them in, with the checks that each batch arrived. The recorder: what it says of itself,
-``offpolicy/record/seconds``. Both are over ``timing_s/step``, summed over all steps but the first.
+``offpolicy/record/seconds``. Both are over ``timing_s/step``, summed over all steps but the first. With
+``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the limit of staleness: issue, buffer, checks, laying out of
+chunks and metrics, over all steps.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
     Args:
         metrics: of each step.
         calls: ``name`` and ``seconds`` of each call, in the order of their names' calls; each name comes equally often
-            in every step.
+            in every step, apart from those of the limit of staleness.
     """
     steps = len(metrics)
+    of_limit = sum(call["seconds"] for call in calls if call["name"].startswith("staleness"))
     by_name: dict[str, list[float]] = {}
-    for call in calls:
+    for call in (call for call in calls if not call["name"].startswith("staleness")):
         by_name.setdefault(call["name"], []).append(call["seconds"])
     later = {name: sum(found[len(found) // steps :]) for name, found in by_name.items()}
     of_driver = sum(seconds for name, seconds in later.items() if name.startswith("driver"))
@@ -66,16 +69,23 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
         "recorder_seconds": recorder / (steps - 1),
         "statistics_share": (worker + of_driver) / whole,
         "recorder_share": recorder / whole,
+        "staleness_seconds": of_limit / steps,
+        "staleness_share": of_limit / sum(one["timing_s/step"] for one in metrics),
     }
 
 
 def format_figures(found: Mapping[str, float]) -> str:
     """Format the figures as text."""
+    limit = (
+        f"\nlimit of staleness: {1e3 * found['staleness_seconds']:.1f} ms, {100 * found['staleness_share']:.2f} % of a "
+        f"step, the first included"
+    )
     return (
         f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
         f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
         f"in the driver, {100 * found['statistics_share']:.2f} % of a step\n"
         f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step"
+        f"{limit if found['staleness_seconds'] else ''}"
     )
 
 
