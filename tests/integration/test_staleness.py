@@ -61,13 +61,15 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
 
 
 def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callable[..., Any]) -> None:
-    """Of version 2 it says that it is 3, which no update has made yet."""
+    """From version 2 on it tells the next: in step 3, or with the next rows that finish before a synchronisation."""
     run = broken(
-        run_program, "version_ahead:2", SEPARATE, "offpolicy.staleness.eta=2", "trainer.total_training_steps=8"
+        run_program, "version_ahead:2", SEPARATE, "offpolicy.staleness.eta=2", "trainer.total_training_steps=12"
     )
-    said = r"StalenessError: row \S+ was found finished in step 3, and says that version 3 .*version 2 .*newest .*eta=2"
-    assert re.search(said, run.log)
-    assert [step["training/global_step"] for step in run.steps] == [1, 2]
+    said = r"StalenessError: row \S+ was found finished in step (\d+), and says that version \1 .*newest .*eta=2"
+    found = re.search(said, run.log)
+    assert found, run.log[-3000:]
+    assert 3 <= int(found[1]) <= 8
+    assert [step["training/global_step"] for step in run.steps] == list(range(1, int(found[1])))
 
 
 def test_eta_is_moved_to_where_the_sample_size_or_the_wait_is_met(run_program: Callable[..., Any]) -> None:
@@ -80,7 +82,6 @@ def test_eta_is_moved_to_where_the_sample_size_or_the_wait_is_met(run_program: C
         "offpolicy.staleness.eta=0",
         f"offpolicy.staleness.adapt.ess={target}",
         "offpolicy.staleness.adapt.every=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=20",
     )
     etas = [step[f"{ROOT}/eta"] for step in steps]
