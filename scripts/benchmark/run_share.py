@@ -53,15 +53,17 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
             in every step, apart from those of the limit of staleness.
     """
     steps = len(metrics)
-    of_limit = sum(call["seconds"] for call in calls if call["name"].startswith("staleness"))
+    limit = sorted({call["name"] for call in calls if call["name"].startswith("staleness")})
     by_name: dict[str, list[float]] = {}
-    for call in (call for call in calls if not call["name"].startswith("staleness")):
+    for call in (call for call in calls if call["name"] not in limit):
         by_name.setdefault(call["name"], []).append(call["seconds"])
     later = {name: sum(found[len(found) // steps :]) for name, found in by_name.items()}
     of_driver = sum(seconds for name, seconds in later.items() if name.startswith("driver"))
     worker, recorder = sum(later.values()) - of_driver, sum(one["offpolicy/record/seconds"] for one in metrics[1:])
     whole = sum(one["timing_s/step"] for one in metrics[1:])
+    of_each = {name: sum(call["seconds"] for call in calls if call["name"] == name) / steps for name in limit}
     return {
+        **of_each,
         "steps": steps,
         "step_seconds": whole / (steps - 1),
         "worker_seconds": worker / (steps - 1),
@@ -69,23 +71,28 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
         "recorder_seconds": recorder / (steps - 1),
         "statistics_share": (worker + of_driver) / whole,
         "recorder_share": recorder / whole,
-        "staleness_seconds": of_limit / steps,
-        "staleness_share": of_limit / sum(one["timing_s/step"] for one in metrics),
+        "staleness_seconds": sum(of_each.values()),
+        "staleness_share": steps * sum(of_each.values()) / sum(one["timing_s/step"] for one in metrics),
     }
 
 
 def format_figures(found: Mapping[str, float]) -> str:
     """Format the figures as text."""
+    by_call = ", ".join(
+        f"{name.partition('.')[2]} {1e3 * seconds:.1f}"
+        for name, seconds in found.items()
+        if name.startswith("staleness.")
+    )
     limit = (
         f"\nlimit of staleness: {1e3 * found['staleness_seconds']:.1f} ms, {100 * found['staleness_share']:.2f} % of a "
-        f"step, the first included"
+        f"step, the first included ({by_call})"
     )
     return (
         f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
         f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
         f"in the driver, {100 * found['statistics_share']:.2f} % of a step\n"
         f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step"
-        f"{limit if found['staleness_seconds'] else ''}"
+        f"{limit if by_call else ''}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recipe.offpolicy.doctor.launch import OURS
 from tests.support.doctor_cases_ours import OF_OURS
 from tests.support.doctor_keys import (
+    COLOCATE,
     K1,
     K1_BAND,
     KL,
@@ -28,6 +29,9 @@ OF_VERL: dict[str, Case] = {
         TIS_OF_VERL | {f"{ROLLOUT}.calculate_log_probs": False},
         "verl silently skips its correction",
         TIS_OF_VERL,
+    ),
+    "asynchronous and uncorrected": Case(
+        "NOTE", "", COLOCATE, "nothing corrects for it", COLOCATE | TIS_OF_VERL, mends=False
     ),
     "no threshold": Case(
         "INERT",

@@ -161,9 +161,6 @@ OF_OURS: dict[str, Case] = {
     "no threshold of age": Case(
         "NOTE", "", AHEAD | {THRESHOLD: None}, "no age is looked at", AHEAD | {THRESHOLD: 9}, mends=False
     ),
-    "asynchronous and uncorrected": Case(
-        "NOTE", "", AHEAD | NONE, "nothing corrects for it", {"trainer.v1.trainer_mode": "colocate_async"}, mends=False
-    ),
     "a wide cap": Case(
         "NOTE", "", {"correction.weight.upper": 25.0}, "own the gradient", {"correction.weight.upper": 5.0}
     ),

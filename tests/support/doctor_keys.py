@@ -40,9 +40,10 @@ REJECTING_IN_BYPASS: Changes = {
 KL_CLIP: Changes = KL | {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}}
 COLOCATED, THRESHOLD = "trainer.v1.colocate_async", "trainer.v1.sampler.max_off_policy_threshold"
 STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
+COLOCATE: Changes = {"trainer.v1.trainer_mode": "colocate_async"}
 # verl's asynchronous mode with 8 batches ahead, where rows may span 5 versions.
 AHEAD: Changes = {
-    "trainer.v1.trainer_mode": "colocate_async",
+    **COLOCATE,
     f"{COLOCATED}.num_warmup_batches": 8,
     THRESHOLD: 5,
     STRATEGY: "drop",

@@ -9,11 +9,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk
-from ..batch.weight_versions import EXTRA_FIELDS, read_extra_fields
+from ..batch.weight_versions import read_extra_fields
 from .ages import RowTag, StalenessError
 
-COLUMNS = (EXTRA_FIELDS, "response_mask")
-"""Columns that turns and runs are read from."""
+RESPONSE_MASK = "response_mask"
+"""Column that runs are read from; turns are from ``EXTRA_FIELDS``."""
 
 
 Turns = Sequence[Sequence[Chunk]]
@@ -25,8 +25,20 @@ def list_turns(data: TensorDict) -> list[Turns | None]:
     return [fields.get(CHUNKS) for fields in read_extra_fields(data)]
 
 
+def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
+    """Return True if the response mask is needed to know whether a row has lost a chunk.
+
+    A response has no more sampled tokens than tokens: those of one turn that is as long have a version each.
+    """
+    return any(
+        noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
+        for row, noted in zip(rows, turns, strict=True)
+        if not row.is_padding
+    )
+
+
 def check_noted(
-    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]], step: int, eta: str
+    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]] | None, step: int, eta: str
 ) -> None:
     """Check that each token has a version, and none an older one than was in force when its prompt was issued.
 
@@ -34,17 +46,17 @@ def check_noted(
 
     Args:
         turns: of each row.
-        runs: lengths of the runs of each row's response mask.
+        runs: lengths of the runs of each row's response mask; none where ``need_runs`` says so.
 
     Raises:
         StalenessError: a client lost a chunk, or a rollout server tells an older version than it samples by.
     """
-    for row, noted, lengths in zip(rows, turns, runs, strict=True):
+    for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
         if row.is_padding:
             continue
         if noted is not None and (lost := count_lost(noted, lengths)):
             raise StalenessError(
-                f"row {row.key} of step {step} has {sum(lengths)} sampled tokens, and nobody noted which version of "
+                f"row {row.key} of step {step} has {row.length} tokens, and nobody noted which version of "
                 f"the weights sampled {lost} of them (offpolicy.staleness.eta={eta}, chunks "
                 f"{[list(turn) for turn in noted]}): the client of the rollout servers has lost a chunk, or the "
                 f"row's agent loop puts answers to several requests into one turn. Fix: let it ask under one request "

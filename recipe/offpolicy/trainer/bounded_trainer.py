@@ -21,13 +21,14 @@ from typing import Any
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.denominator import assign_mini_batches
 from ..fault_tolerance.checkpoints import find_changes, read_staleness
 from ..proof.rollout_checks import SAMPLED
 from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
 from ..staleness.buffer import BoundedReplayBuffer
 from ..staleness.controller import EtaController
-from ..staleness.noted_versions import COLUMNS, check_noted, count_versions, list_runs, list_turns
+from ..staleness.noted_versions import RESPONSE_MASK, check_noted, count_versions, list_runs, list_turns, need_runs
 from ..staleness.rate_limit import RateLimit, format_eta
 from ..staleness.staleness_settings import ADAPT, ETA, StalenessSettings
 from ..staleness.tally import Tally
@@ -147,9 +148,9 @@ class BoundedTrainer(OffPolicyTrainer):
 
     def _check_noted(self, batch: Any) -> None:
         """Check what the servers and the client say of versions."""
-        rows, data = read_tags(batch.keys, batch.tags), read_columns(batch, *COLUMNS)
-        turns = list_turns(data)
-        check_noted(rows, turns, list_runs(data["response_mask"]), self.global_steps, self._eta)
+        rows, turns = read_tags(batch.keys, batch.tags), list_turns(read_columns(batch, EXTRA_FIELDS))
+        runs = list_runs(read_columns(batch, RESPONSE_MASK)[RESPONSE_MASK]) if need_runs(rows, turns) else None
+        check_noted(rows, turns, runs, self.global_steps, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
         self.tally.spans.add(map(count_versions, noted))
 

@@ -12,6 +12,7 @@ from recipe.offpolicy.staleness.ages import (
     RowTag,
     StalenessError,
     check_ages,
+    check_newest,
     check_seen,
     compute_age,
     find_too_old,
@@ -72,6 +73,14 @@ def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
     ]
     with pytest.raises(StalenessError, match=r"row c_0_0 does not say"):
         read_tags(["c_0_0"], [{"response_len": 7}])
+
+
+def test_a_row_that_names_weights_of_later_is_found() -> None:
+    check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": None}, "c_0_0": {}}, 5, "2")
+    with pytest.raises(
+        StalenessError, match=r"row b_0_0 .* in step 5, .* version 5 .* version 4 is the newest .*eta=2"
+    ):
+        check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": 5}}, 5, "2")
 
 
 def test_the_oldest_row_is_named() -> None:

@@ -576,7 +576,7 @@ def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
 
 def test_a_client_that_drops_a_chunk_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     update = of_four_rows(monkeypatch, {CHUNKS: [[(4, 1)]]})
-    message = r"row u3_0_0 of step 5 has 2 sampled tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
+    message = r"row u3_0_0 of step 5 has 2 tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
     with pytest.raises(StalenessError, match=message):
         update.trainer._compute_old_log_prob(update.batch, {})
     update.batch.tags[3]["is_padding"] = True
