@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -67,10 +68,12 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         return output
 
     def _find_row(self, request_id: str) -> Turns:
-        # Under full_determinism rows have ids in common.
-        if getattr(self.config.actor_rollout_ref.rollout, "full_determinism", False):
-            return Turns()
-        return _rows.setdefault(request_id, Turns())
+        return Turns() if self._shares_ids else _rows.setdefault(request_id, Turns())
+
+    @cached_property
+    def _shares_ids(self) -> bool:
+        """True if rows have ids in common; a configuration is slow to read."""
+        return bool(getattr(self.config.actor_rollout_ref.rollout, "full_determinism", False))
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
