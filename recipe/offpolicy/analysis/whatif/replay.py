@@ -49,7 +49,7 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
-        SpecError: pi_old was never computed, or the version of the weights by token is not known.
+        SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
     """
     if spec.proximal == "recompute" and recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
@@ -61,6 +61,13 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         raise SpecError(
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
+        )
+    unknown = len(np.unique(rows.row_of_token[rows.response_mask & (rows.token_staleness < 0)]))
+    if spec.age_parts and unknown:
+        key = next(iter(spec.age_parts))
+        raise SpecError(
+            f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
+            f"version sampled them. Replay without it."
         )
 
 
@@ -133,4 +140,5 @@ def _rollout(rows: Block) -> dict[str, Any]:
         "response_mask": rows.mask,
         "segment_ids": rows.turn,
         "versions": rows.version,
+        "staleness": rows.staleness,
     }
