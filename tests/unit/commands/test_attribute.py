@@ -45,6 +45,7 @@ def test_tables(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No cause stands out" in shown
 
 
+@pytest.mark.slow
 def test_what_mends_a_cause_is_whole_in_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return status, output.out, output.err
 
 
+@pytest.mark.slow
 def test_overrides_can_be_pasted(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints composes, and keeps at least the target when it is calibrated again."""
     status, out, _ = run(capsys, recording, "--spec", GSM, "--target-kept", 0.95, "--target-ess", 0.9985)

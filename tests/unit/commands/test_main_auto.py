@@ -23,22 +23,18 @@ STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
 MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upper: 1.01, when: any}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "option", "correction"),
     [
-        pytest.param([], "tis_token", spec(TIS), marks=pytest.mark.slow),
+        ([], "tis_token", spec(TIS)),
         # What the user says beside it wins.
         (
             ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
             "tis_token",
             spec(TIS | {"upper": 3.0}, gsm=GSM),
         ),
-        pytest.param(
-            ["trainer.v1.trainer_mode=colocate_async"],
-            "decoupled_ppo",
-            spec(TIS | {"upper": 5.0}),
-            marks=pytest.mark.slow,
-        ),
+        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
     ],
     ids=["plain", "with overrides", "async"],
 )

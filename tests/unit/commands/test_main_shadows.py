@@ -29,6 +29,7 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
     assert not read_spec(config).masks
 
 
+@pytest.mark.slow
 def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
     """Where pi_old is mu, what looks at their ratio would report that all is well."""
     for name, part in (("gsm", "masks.gsm.ratio=rollout"), ("tis_token", "correction.weight.ratio=rollout")):
@@ -39,6 +40,7 @@ def test_shadows_have_to_fit_the_runs_pi_old(launch: Launcher) -> None:
         assert result.trained == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shadow", "parts"),
     [

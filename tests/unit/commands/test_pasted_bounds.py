@@ -41,6 +41,7 @@ def launched(*overrides: str) -> CorrectionSpec:
     return found.spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "pasted"),
     [

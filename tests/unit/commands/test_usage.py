@@ -70,6 +70,7 @@ def test_help_behind_the_submitted_command_is_the_commands(tmp_path: Path) -> No
     assert "launch_ray.sh [--no-wait]" in helped([*command, "--no-wait"], tmp_path / "cwd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=module)
 def test_a_program_shows_its_usage_and_imports_nothing_that_takes_seconds(path: Path, tmp_path: Path) -> None:
     code = (
@@ -92,6 +93,7 @@ def test_the_trainers_help_names_what_a_first_user_needs(tmp_path: Path) -> None
     assert "actor_rollout_ref" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OF_THE_PROJECT, ids=lambda path: path.stem)
 def test_a_script_in_python_shows_its_usage_and_imports_nothing_that_takes_seconds(path: Path, tmp_path: Path) -> None:
     code = (

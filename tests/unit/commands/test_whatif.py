@@ -47,6 +47,7 @@ def threads() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_tables_picture_and_page(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png, html = tmp_path / "a.png", tmp_path / "deep" / "a.html"
     assert main([str(directory), *GRID, "--spec", "recorded", "--png", str(png), "--html", str(html)]) == 0
@@ -124,6 +125,7 @@ def test_bad_input_is_one_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_page_that_is_too_large_loses_no_table(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -20,9 +20,6 @@ from tests.support.mended import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
 
-EACH_PART = few_when_quick(
-    CASES, lambda name: (CASES[name][0], CASES[name][1].verdict, CASES[name][1].row.partition(".")[0])
-)
 EACH_VERDICT = few_when_quick(CASES, lambda name: (CASES[name][0], CASES[name][1].verdict))
 
 
@@ -59,7 +56,7 @@ def stops(config: DictConfig) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", EACH_PART)
+@pytest.mark.parametrize("name", EACH_VERDICT)
 def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
     config = changed(bases[module], case.changes)
@@ -82,6 +79,7 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
     assert not case.mends, problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH_VERDICT)
 def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> None:
     module, case = CASES[name]
@@ -122,6 +120,7 @@ def test_a_part_that_does_not_read_mu_lives_without_it(bases: dict[str, DictConf
     assert {row.name: row.verdict for row in diagnosis.rows} == {"masks.gsm": "LIVE", "masks.opsm": "WRONG"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "row", "mended"),
     [
@@ -157,6 +156,7 @@ def test_a_pair_in_a_bound_of_ours(bases: dict[str, DictConfig]) -> None:
         assert problem.overrides == overrides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "mended"),
     [

@@ -102,6 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
     changes, expected = REFUSED[name]

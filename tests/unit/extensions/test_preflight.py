@@ -52,6 +52,7 @@ def test_the_headline_names_what_is_on(correction: str) -> None:
     assert found.headline.startswith("UNCORRECTED") == (correction == "none")
 
 
+@pytest.mark.slow
 def test_what_configure_sets_is_set_and_said() -> None:
     with application(f"++{KEY}.one=tests.support.nudge:Nudge", "+one.experiment_name=nudged", *NEEDED) as config:
         found = examine(config, [])
@@ -61,33 +62,28 @@ def test_what_configure_sets_is_set_and_said() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
-    [
-        ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
-        pytest.param(
-            [f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"],
-            f"{KEY}.one",
-            "no such class",
-            marks=pytest.mark.slow,
-        ),
-        ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
-        pytest.param([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off", marks=pytest.mark.slow),
-        pytest.param(
-            [f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys", marks=pytest.mark.slow
-        ),
-        ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
-        pytest.param(
-            [f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"],
-            "one.tilt",
-            "nothing is shaped",
-            marks=pytest.mark.slow,  # as of the doctor's row below
-        ),
-        ([f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"], "two", "one"),
-        (
-            [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
-            "actor_rollout_ref.rollout.calculate_log_probs",
-            "one acts on the loss",
-        ),
-    ],
+    few_when_quick(
+        [
+            ([f"{KEY}.one=nowhere:Nudge", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+            ([f"{KEY}.one=tests.support.nudge:Absent", "+one.tilt=1"], f"{KEY}.one", "no such class"),
+            ([f"{KEY}.one=tests.support.nudge:NudgeWorker", "+one.tilt=1"], f"{KEY}.one", "not a subclass"),
+            ([f"{KEY}.one=tests.support.nudge:Nudge"], f"{KEY}.one", "off"),
+            ([f"{KEY}.one=tests.support.nudge:Nudge", "+one=3"], "one", "holds no keys"),
+            ([f"{KEY}.one=tests.support.nudge:Nudge", "+one.bonus=-1"], "one.bonus", "below 0"),
+            ([f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}"], "one.tilt", "nothing is shaped"),
+            (
+                [f"{KEY}.one={__name__}:Estimating", f"{KEY}.two={__name__}:Estimating", "+one={}", "+two={}"],
+                "two",
+                "one",
+            ),
+            (
+                [*ON, "correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+                "actor_rollout_ref.rollout.calculate_log_probs",
+                "one acts on the loss",
+            ),
+        ],
+        lambda each: each[2] == "no such class",
+    ),
 )
 def test_problems_name_key_reason_and_fix(overrides: list[str], key: str, said: str) -> None:
     (problem,) = [each for each in examined(*overrides).problems if each.key == key]
@@ -95,6 +91,7 @@ def test_problems_name_key_reason_and_fix(overrides: list[str], key: str, said: 
     assert problem.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_reader_of_pi_old_is_a_reason_against_reuse(reads: bool) -> None:
     given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token"]
@@ -107,6 +104,7 @@ def diagnosed(*arguments: str) -> Diagnosis:
     return diagnose(Launch(OURS, (*arguments, *NEEDED)))
 
 
+@pytest.mark.slow
 def test_the_doctor_has_a_row_for_each() -> None:
     found = diagnosed("correction=tis_token", f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}")
     verdicts = {row.name: row.verdict for row in found.rows}

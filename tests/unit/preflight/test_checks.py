@@ -264,6 +264,7 @@ PASSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSED)
 def test_what_passes(name: str, base: DictConfig) -> None:
     assert problems(base, PASSED[name]) == []

@@ -51,6 +51,7 @@ CASES: list[tuple[Any, dict[str, Any], CorrectionSpec, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("check", "changes", "correction", "key"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_what_a_check_names(
     composed: DictConfig, check: Any, changes: dict[str, Any], correction: CorrectionSpec, key: str
@@ -103,6 +104,7 @@ def test_a_shadow_has_to_fit_the_runs_pi_old() -> None:
         check_beside(bypassed, {"tis": spec(TIS)})
 
 
+@pytest.mark.slow
 def test_a_composition_without_some_of_its_overrides() -> None:
     with application("correction=[tis_token,gsm]", *NEEDED) as config:
         without = compose_without(["correction=[tis_token,gsm]"])

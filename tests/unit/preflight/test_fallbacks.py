@@ -70,6 +70,7 @@ def test_resolving_twice_changes_nothing(folder: Path) -> None:
     assert OmegaConf.to_container(config) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -106,6 +107,7 @@ def checked(config: DictConfig) -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.mark.slow
 def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) -> None:
     from recipe.offpolicy.correction.problem import CheckError
     from recipe.offpolicy.preflight.examination import run_checks

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -255,7 +254,7 @@ def test_a_replay_takes_pi_old_as_it_was_recorded() -> None:
     with initialize_composer():
         mapping = compose_correction(["correction=tis_token"])
     assert mapping["proximal"] == "recompute"
-    rows: Any = SimpleNamespace(oldest_version=np.zeros(1), newest_version=np.zeros(1))
+    rows: Any = SimpleNamespace()
     spec = CorrectionSpec.from_mapping(mapping)
     check_replayable(spec, CorrectionSpec.from_mapping({"weight": TIS, "proximal": "reuse"}), rows)
     with pytest.raises(SpecError, match="so that pi_old was not computed"):

@@ -82,6 +82,7 @@ def keys_of(node: Any, path: str = "") -> list[str]:
     return keys
 
 
+@pytest.mark.slow
 def test_no_key_of_verl_resembles_ours() -> None:
     with application(*NEEDED) as config:
         verls = keys_of(OmegaConf.to_container(config))
@@ -140,6 +141,7 @@ def test_a_key_that_is_there_is_not_added() -> None:
     assert stray(argument) == [argument.partition("=")[0]]
 
 
+@pytest.mark.slow
 def test_a_launch_with_a_stray_option_stops() -> None:
     mode = "++actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"
     with application("correction=gsm", "+trainer.mask=icepop", mode, *NEEDED) as config:

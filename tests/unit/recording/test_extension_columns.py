@@ -63,6 +63,7 @@ def test_rows_that_an_extension_was_not_on_for_have_no_value() -> None:
     np.testing.assert_array_equal(both.take([2, 0]).extensions[COLUMN], [np.nan, 5, np.nan, np.nan])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
     """(1 + 2 + 3 + 5) / 4 = 2.75; NaN counts as not there."""

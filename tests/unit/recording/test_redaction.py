@@ -167,6 +167,7 @@ def test_values_of_secret_environment_variables(monkeypatch: pytest.MonkeyPatch)
     assert redact(given) == {"a": f"x {HIDDEN} y", "b": "abc", "c": "/runs/somewhere/else"}
 
 
+@pytest.mark.slow
 def test_nothing_of_verls_own_configuration_is_hidden() -> None:
     with application(*NEEDED) as config:
         values = OmegaConf.to_container(config)

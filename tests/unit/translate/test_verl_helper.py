@@ -248,6 +248,7 @@ def exact_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_of", [swept, plain])
 def test_long_rows_to_the_float64_reference(dtype: torch.dtype, batch_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +281,7 @@ def test_the_mask_is_copied_only_if_something_is_rejected() -> None:
     assert verl_rollout_correction(old, mu, mask, rollout_is="token")[1].tolist() == [[1, 1, 0], [1, 1, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -371,6 +373,7 @@ def test_loops_compile_where_nothing_can_be_written(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_compiled_loops_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What one process compiled is read, not compiled again, by the next: here by a second function of one source."""
     with tempfile.TemporaryDirectory() as folder:

@@ -56,8 +56,9 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
-    unknown = len(np.unique(rows.row_of_token[rows.response_mask & (rows.version < 0)]))
-    if "version" in spec.levels and unknown:
+    if "version" not in spec.levels:
+        return
+    if unknown := len(np.unique(rows.row_of_token[rows.response_mask & (rows.version < 0)])):
         raise SpecError(
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."

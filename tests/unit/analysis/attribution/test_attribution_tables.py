@@ -60,6 +60,7 @@ def test_the_worst_tokens_and_rows_are_as_many_as_asked_for(attribution: Attribu
     assert {row[2] for row in rows} <= {3, 4, 5}, "lengths of the rows"
 
 
+@pytest.mark.slow
 def test_a_page_has_the_sections_that_a_report_takes_over(attribution: Attribution) -> None:
     page, shared = build_page(attribution, "a recording"), Page("Of a report")
     add_sections(shared, attribution)

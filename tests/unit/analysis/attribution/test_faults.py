@@ -30,6 +30,7 @@ ASKED = ("--spec", "correction=[tis_token,gsm]", "--target-kept", "0.98")
 FIRST = "The mismatch has a cause that is to be mended first"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_calibrate_says_it_above_its_proposals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert calibrate([str(STALE), *ASKED, "--html", str(tmp_path / "page.html")]) == 0

@@ -66,6 +66,7 @@ def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
     assert verdict(without_prompts(rows)).verdict == "absent"
 
 
+@pytest.mark.slow
 def test_stale_weights_act_on_new_prompts_as_well() -> None:
     found = verdict(asked(8, lambda step, prompt: 0.1 * (step > 2)))
     assert found.verdict == "present"

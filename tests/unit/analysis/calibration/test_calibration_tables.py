@@ -55,6 +55,7 @@ def test_all_of_it_before_and_after() -> None:
     assert [(row[1], row[2]) for row in rows[:2]] == [(None, 0.9), (None, 0.8)]
 
 
+@pytest.mark.slow
 def test_the_overrides_set_the_bounds_that_were_found(result: CalibrationResult) -> None:
     (proposal,) = result.proposals
     assert proposal.found

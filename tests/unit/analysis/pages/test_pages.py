@@ -162,6 +162,7 @@ def test_a_figure_is_the_smaller_of_svg_and_png() -> None:
     assert plotting.render_image(crowded)[0] == "image/png"  # a path a dot
 
 
+@pytest.mark.slow
 def test_panels_are_pictures_of_their_own() -> None:
     """They stack where a screen is narrow; in a file they stand in rows."""
     drawn_at: list[str] = []

@@ -436,6 +436,7 @@ def test_trend_of_the_mismatch(values: list[float], said: str) -> None:
     assert said in describe_trend(np.array(values), "nats")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

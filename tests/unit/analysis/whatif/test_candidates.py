@@ -105,6 +105,7 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
     assert good.error is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("specs", "grid", "words"),
     [

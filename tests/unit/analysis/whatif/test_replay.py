@@ -64,6 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded(folder, SPECS["tis"], varied_rows(seed=1, step=5), varied_rows(40, seed=2, step=6))
 
 
+@pytest.mark.slow
 def test_blocks_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of like length in blocks of about 500 places, and one padded batch a step."""
     cut = run(directory, size=500)

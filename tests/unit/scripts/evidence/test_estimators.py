@@ -148,6 +148,7 @@ def test_the_limit_of_self_normalisation_is_the_shipped_normalisation():
     assert float(shipped.max()) > 1.6  # 1.5 over a mean below 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregate", "case", "length", "share"),
     [

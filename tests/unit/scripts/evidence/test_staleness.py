@@ -76,6 +76,7 @@ def test_samples_are_eta_steps_old(eta: float, ages: list[int], monkeypatch: pyt
     assert seen == ages
 
 
+@pytest.mark.slow
 def test_arms_are_one_where_nothing_is_stale_and_differ_where_it_is() -> None:
     fresh = {train(Run(arm, 0, 1e-2, 0), steps=3) for arm in ARMS}
     assert len(fresh) == 1
@@ -118,6 +119,7 @@ def test_what_does_not_reproduce_is_said() -> None:
     assert all('1 degraded" reproduces' in each for each in describe_one_step_behind(made(0.6, 0.9), RATES))
 
 
+@pytest.mark.slow
 def test_a_claim_that_does_not_hold_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,6 +192,7 @@ def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: p
     assert snapshot(fork) == copied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "status"), [(["--dry-run"], 0), (["--no-smoke"], 3)])
 def test_a_reader_that_leaves_early(fork: Path, options: list[str], status: int) -> None:
     """As `| head` does, before the first line; a copy says so, for it is not known how far it came."""
@@ -220,6 +221,7 @@ def test_the_project_itself_is_copied_whole(fork: Path, monkeypatch: pytest.Monk
     assert {"recipe/offpolicy/REQUIRED_VERL.txt", "recipe/offpolicy/run_dense_fsdp.sh"} <= files
 
 
+@pytest.mark.slow
 def test_the_command_passes_on_arguments_and_status(fork: Path) -> None:
     before = snapshot(fork)
     script = ["bash", str(ROOT / "scripts" / "copy_into_fork.sh"), str(fork)]

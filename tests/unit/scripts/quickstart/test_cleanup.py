@@ -21,6 +21,7 @@ def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_whole_tree_ends_with_its_daemons():
     done = in_a_supervisor(
         """

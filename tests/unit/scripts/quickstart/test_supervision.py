@@ -111,10 +111,12 @@ def child(tmp_path: Path, script: str) -> Child:
     return Child(["bash", "-c", script], {"PATH": "/usr/bin:/bin"}, tmp_path / "log", tmp_path)
 
 
+@pytest.mark.slow
 def test_lines_arrive_whole_and_in_order(tmp_path):
     assert list(child(tmp_path, "echo one; printf tw; sleep 0.4; echo o").lines()) == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_what_follows_the_awaited_line_is_kept(tmp_path):
     lines = child(tmp_path, "echo one; echo ready, two; echo three; sleep 0.4; echo ready").lines()
     assert next(line for line in lines if line.startswith("ready")) == "ready, two"

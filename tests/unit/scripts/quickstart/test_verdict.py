@@ -86,6 +86,7 @@ def test_table_shows_first_and_last():
         assert shown in text
 
 
+@pytest.mark.slow
 def test_picture_is_drawn_also_where_metrics_are_missing(tmp_path):
     for name, history in (("whole", made_up(0.3, 0.8)), ("bare", History([(1, {"critic/rewards/mean": 0.2})]))):
         path = tmp_path / f"{name}.png"
