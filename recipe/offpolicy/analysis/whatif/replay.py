@@ -56,20 +56,22 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
-    if "version" not in spec.levels:
-        return
-    if unknown := len(np.unique(rows.row_of_token[rows.response_mask & (rows.version < 0)])):
+    if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
         raise SpecError(
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
         )
-    unknown = len(np.unique(rows.row_of_token[rows.response_mask & (rows.token_staleness < 0)]))
-    if spec.age_parts and unknown:
+    if spec.age_parts and (unknown := _count_rows(rows, rows.token_staleness < 0)):
         key = next(iter(spec.age_parts))
         raise SpecError(
             f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
             f"version sampled them. Replay without it."
         )
+
+
+def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
+    """Count the rows with a response token among these, (M,) bool."""
+    return len(np.unique(rows.row_of_token[rows.response_mask & tokens]))
 
 
 def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:

@@ -119,11 +119,11 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
                 reason = "each age that occurs has the factor 1, which changes no bound."
                 at = f"{whole}.by_staleness"
                 off = (set_to(at, None),)
-                yield Problem(at, list(part.by_staleness), reason, "", "INERT", (key,), off, beside)
+                yield Problem(at, list(part.by_staleness), reason, "", "INERT", (key,), off, beside=beside)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
             reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
             mend = (set_to(f"{whole}.upper", oldest - 1),) if oldest else remove(whole, part.to_mapping())
-            yield Problem(f"{whole}.upper", part.upper, reason, "", "INERT", (key,), mend, beside)
+            yield Problem(f"{whole}.upper", part.upper, reason, "", "INERT", (key,), mend, beside=beside)
 
 
 def _find_uncovered(config: DictConfig) -> Problem | None:
