@@ -23,6 +23,7 @@ WORST = "training/off_policy/trajectory_staleness_worst/max"
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
+STALE = "+correction.masks.stale={aggregate: staleness, level: token, upper: 1}"
 SEPARATE, COLOCATED = "+mode=separate_async_cpu", "trainer.v1.trainer_mode=colocate_async"
 
 
@@ -34,12 +35,15 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
 ) -> None:
     """Each update holds the ages of the rows in its loss against eta, or the run stops.
 
-    Colocated rollouts run only while the trainer waits, so that a prompt may begin later than it was issued.
+    Colocated rollouts run only while the trainer waits, so that a prompt may begin later than it was issued. In the run
+    apart at eta 2 tokens of that age are masked as well.
     """
+    masked = [STALE] if (mode, eta) == (SEPARATE, 2) else []
     steps = trained(
         run_program,
         mode,
         f"offpolicy.staleness.eta={eta}",
+        *masked,
         f"trainer.total_training_steps={max(STEPS, eta + 2)}",
         f"offpolicy.record.dir={tmp_path / 'recording'}",
     )
@@ -55,7 +59,13 @@ def test_the_oldest_row_is_eta_old_and_nothing_is_lost(
     assert steps[0][f"{ROOT}/max"] == 0.0
     if mode == SEPARATE:
         assert max(step[WORST] for step in steps) == eta
-    rows = Recording(tmp_path / "recording").rows()
+        for step in steps if masked else ():
+            assert (step["offpolicy/mask/stale/masked_token_share"] > 0.0) == (step[f"{ROOT}/max"] == eta)
+    recording = Recording(tmp_path / "recording")
+    rows = recording.rows()
+    for found in recording if masked else ():
+        rejected = (found.rows.rejected_by >> found.reasons.index("masks.stale")) & 1 == 1
+        assert (rejected == (found.rows.token_staleness > 1))[found.rows.response_mask].all()
     assert set(Counter(rows.uid).values()) == {ROWS}
     assert len(set(rows.uid)) == len(steps) * BATCH
 

@@ -16,6 +16,7 @@ from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter, first_update
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
+STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 1}
 LEVELS = ["token", "sequence", "turn", "version"]
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "product": (0.9, 1.1),
@@ -86,6 +87,19 @@ def test_weights_on_the_current_policy(engine: Any, level: str) -> None:
 def test_second_moment_budget(engine: Any) -> None:
     mask = {"ratio": "rollout", "level": "token", "aggregate": "second_moment", "budget": 0.01, "when": "any"}
     live(engine, {"masks": {"m2po": mask}})
+
+
+@pytest.mark.parametrize("when", ["any", "negative"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_masks_on_age(engine: Any, level: str, when: str) -> None:
+    live(engine, {"masks": {"stale": STALE | {"level": level, "when": when}}})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bounds_by_age(engine: Any, level: str) -> None:
+    weight = TIS_TOKEN | {"level": level, "by_staleness": [1.0, 1.5]}
+    mask = {"level": level, "aggregate": "product", "lower": 0.9, "upper": 1.1, "by_staleness": [1.0, 0.5, 2.0]}
+    live(engine, {"weight": weight, "masks": {"mask": mask | {"ratio": "rollout", "when": "any"}}})
 
 
 @pytest.mark.parametrize(
@@ -180,6 +194,10 @@ SWAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weight": TIS_TOKEN | {"level": "turn"}},
     ),
     "not normalised": ({"weight": TIS_TOKEN | {"normalize": True}}, {"weight": TIS_TOKEN}),
+    "no limit of age": ({"masks": {"m": STALE}}, {"masks": {"m": STALE | {"upper": 99}}}),
+    "age of the row for the token's": ({"masks": {"m": STALE}}, {"masks": {"m": STALE | {"level": "sequence"}}}),
+    "a cap for every age": ({"weight": TIS_TOKEN | {"by_staleness": [1.0, 1.5]}}, {"weight": TIS_TOKEN}),
+    "a band for every age": ({"masks": {"m": GSM | {"by_staleness": [1.0, 1.5]}}}, {"masks": {"m": GSM}}),
     "another budget's cut": (
         {
             "masks": {

@@ -17,7 +17,7 @@ from tests.support.recordings import drawn_rows, record, sampled_by
 
 def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:
     """The rows with the weights and rejections of ``spec``, and the names of the bits of ``rejected_by``."""
-    padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+    padded = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn", "token_staleness")
     mask = padded["response_mask"]
     stage = rollout_stage(
         spec,
@@ -25,6 +25,7 @@ def acted(rows: Rows, spec: CorrectionSpec) -> tuple[Rows, tuple[str, ...]]:
         rollout_log_prob=padded["rollout_log_prob"],
         response_mask=mask,
         segment_ids=padded["turn"].long(),
+        staleness=padded["token_staleness"].clamp(min=0),
         measure="nothing",
     )
     step = step_stage(spec, stage, log_prob=padded["log_prob"], advantages=padded["advantages"])

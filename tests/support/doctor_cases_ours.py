@@ -26,6 +26,9 @@ from tests.support.doctor_keys import (
     Case,
 )
 
+ASYNC = {"trainer.v1.trainer_mode": "separate_async"}
+STALE = {"aggregate": "staleness", "level": "token", "upper": 1}
+
 OF_OURS: dict[str, Case] = {
     "rollout log-probs off": Case("WRONG", "weight", {f"{ROLLOUT}.calculate_log_probs": False}, "there is no mu", {}),
     "both corrections": Case("WRONG", "weight", TIS_OF_VERL, "would correct twice", TIS_OF_VERL | NONE),
@@ -160,6 +163,27 @@ OF_OURS: dict[str, Case] = {
     ),
     "no threshold of age": Case(
         "NOTE", "", AHEAD | {THRESHOLD: None}, "no age is looked at", AHEAD | {THRESHOLD: 9}, mends=False
+    ),
+    "an age that synchronous training does not reach": Case(
+        "INERT",
+        "masks.stale",
+        {"correction.masks.stale": STALE},
+        "synchronous training samples by the weights in force",
+        {"correction.masks.stale": STALE, **ASYNC},
+    ),
+    "an age that eta does not reach": Case(
+        "INERT",
+        "masks.stale",
+        {"correction.masks.stale": STALE | {"upper": 2}, "offpolicy.staleness.eta": 2, **ASYNC},
+        "no token is older than 2 versions",
+        {"correction.masks.stale": STALE, "offpolicy.staleness.eta": 2, **ASYNC},
+    ),
+    "factors that change no bound": Case(
+        "INERT",
+        "weight",
+        {"correction.weight.by_staleness": [1.0, 1.0]},
+        "which changes no bound",
+        {"correction.weight.by_staleness": [1.0, 2.0], **ASYNC},
     ),
     "a wide cap": Case(
         "NOTE", "", {"correction.weight.upper": 25.0}, "own the gradient", {"correction.weight.upper": 5.0}

@@ -24,7 +24,7 @@ from recipe.offpolicy.correction import (
 )
 from tests.support.corrections import tensor
 from tests.support.examples import at_most
-from tests.support.reference import Batch
+from tests.support.reference import IN_FORCE, Batch
 
 examples = settings(max_examples=at_most(60), derandomize=True, database=None)
 
@@ -48,6 +48,10 @@ class Rows:
         return replace(self, mu=self.mu.to(dtype), old=self.old.to(dtype), pi=self.pi.to(dtype))
 
     @property
+    def ages(self) -> Tensor:
+        return (IN_FORCE - self.versions).clamp(min=0)
+
+    @property
     def lists(self) -> Batch:
         return Batch(*(getattr(self, field.name).tolist() for field in fields(self)))
 
@@ -66,6 +70,7 @@ def decide(
         response_mask=rows.mask,
         segment_ids=rows.turns,
         versions=rows.versions,
+        staleness=rows.ages,
         constants=constants,
         measure=measure,
     )
@@ -80,6 +85,7 @@ def constants_of(correction: CorrectionSpec, rows: Rows) -> BatchConstants:
         response_mask=rows.mask,
         segment_ids=rows.turns,
         versions=rows.versions,
+        staleness=rows.ages,
     )
 
 
@@ -122,8 +128,12 @@ BELOW: Bounds = (None, -0.5, -0.05, -0.003, 0.0)
 ABOVE: Bounds = (None, 0.0, 0.0003, 0.05, 0.5)
 
 
+FACTORS = (None, [1.0], [1.0, 2.0], [0.5, 1.0, 1.5])
+"""Of ``by_staleness``."""
+
+
 @draw.composite
-def weights(draw_one: Any) -> dict[str, Any] | None:
+def weights(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[str, Any] | None:
     level = draw_one(draw.sampled_from([*LEVELS, None]))
     if level is None:
         return None
@@ -139,11 +149,14 @@ def weights(draw_one: Any) -> dict[str, Any] | None:
         aggregate=draw_one(draw.sampled_from(["product", "geometric"])),
         ratio=ratio,
         normalize=ratio == "rollout" and draw_one(draw.booleans()),
+        by_staleness=None if lower is upper is None else draw_one(draw.sampled_from(factors)),
     )
 
 
 @draw.composite
-def masks(draw_one: Any, aggregates: tuple[str, ...] = (*AGGREGATES, "second_moment")) -> dict[str, Any]:
+def masks(
+    draw_one: Any, aggregates: tuple[str, ...] = (*AGGREGATES, "second_moment"), factors: tuple[Any, ...] = (None,)
+) -> dict[str, Any]:
     aggregate = draw_one(draw.sampled_from(aggregates))
     if aggregate == "second_moment":
         budget = draw_one(draw.sampled_from([0.0001, 0.01, 0.2]))
@@ -156,6 +169,11 @@ def masks(draw_one: Any, aggregates: tuple[str, ...] = (*AGGREGATES, "second_mom
         when=when,
         sign="row" if when == "any" else draw_one(draw.sampled_from(["row", "token"])),
     )
+    if aggregate == "staleness":
+        del mapping["ratio"]
+        return mapping | {"upper": draw_one(draw.integers(0, 3))}
+    if aggregate in ON_RATIO:
+        mapping["by_staleness"] = draw_one(draw.sampled_from(factors))
     if aggregate in ("product", "geometric") and draw_one(draw.booleans()):
         return mapping | {"delta": draw_one(draw.sampled_from([0.0, 1 / 64, 0.125, 0.5]))}
     lowers, uppers = (LOWER, UPPER) if aggregate in ON_RATIO else (BELOW, ABOVE)
@@ -169,10 +187,12 @@ def masks(draw_one: Any, aggregates: tuple[str, ...] = (*AGGREGATES, "second_mom
 
 
 @draw.composite
-def corrections(draw_one: Any) -> CorrectionSpec:
-    """Any weight and up to three masks, of the default proximal policy."""
-    named = dict(zip("abc", draw_one(draw.lists(masks(), max_size=3)), strict=False))
-    return CorrectionSpec.from_mapping({"weight": draw_one(weights()), "masks": named})
+def corrections(draw_one: Any, by_age: bool = False) -> CorrectionSpec:
+    """Any weight and up to three masks, of the default proximal policy; what goes by age if it is asked for."""
+    drawn = masks((*AGGREGATES, "second_moment", "staleness"), FACTORS) if by_age else masks()
+    named = dict(zip("abc", draw_one(draw.lists(drawn, max_size=3)), strict=False))
+    weight = draw_one(weights(FACTORS if by_age else (None,)))
+    return CorrectionSpec.from_mapping({"weight": weight, "masks": named})
 
 
 @draw.composite

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+IN_FORCE = 20
+"""Version of the weights that a batch is used by, from which ages count."""
+
 Row = list[float]
 Plain = Mapping[str, Any]
 
@@ -131,6 +134,18 @@ def units(level: str, batch: Batch, tokens: list[Token]) -> list[list[Token]]:
     return list(found.values())
 
 
+def age(batch: Batch, token: Token) -> int:
+    b, t = token
+    return max(IN_FORCE - batch.versions[b][t], 0)
+
+
+def factor(part: Plain, batch: Batch, unit: list[Token]) -> float:
+    """Factor of |log bound| by the age of the unit's oldest token."""
+    factors: list[float] = part.get("by_staleness") or [1.0]
+    oldest = max(age(batch, token) for token in unit)
+    return factors[oldest] if oldest < len(factors) else factors[-1]
+
+
 def exp(value: float) -> float:
     return math.exp(clamp(value))
 
@@ -151,14 +166,15 @@ def weighed(
         value = math.fsum(log_ratio(weight["ratio"], batch, token) for token in unit)
         if weight["aggregate"] == "geometric":
             value /= len(unit)
-        low = None if weight["lower"] is None else math.log(weight["lower"])
-        high = None if weight["upper"] is None else math.log(weight["upper"])
+        grown = factor(weight, batch, unit)
+        low = None if weight["lower"] is None else math.log(weight["lower"]) * grown
+        high = None if weight["upper"] is None else math.log(weight["upper"]) * grown
         drop, w = False, exp(value)
         if weight["kind"] == "reject":
             drop = beyond(value, low, high, result)
         else:
-            w = w if low is None else max(w, weight["lower"])
-            w = w if high is None else min(w, weight["upper"])
+            w = w if low is None else max(w, math.exp(low))
+            w = w if high is None else min(w, math.exp(high))
         found.append((unit, w, drop))
     divisor = 1.0
     if weight["normalize"] and found:
@@ -174,10 +190,10 @@ def weighed(
 def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected) -> set[Token]:
     if mask["aggregate"] == "second_moment":
         return beyond_budget(mask["budget"], batch, tokens, result)
-    low, high = bounds(mask)
     signs = signed_by(mask, batch, tokens)
     dropped: set[Token] = set()
     for unit in units(mask["level"], batch, tokens):
+        low, high = (None if bound is None else bound * factor(mask, batch, unit) for bound in bounds(mask))
         if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
             dropped |= {token for token in unit if concerned(mask, signs, token, result)}
     return dropped
@@ -187,7 +203,7 @@ def bounds(mask: Plain) -> tuple[float | None, float | None]:
     """On what ``statistics`` gives: log ratios for those that are bounded as ratios."""
     if "delta" in mask:
         return -mask["delta"], None
-    pair = mask["lower"], mask["upper"]
+    pair = mask.get("lower"), mask["upper"]
     if mask["aggregate"] in ("product", "geometric", "any"):
         return tuple(None if bound is None else math.log(bound) for bound in pair)  # type: ignore[return-value]
     return pair
@@ -195,6 +211,8 @@ def bounds(mask: Plain) -> tuple[float | None, float | None]:
 
 def statistics(mask: Plain, batch: Batch, unit: list[Token]) -> list[float]:
     """What has to lie inside the bounds, all of it: a number a unit, or a number a token."""
+    if mask["aggregate"] == "staleness":
+        return [float(max(age(batch, token) for token in unit))]
     logs = [log_ratio(mask["ratio"], batch, token) for token in unit]
     match mask["aggregate"].split("_"):
         case ["product"]:

@@ -38,7 +38,7 @@ from .checksums import hash_rows
 from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
 from .token_versions import read_versions
-from .weight_versions import RowVersions, compute_token_versions
+from .weight_versions import RowVersions, check_ages_known, compute_token_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
@@ -184,7 +184,7 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
 
     Raises:
         KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
-        ValueError: level ``version``, where verl does not say which version sampled each token.
+        ValueError: level ``version``, or a part that goes by age, where verl does not say which version sampled what.
     """
     return _stepped(spec, _first_stage(spec, batch, measure), batch)
 
@@ -198,6 +198,8 @@ def decide_with_shadows(
     """
     stage = _first_stage(spec, batch, "all")
     statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
+    for shadow in shadows.values():
+        _check_ages(shadow, batch)
     levels = {level for spec in shadows.values() for level in spec.levels}
     needy = any(spec.needs_constants for spec in shadows.values())
     return statistics, compute_shadow_statistics(
@@ -216,6 +218,7 @@ def decide_with_shadows(
 
 
 def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> RolloutStage:
+    _check_ages(spec, batch)
     return rollout_stage(
         spec,
         old_log_prob=choose_pi_old(spec, batch),
@@ -227,6 +230,10 @@ def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> R
         staleness=compute_staleness(batch),
         measure=measure,
     )
+
+
+def _check_ages(spec: CorrectionSpec, batch: MicroBatch) -> None:
+    check_ages_known(spec, batch.versions, None if batch.plan is None else batch.plan.step)
 
 
 def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> StepStage:

@@ -19,7 +19,7 @@ from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_kept_scale
 from ..correction.row_layout import count_tokens_by_row
 from .token_versions import read_versions
-from .weight_versions import EXTRA_FIELDS, compute_token_versions
+from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -120,19 +120,23 @@ def build_plan(
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
-    shadow_constants = {name: compute_constants(shadow, batch) for name, shadow in shadows.items()}
-    plan = SharedPlan(step, compute_constants(spec, batch), shadow_constants, bounds=bounds or {})
-    return plan, build_row_columns(spec, batch, batch_split()) if counts else {}
+    shadow_constants = {name: compute_constants(shadow, batch, step) for name, shadow in shadows.items()}
+    plan = SharedPlan(step, compute_constants(spec, batch, step), shadow_constants, bounds=bounds or {})
+    return plan, build_row_columns(spec, batch, batch_split(), step) if counts else {}
 
 
-def compute_constants(spec: CorrectionSpec, rows: TensorDict) -> BatchConstants:
-    """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded."""
-    return batch_constants(spec, **_tensors(spec, rows)) if spec.needs_constants else BatchConstants()
+def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
+    """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded.
+
+    Args:
+        step: the trainer's, for parts that go by age.
+    """
+    return batch_constants(spec, **_tensors(spec, rows, step)) if spec.needs_constants else BatchConstants()
 
 
-def select_kept(spec: CorrectionSpec, rows: TensorDict) -> tuple[Tensor, Tensor]:
+def select_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
-    stage = rollout_stage(spec, **_tensors(spec, rows), measure="nothing")
+    stage = rollout_stage(spec, **_tensors(spec, rows, step), measure="nothing")
     return stage.response_mask, stage.keep
 
 
@@ -151,18 +155,22 @@ class Groups:
     metrics: dict[str, float]
 
 
-def regroup_without_rejected(spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str]) -> Groups:
+def regroup_without_rejected(
+    spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str], step: int | None = None
+) -> Groups:
     """Regroup the batch ``rows``, which holds ``COLUMNS``, without the rows that ``spec`` rejects."""
-    mask, keep = select_kept(spec, rows)
+    mask, keep = select_kept(spec, rows, step)
     rejected = (count_tokens_by_row(mask) > 0) & (count_tokens_by_row(keep) == 0)
     regrouped, silent = regroup(uids, rejected)
     counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
     return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
 
 
-def build_row_columns(spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit) -> dict[str, Tensor]:
+def build_row_columns(
+    spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
+) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl splits them."""
-    mask, keep = select_kept(spec, rows)
+    mask, keep = select_kept(spec, rows, step)
     counts = count_tokens_by_row(mask).long()
     group = assign_mini_batches(len(counts), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
     tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
@@ -176,12 +184,15 @@ def build_row_columns(spec: CorrectionSpec, rows: TensorDict, batch_split: Batch
     return {SCALE: scale, MINI_BATCH_TOKENS: tokens[group]}
 
 
-def _tensors(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Any]:
+def _tensors(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> dict[str, Any]:
     mask = rows["response_mask"]
+    versions = read_versions(rows, mask) if spec.age_parts or "version" in spec.levels else None
+    check_ages_known(spec, versions, step)
     return {
         "old_log_prob": rows["old_log_probs"],
         "rollout_log_prob": rows["rollout_log_probs"],
         "response_mask": mask,
         "segment_ids": turns(mask),
-        "versions": compute_token_versions(read_versions(rows, mask), mask) if "version" in spec.levels else None,
+        "versions": compute_token_versions(versions, mask) if "version" in spec.levels else None,
+        "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
     }

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ..correction import CorrectionSpec
 from ..correction.row_layout import detect_layout
 from .weight_versions import RowVersions, read_extra_fields, read_row_versions
 
@@ -39,9 +40,14 @@ class TokenVersions(RowVersions):
         return self.tokens
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
-        """Compute the age of each token, (B, T) int64; tokens of an unknown version are as old as their row."""
-        oldest = self.oldest.to(self.tokens.device)[:, None]
-        return (step - 1 - torch.where(self.tokens == UNKNOWN, oldest, self.tokens)).clamp(min=0)
+        """Compute the age of each token, int64 in their layout; those of an unknown version are as old as their row."""
+        rows = detect_layout(tokens=self.tokens)
+        tokens = rows.tokens(self.tokens)
+        oldest = rows.broadcast(rows.to_column(self.oldest.to(tokens.device)))
+        return rows.to_given_layout((step - 1 - torch.where(tokens == UNKNOWN, oldest, tokens)).clamp(min=0))
+
+    def check_ages(self, spec: CorrectionSpec) -> None:
+        """Accept all parts: a row whose chunks do not fit is as old as its first token."""
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         return (response_mask & (self.tokens == UNKNOWN)).any(-1)

@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ..correction import CorrectionSpec
+from ..correction.problem import format_value
 from ..correction.row_layout import spread_over_tokens
 
 EXTRA_FIELDS = "extra_fields"
@@ -47,6 +49,25 @@ class RowVersions:
         # The weights at the start of step s are those of version s - 1.
         return (step - 1 - self.oldest).clamp(min=0).to(like.device)
 
+    def check_ages(self, spec: CorrectionSpec) -> None:
+        """Check that the ages which parts of ``spec`` go by are known.
+
+        Raises:
+            ValueError: a row was sampled by several versions, and a part goes by less than the row.
+        """
+        parts = {key: part for key, part in spec.age_parts.items() if part.level != "sequence"}
+        mixed = int((self.oldest != self.newest).sum()) if parts else 0
+        for key, part in parts.items() if mixed else ():
+            at, value = (
+                ("level", part.level) if part.by_staleness is None else ("by_staleness", list(part.by_staleness))
+            )
+            other = "" if part.by_staleness is None else f", or correction.{key}.by_staleness=null"
+            raise ValueError(
+                f"correction.{key}.{at}={format_value(value)}: {mixed} rows were sampled by several versions of the "
+                f"weights, and nothing says which token by which, as where the client or the agent loop is your own. "
+                f"Set correction.{key}.level=sequence, by which a row is as old as its first token{other}."
+            )
+
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         """Find rows, (B,) bool, of which some token's version is not known.
 
@@ -71,6 +92,21 @@ def read_row_versions(data: TensorDict) -> RowVersions | None:
 def read_extra_fields(data: TensorDict) -> list[Mapping[str, Any]]:
     """Read what verl's agent loop says of each row; nothing where the batch does not hold it."""
     return [getattr(row, "data", row) for row in data[EXTRA_FIELDS]] if EXTRA_FIELDS in data.keys() else []
+
+
+def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: int | None) -> None:
+    """Check that the ages which parts of ``spec`` go by are known; nothing where none does.
+
+    Raises:
+        ValueError: verl does not tell, or not by token where a part needs that; or the trainer's step did not come.
+    """
+    if not spec.age_parts:
+        return
+    if versions is None or step is None:
+        key = next(iter(spec.age_parts))
+        lacking = "the trainer's step" if step is None else "the version of the weights that sampled each row"
+        raise ValueError(f"correction.{key} goes by the age of the weights, and {lacking} did not come with the batch.")
+    versions.check_ages(spec)
 
 
 def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor:

@@ -22,12 +22,13 @@ TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Aggregate:
-    """Number of a unit that a mask compares, computed from its tokens' ratios r_t.
+    """Number of a unit that a mask compares, computed from its tokens' ratios r_t, or from their age.
 
     Attributes:
         name: as ``masks.<name>.aggregate`` gives it.
         reduce: from values of tokens to that of the unit; ``each`` compares every token, all of which must lie inside,
-            and ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``.
+            ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``, and ``oldest`` the
+            age of the oldest token, in versions of the weights, whatever its ratio.
         token: value of a token; None: its log-ratio.
         on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
         least, greatest: range of what is compared; a mask that holds all of it never acts.
@@ -38,7 +39,7 @@ class Aggregate:
     """
 
     name: str
-    reduce: Literal["sum", "mean", "max", "each", "batch"]
+    reduce: Literal["sum", "mean", "max", "each", "batch", "oldest"]
     usual: tuple[float | None, float | None]
     token: TokenValue | None = None
     on_ratio: bool = False
@@ -52,6 +53,11 @@ class Aggregate:
     def one_sided(self) -> bool:
         """True if the value is never negative, so that only an upper bound can act."""
         return self.least == 0
+
+    @property
+    def of_age(self) -> bool:
+        """True for the age of the weights, which compares no policies."""
+        return self.reduce == "oldest"
 
     @property
     def of_log_ratios(self) -> bool:
@@ -109,5 +115,6 @@ _ENTRIES: Final = (
         widest=0.99,
     ),
     Aggregate("second_moment", "batch", (None, 0.2), _square, at=lambda nats: nats**2),
+    Aggregate("staleness", "oldest", (None, 4.0), least=0.0, at=lambda nats: math.inf),
 )
 AGGREGATES: Final[Mapping[str, Aggregate]] = {entry.name: entry for entry in _ENTRIES}

@@ -69,6 +69,16 @@ class CorrectionParts:
         return frozenset(used | ({self.weight.level} if self.weight else set()))
 
     @property
+    def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
+        """Parts that depend on the age of the weights that sampled a token, by key below ``correction``."""
+        parts: dict[str, WeightSpec | MaskSpec] = {
+            f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
+        }
+        if self.weight is not None and self.weight.by_staleness is not None:
+            parts["weight"] = self.weight
+        return parts
+
+    @property
     def needs_constants(self) -> bool:
         """True if a part needs batch-level constants, see ``batch_constants``."""
         normalized = self.weight is not None and self.weight.normalize

@@ -11,19 +11,39 @@ from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import get_usual_bounds, read_choice, read_number, read_ordered_bounds, read_ratio_bounds, require_keys
+from .validation import (
+    get_usual_bounds,
+    read_choice,
+    read_factors,
+    read_number,
+    read_ordered_bounds,
+    read_ratio_bounds,
+    require_keys,
+)
 
 Ratio = Literal["rollout", "full", "ppo"]
 When = Literal["any", "negative", "positive"]
 Sign = Literal["row", "token"]
 
+AGE = "staleness"
+"""Aggregate of a mask on the age of the weights."""
+_WITHOUT_AGE = {
+    "ratio": "an age compares no policies.",
+    "lower": "fresh tokens are never too young.",
+    "delta": "delta bounds a mean of log ratios.",
+    "budget": "budget bounds a mean of squares.",
+    "by_staleness": "it multiplies the log of a bound on a ratio.",
+}
+"""Keys that mean nothing for an age -> why."""
+
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Bounds on an aggregate of a ratio of policies; units outside lose their gradient.
+    """Bounds on an aggregate of a ratio of policies, or on the age of the weights; units outside lose their gradient.
 
     Attributes:
-        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old.
+        ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has none, and is decided
+            where those on ``rollout`` are, which stands here.
         level: tokens that are decided together, see ``WeightSpec.level``.
         aggregate: of the ratios r_t of these tokens:
 
@@ -31,13 +51,16 @@ class MaskSpec:
             * ``k1_*`` -log r, ``k2_*`` (log r)^2 / 2, ``k3_*`` r - 1 - log r (Schulman 2020) in nats, and ``tv_*``
               |r - 1| / 2, each as sum, mean or max;
             * ``binary_tv`` p_numerator - p_denominator of the sampled token, in [-1, 1], each by itself (DPPO);
-            * ``second_moment``: ``budget`` bounds the batch's mean of (log r)^2 (M2PO).
+            * ``second_moment``: ``budget`` bounds the batch's mean of (log r)^2 (M2PO);
+            * ``staleness``: age of the oldest token, in versions of the weights; ``upper`` alone bounds it.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: applies where the advantage is negative, where it is positive, or anywhere.
         sign: whose advantage: ``row`` the mean over the row's valid tokens, ``token`` each token's own.
         delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
         budget: with ``second_moment``: the tokens of largest (log r)^2 are dropped until the mean over the rest of
             the batch is at most this; None otherwise.
+        by_staleness: factor of |log bound| for units whose oldest token is 0, 1, ... versions old, the last for older
+            ones; None: one bound for all.
     """
 
     ratio: Ratio
@@ -49,6 +72,7 @@ class MaskSpec:
     sign: Sign = "row"
     delta: float | None = None
     budget: float | None = None
+    by_staleness: tuple[float, ...] | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
@@ -57,9 +81,11 @@ class MaskSpec:
         Raises:
             SpecError: anything malformed.
         """
+        if mapping.get("aggregate") == AGE:
+            return cls._of_age(mapping, key)
         bound_keys = {"delta"} if "delta" in mapping else {"budget"} if "budget" in mapping else {"lower", "upper"}
         _one_way_to_bound(mapping, bound_keys, key)
-        require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign"})
+        require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign", "by_staleness"})
         aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
         if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
             raise SpecError(
@@ -94,7 +120,36 @@ class MaskSpec:
             sign=read_choice(mapping, "sign", Sign, key, "row"),
             delta=delta,
             budget=budget,
+            by_staleness=read_factors(mapping, key),
         )
+        mask._check(key)
+        return mask
+
+    @classmethod
+    def _of_age(cls, mapping: Mapping[str, Any], key: str) -> MaskSpec:
+        for name, why in _WITHOUT_AGE.items():
+            if name in mapping:
+                raise SpecError(
+                    f"{why} upper alone bounds an age.",
+                    key=f"{key}.{name}",
+                    value=mapping[name],
+                    beside={f"{key}.aggregate": AGE},
+                    removed={f"{key}.{name}": mapping[name]},
+                )
+        upper = mapping.get("upper", "???")
+        whole = isinstance(upper, int | float) and not isinstance(upper, bool) and 0 <= upper < 2**53
+        if not whole or upper % 1:
+            raise SpecError(
+                "the greatest age that is kept, in versions of the weights: a whole number >= 0.",
+                f"Set {key}.upper=4 for example.",
+                key=f"{key}.upper",
+                value=upper,
+                mend={f"{key}.upper": 4},
+            )
+        require_keys(mapping, {"level", "aggregate", "upper"}, key, {"when", "sign"})
+        level, when = read_choice(mapping, "level", Level, key), read_choice(mapping, "when", When, key, "any")
+        sign = read_choice(mapping, "sign", Sign, key, "row")
+        mask = cls("rollout", level, AGE, None, float(upper), when, sign)
         mask._check(key)
         return mask
 
@@ -107,6 +162,15 @@ class MaskSpec:
                 value="token",
                 beside={f"{key}.when": "any"},
                 mend={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
+            )
+        if self.by_staleness is not None and not self.entry.on_ratio:
+            raise SpecError(
+                f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",
+                f"Set {key}.by_staleness=null, or {key}.aggregate=geometric with bounds on a ratio.",
+                key=f"{key}.by_staleness",
+                value=list(self.by_staleness),
+                beside={f"{key}.aggregate": self.aggregate},
+                mend={f"{key}.by_staleness": None},
             )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
@@ -128,6 +192,9 @@ class MaskSpec:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
+        if self.entry.of_age:
+            kept = ("level", "aggregate", "upper", "when", "sign")
+            return {name: getattr(self, name) for name in kept}
         mapping: dict[str, Any] = {"ratio": self.ratio, "level": self.level, "aggregate": self.aggregate}
         if self.delta is not None:
             mapping["delta"] = self.delta
@@ -135,7 +202,9 @@ class MaskSpec:
             mapping["budget"] = self.budget
         else:
             mapping |= {"lower": self.lower, "upper": self.upper}
-        return mapping | {"when": self.when, "sign": self.sign}
+        mapping |= {"when": self.when, "sign": self.sign}
+        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
+        return mapping | ({} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)})
 
     @property
     def entry(self) -> Aggregate:

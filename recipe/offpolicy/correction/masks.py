@@ -1,4 +1,4 @@
-"""Masks: find the units whose aggregated ratio lies outside the bounds."""
+"""Masks: find the units whose aggregated ratio, or age, lies outside the bounds."""
 
 from __future__ import annotations
 
@@ -54,15 +54,17 @@ def _outside(
     value = _by_token(aggregate, units, log_ratio, numerator, denominator)
     match aggregate.reduce:
         case "each":
-            return _any(units, _beyond(spec, value))
+            return _any(units, exceeds_bounds(value, *(_spread(units, limit) for limit in choose_limits(spec, units))))
+        case "oldest":
+            return _beyond(spec, units, units.oldest)
         case "batch":
             if cutoff is None:
                 raise ValueError(f"{aggregate.name} cuts by the batch: pass the constants of batch_constants.")
             return value > cutoff
         case "max":
-            return _beyond(spec, units.greatest(value)) & (units.tokens > 0)
+            return _beyond(spec, units, units.greatest(value)) & (units.tokens > 0)
         case reduction:
-            return _beyond(spec, units.mean(value) if reduction == "mean" else units.total(value))
+            return _beyond(spec, units, units.mean(value) if reduction == "mean" else units.total(value))
 
 
 def compute_extremes(
@@ -94,6 +96,8 @@ def compute_extremes(
     match aggregate.reduce:
         case "each":
             return -units.greatest(-value), units.greatest(value)
+        case "oldest":
+            value = units.oldest
         case "max":
             value = units.greatest(value)
         case "mean":
@@ -111,8 +115,27 @@ def _by_token(aggregate: Aggregate, units: Units, log_ratio: Tensor, numerator: 
     return torch.where(units.valid, value, 0.0) if aggregate.reduce in ("sum", "mean", "max") else value
 
 
-def _beyond(spec: MaskSpec, value: Tensor) -> Tensor:
-    return exceeds_bounds(value, *spec.limits)
+def _beyond(spec: MaskSpec, units: Units, value: Tensor) -> Tensor:
+    return exceeds_bounds(value, *choose_limits(spec, units))
+
+
+def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
+    """Choose the bounds of each unit by its age, in float32 as they are compared; ``spec.limits`` without factors.
+
+    Example:
+        >>> from .units import partition_units
+        >>> spec = MaskSpec("rollout", "token", "product", None, 1.01, "any", by_staleness=(1.0, 2.0))
+        >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
+        >>> lower, upper = choose_limits(spec, partition_units("token", ages >= 0, None, ages=ages))
+        >>> lower, [round(each, 4) for each in upper.exp()[0].tolist()]  # 1.01 and, from age 1 on, its square
+        (-inf, [1.01, 1.0201, 1.0201])
+    """
+    lower, upper = (units.scale_by_age(limit, spec.by_staleness) for limit in spec.limits)
+    return lower, upper
+
+
+def _spread(units: Units, limit: Tensor | float) -> Tensor | float:
+    return units.spread(limit) if isinstance(limit, Tensor) else limit
 
 
 def _any(units: Units, flags: Tensor) -> Tensor:

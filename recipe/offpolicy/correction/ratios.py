@@ -105,17 +105,20 @@ def compute_excess(log_value: Tensor) -> Tensor:
     return log_value.double().clamp(-EXP_CLAMP, EXP_CLAMP).expm1_()
 
 
-def exceeds_bounds(value: Tensor, lower: float, upper: float) -> Tensor:
+def exceeds_bounds(value: Tensor, lower: Tensor | float, upper: Tensor | float) -> Tensor:
     """Flag values outside [lower, upper], inclusive; compared in float32, as every bound is.
+
+    A bound is one for all, or a float32 for each value.
 
     Example:
         >>> exceeds_bounds(torch.tensor([0.4, 0.5, 2.0, 2.1]), 0.5, 2.0).tolist()
         [True, False, False, True]
     """
     value = value.to(torch.float32)
-    if lower == -math.inf:
+    if not isinstance(lower, Tensor) and lower == -math.inf:
         return value > upper
-    return value < lower if upper == math.inf else (value < lower) | (value > upper)
+    open_above = not isinstance(upper, Tensor) and upper == math.inf
+    return value < lower if open_above else (value < lower) | (value > upper)
 
 
 def compute_divergence(name: str, log_value: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def check_together(spec: CorrectionParts) -> None:
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
-    for rule in (_check_proximal, _check_denominator, _check_baseline, _check_skyrl):
+    for rule in (_check_proximal, _check_denominator, _check_baseline, _check_skyrl, _check_factors):
         rule(spec)
 
 
@@ -85,7 +85,7 @@ def _proximal(spec: CorrectionParts) -> dict[str, Any]:
 
 def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> None:
     for name, mask in spec.masks:
-        if mask.ratio == ratio:
+        if mask.ratio == ratio and not mask.entry.of_age:
             key = f"correction.masks.{name}.ratio"
             raise SpecError(
                 f"{why}, so that the mask never acts.",
@@ -181,6 +181,26 @@ def _check_skyrl(spec: CorrectionParts) -> None:
     if spec.needs_batch:
         key, value = next(iter(_batch_level_keys(spec).items()))
         _refuse_skyrl(key, value, "key")
+
+
+def _check_factors(spec: CorrectionParts) -> None:
+    """Refuse bounds by age where another bound, of one width, stands in their place."""
+    for name, part in spec.age_parts.items():
+        if part.by_staleness is None:
+            continue
+        key, value = f"correction.{name}.by_staleness", list(part.by_staleness)
+        if spec.skyrl_compat:
+            _refuse_skyrl(key, value, "key")
+        if spec.proximal == "bypass":
+            raise SpecError(
+                "pi_old is mu, so that the base loss clips pi / mu, staleness included, at one width for every age, "
+                "and a bound that widens with it is never reached.",
+                f"Set correction.proximal=recompute, or {key}=null.",
+                key=key,
+                value=value,
+                beside=_proximal(spec),
+                mend={key: None},
+            )
 
 
 def _refuse_skyrl(key: str, value: Any, kind: str) -> None:

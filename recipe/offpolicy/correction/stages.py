@@ -26,7 +26,7 @@ from .statistics import Statistic
 from .token_sample import build_sample
 from .units import Units, partition_units
 from .weight_spec import WeightSpec
-from .weights import apply_bounds, compute_log_weight, find_rejected_units, sum_weights
+from .weights import Bound, apply_bounds, choose_bounds, compute_log_weight, find_rejected_units, sum_weights
 
 
 def batch_constants(
@@ -37,6 +37,7 @@ def batch_constants(
     response_mask: Tensor,
     segment_ids: Tensor | None = None,
     versions: Tensor | None = None,
+    staleness: Tensor | None = None,
 ) -> BatchConstants:
     """Compute the batch-level constants of ``spec`` from tensors of all rows of the batch; see ``rollout_stage``.
 
@@ -54,7 +55,9 @@ def batch_constants(
     weight_mean = None
     if spec.weight is not None and spec.weight.normalize:
         ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
-        total, count = sum_weights(spec.weight, log_rho, partition_units(spec.weight.level, valid, ids, rows))
+        ages = _ages(spec, rows, staleness, valid)
+        units = partition_units(spec.weight.level, valid, ids, rows, ages)
+        total, count = sum_weights(spec.weight, log_rho, units)
         # Where everything is rejected there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
@@ -92,13 +95,15 @@ def rollout_stage(
         versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
         constants: of the batch that these rows belong to; None: these rows are the whole batch.
         staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T)
-            those of each token; statistics alone read it, as they read ``segment_ids`` whatever the levels are.
+            those of each token. Statistics read it, as they read ``segment_ids`` whatever the levels are, and masks
+            and bounds that go by age.
         measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
         beside: measured stage of another correction for the very same tensors; spares what does not depend on the
             correction.
 
     Raises:
-        ValueError: shapes that differ, a level whose ids are missing, or a stage of other tensors.
+        ValueError: shapes that differ, a level whose ids are missing, an age that is not known, or a stage of other
+            tensors.
 
     Example:
         >>> spec = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
@@ -137,9 +142,11 @@ def rollout_stage(
             response_mask=response_mask,
             segment_ids=segment_ids,
             versions=versions,
+            staleness=staleness,
         )
 
-    units = {level: partition_units(level, valid, ids[level], rows) for level in spec.levels}
+    ages = _ages(spec, rows, staleness, valid)
+    units = {level: partition_units(level, valid, ids[level], rows, ages) for level in spec.levels}
     dtype = promote_weight_dtype(old, mu)
     weight, weighed = None, None
     keep = valid
@@ -294,14 +301,28 @@ def _weigh(
     """Compute the raw weight, the bounded weight, and the tokens that it rejects."""
     by_unit = compute_log_weight(spec, log_value, units)
     raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
-    weight = apply_bounds(spec, raw)
+    lower, upper = choose_bounds(spec, units)
+    bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
+    weight = apply_bounds(spec, raw, bounds)
     if spec.lower is not None and spec.kind != "reject":
         # A lower bound has lifted the 0 off valid tokens.
         weight = torch.where(valid, weight, 0.0)
-    drop = units.spread(find_rejected_units(spec, by_unit)) if spec.kind == "reject" else None
-    return telemetry.AppliedWeight(
-        units=units, by_unit=by_unit, raw=raw, weight=weight if mean == 1.0 else weight / mean, drop=drop
-    )
+    drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
+    weight = weight if mean == 1.0 else weight / mean
+    return telemetry.AppliedWeight(units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
+
+
+def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
+    return units.spread(bound).to(dtype) if isinstance(bound, Tensor) else bound
+
+
+def _ages(spec: CorrectionSpec, rows: RowLayout, staleness: Tensor | None, valid: Tensor) -> Tensor | None:
+    """Return the age of each token, float64; None where no part reads it, or none is known."""
+    if not spec.age_parts or staleness is None:
+        return None
+    if staleness.dim() == 2:
+        return rows.tokens(staleness).double()
+    return rows.broadcast(rows.to_column(staleness.to(valid.device).double())).expand(valid.shape)
 
 
 def _mean(spec: WeightSpec, constants: BatchConstants) -> float:

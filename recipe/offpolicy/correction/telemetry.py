@@ -26,6 +26,7 @@ from .statistics import Moments, Reduction, Statistic
 from .token_sample import TokenSample, sum_products, sum_squares, to_float64
 from .units import Units
 from .weight_spec import WeightSpec
+from .weights import Bound
 
 Measure = Literal["all", "decisions", "nothing"]
 """All statistics, those of weights and of what is kept, or none."""
@@ -55,6 +56,7 @@ class AppliedWeight:
         by_unit: float64, log of the raw weight of each of ``units``.
         raw, weight: by token, before and after bounds and normalisation, 0 off valid tokens.
         drop: bool by token, what a weight of kind reject drops, without meaning off valid tokens; None for others.
+        bounds: lower and upper of the raw weight, one for all or by token; None for an open side.
     """
 
     units: Units
@@ -62,6 +64,7 @@ class AppliedWeight:
     raw: Tensor
     weight: Tensor
     drop: Tensor | None
+    bounds: tuple[Bound, Bound]
 
 
 @torch.no_grad()
@@ -195,7 +198,7 @@ def measure_weight(
     if ratio is not None:
         raw = ratio if spec.level == "token" else _of_units(weighed, sample.valid)
         statistics |= raw.build_statistics("raw_weight")
-    statistics["weight/truncated_share"] = st.build_mean(_out_of_bounds(spec, weighed.raw, sample.valid), count)
+    statistics["weight/truncated_share"] = st.build_mean(_out_of_bounds(weighed, sample.valid), count)
     return statistics
 
 
@@ -285,11 +288,12 @@ def _greatest(column: Tensor) -> Tensor:
     return column.amax() if column.numel() else column.sum()
 
 
-def _out_of_bounds(spec: WeightSpec, raw: Tensor, valid: Tensor) -> Tensor:
+def _out_of_bounds(weighed: AppliedWeight, valid: Tensor) -> Tensor:
     """Count the valid tokens whose raw weight, 0 elsewhere, lies outside the bounds."""
-    outside = torch.zeros_like(valid) if spec.upper is None else raw > spec.upper
-    if spec.lower is not None:
-        outside = outside | (valid & (raw < spec.lower))
+    (lower, upper), raw = weighed.bounds, weighed.raw
+    outside = torch.zeros_like(valid) if upper is None else raw > upper
+    if lower is not None:
+        outside = outside | (valid & (raw < lower))
     return torch.count_nonzero(outside).double()
 
 

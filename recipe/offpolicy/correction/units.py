@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,12 +29,14 @@ class Units:
             and by sequence.
         level: what a unit is.
         rows: how tokens lie in rows.
+        ages: float64 of the shape of ``valid``, versions of the weights since each token was sampled; None: not known.
     """
 
     valid: Tensor
     index: Tensor | None
     level: Level
     rows: RowLayout
+    ages: Tensor | None = None
     _known: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def total(self, values: Tensor) -> Tensor:
@@ -77,23 +80,52 @@ class Units:
             self._known["tokens"] = self.total(self.valid)
         return self._known["tokens"]
 
+    @property
+    def oldest(self) -> Tensor:
+        """Age of the oldest token of each unit, float64, -inf for no token.
 
-def partition_units(level: Level, valid: Tensor, ids: Tensor | None, rows: RowLayout | None = None) -> Units:
+        Raises:
+            ValueError: ages are not known.
+        """
+        if self.ages is None:
+            raise ValueError("the age of the weights is asked for, and not known: pass staleness, (B,) or (B, T).")
+        if "oldest" not in self._known:
+            self._known["oldest"] = self.greatest(self.ages)
+        return self._known["oldest"]
+
+    def scale_by_age(self, limit: float, factors: Sequence[float] | None) -> Tensor | float:
+        """Multiply a log bound by the factor of each unit's age: float32, as bounds are compared.
+
+        A bound that is open, or has no factors, stays one number.
+        """
+        if factors is None or abs(limit) == math.inf:
+            return limit
+        return self.choose_by_age([limit * factor for factor in factors], torch.float32)
+
+    def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Choose one of ``values`` for each unit by its age: that of 0, 1, ... versions; the last holds for older."""
+        table = torch.tensor(values, dtype=dtype, device=self.valid.device)
+        return table[self.oldest.clamp(0, len(values) - 1).long()]
+
+
+def partition_units(
+    level: Level, valid: Tensor, ids: Tensor | None, rows: RowLayout | None = None, ages: Tensor | None = None
+) -> Units:
     """Partition the tokens of each row into the units of one level.
 
     Args:
         valid: (B, T) bool, or (N,) packed.
         ids: integers of that shape for ``turn`` and ``version``: tokens of a row with one id form a unit.
         rows: how they lie; None: padded.
+        ages: of that shape, for what decides by age.
 
     Example:
         >>> partition_units("sequence", torch.tensor([[True, True, False]]), None).tokens.tolist()
         [[2.0]]
     """
     rows = detect_layout(valid=valid) if rows is None else rows
-    return Units(
-        valid, _places(ids, valid, rows) if level in ("turn", "version") and ids is not None else None, level, rows
-    )
+    index = _places(ids, valid, rows) if level in ("turn", "version") and ids is not None else None
+    return Units(valid, index, level, rows, ages)
 
 
 def turns(response_mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
@@ -170,6 +171,32 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             mend={key: in_use},
         )
     return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
+
+
+def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | None:
+    """Read ``by_staleness``: the factor of |log bound| at age 0, 1, ...; None where it is left out or null.
+
+    Example:
+        >>> read_factors({"by_staleness": [1, 1.5]}, "correction.weight")
+        (1.0, 1.5)
+    """
+    value = mapping.get("by_staleness")
+    if value is None:
+        return None
+    numbers = [each for each in value if _is_factor(each)] if isinstance(value, list | tuple) else []
+    if not numbers or len(numbers) != len(value):
+        raise SpecError(
+            "expected factors of |log bound| at age 0, 1, ... versions, a list of positive finite numbers.",
+            f"Set {key}.by_staleness=[1.0,1.5,2.0] for example, or null for bounds that are the same at every age.",
+            key=f"{key}.by_staleness",
+            value=value,
+            mend={f"{key}.by_staleness": None},
+        )
+    return tuple(float(each) for each in numbers)
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _meant(key: str, value: Any, otherwise: Any) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from typing import Any, Literal
 from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .units import Level
-from .validation import propose_value, read_bool, read_choice, read_ratio_bounds, require_keys
+from .validation import propose_value, read_bool, read_choice, read_factors, read_ratio_bounds, require_keys
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
 Kind = Literal["truncate", "clip", "reject"]
+
+_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class WeightSpec:
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
         normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
             at theirs; what is rejected counts as 0.
+        by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
     """
 
     level: Level
@@ -40,6 +43,7 @@ class WeightSpec:
     aggregate: WeightAggregate = "product"
     ratio: WeightRatio = "rollout"
     normalize: bool = False
+    by_staleness: tuple[float, ...] | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
@@ -48,7 +52,7 @@ class WeightSpec:
         Raises:
             SpecError: anything malformed.
         """
-        require_keys(mapping, {"level", "kind", "lower", "upper"}, key, {"aggregate", "ratio", "normalize"})
+        require_keys(mapping, {"level", "kind", "lower", "upper"}, key, _OPTIONAL)
         kind = read_choice(mapping, "kind", Kind, key)
         lower, upper = read_ratio_bounds(mapping, key)
         for side, bound in (("lower", lower), ("upper", upper)):
@@ -100,7 +104,9 @@ class WeightSpec:
             aggregate=read_choice(mapping, "aggregate", WeightAggregate, key, "product"),
             ratio=read_choice(mapping, "ratio", WeightRatio, key, "rollout"),
             normalize=read_bool(mapping, "normalize", key),
+            by_staleness=read_factors(mapping, key),
         )
+        weight._check_factors(key)
         if weight.normalize and weight.needs_step:
             raise SpecError(
                 "the batch's mean would move with the current policy, so that the loss would depend on the split into "
@@ -112,9 +118,33 @@ class WeightSpec:
             )
         return weight
 
+    def _check_factors(self, key: str) -> None:
+        if self.by_staleness is None:
+            return
+        logs = [abs(math.log(bound)) for bound in (self.lower, self.upper) if bound is not None]
+        reason = ""
+        if not logs:
+            reason = "there is no bound that it could multiply."
+        elif max(logs) * max(self.by_staleness) > EXP_CLAMP:
+            reason = (
+                f"|log bound| {max(logs):g} times {max(self.by_staleness):g} is beyond the +-{EXP_CLAMP:g} nats at "
+                f"which log-ratios are clamped, so that no bound is left at that age."
+            )
+        if reason:
+            raise SpecError(
+                reason,
+                f"Set {key}.by_staleness=null, or a bound and factors below that.",
+                key=f"{key}.by_staleness",
+                value=list(self.by_staleness),
+                mend={f"{key}.by_staleness": None},
+            )
+
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
-        return asdict(self)
+        mapping = asdict(self)
+        factors = mapping.pop("by_staleness")
+        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
+        return mapping if factors is None else mapping | {"by_staleness": list(factors)}
 
     @property
     def needs_step(self) -> bool:

@@ -11,6 +11,9 @@ from .ratios import clamp_and_exp, exceeds_bounds
 from .units import Units
 from .weight_spec import WeightSpec
 
+Bound = Tensor | float | None
+"""A bound of a weight, for all or for each; None where it is open."""
+
 
 def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
     """Compute the log of each unit's importance weight before its bounds.
@@ -34,8 +37,34 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
     return units.mean(log_ratio) if spec.aggregate == "geometric" else units.total(log_ratio)
 
 
-def apply_bounds(spec: WeightSpec, raw: Tensor) -> Tensor:
+def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
+    """Choose the bounds of each unit's weight by its age, float64; those of ``spec`` where age is not read.
+
+    Example:
+        >>> from .units import partition_units
+        >>> spec = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
+        >>> ages = torch.tensor([[0.0, 1.0, 7.0]])
+        >>> lower, upper = choose_bounds(spec, partition_units("token", ages >= 0, None, ages=ages))
+        >>> lower, [round(each, 9) for each in upper[0].tolist()]
+        (None, [2.0, 4.0, 4.0])
+    """
+    lower, upper = (_scale(bound, spec, units) for bound in (spec.lower, spec.upper))
+    return lower, upper
+
+
+def _scale(bound: float | None, spec: WeightSpec, units: Units) -> Bound:
+    if bound is None or spec.by_staleness is None:
+        return bound
+    # A factor of 1 leaves the bound as it is, to the bit.
+    by_age = [bound if factor == 1 else math.exp(math.log(bound) * factor) for factor in spec.by_staleness]
+    return units.choose_by_age(by_age, torch.float64)
+
+
+def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | None = None) -> Tensor:
     """Bound the weight: clip(raw, lower, upper); ``reject`` leaves it unchanged, see ``find_rejected_units``.
+
+    Args:
+        bounds: from ``choose_bounds``, in the shape and dtype of ``raw``; None: those of ``spec``.
 
     Yao et al. 2025 truncate by token, Liu et al. 2025 by sequence; SkyRL ships the caps 2.0 and 5.0.
 
@@ -43,31 +72,36 @@ def apply_bounds(spec: WeightSpec, raw: Tensor) -> Tensor:
         >>> apply_bounds(WeightSpec("token", "clip", 0.5, 2.0), torch.tensor([0.1, 1.0, 3.0])).tolist()
         [0.5, 1.0, 2.0]
     """
-    if spec.kind == "reject" or (spec.lower is None and spec.upper is None):
+    lower, upper = (spec.lower, spec.upper) if bounds is None else bounds
+    if spec.kind == "reject" or (lower is None and upper is None):
         return raw
-    return raw.clamp(min=spec.lower, max=spec.upper)
+    return raw.clamp(min=lower, max=upper)  # type: ignore[arg-type]
 
 
-def find_rejected_units(spec: WeightSpec, log_value: Tensor) -> Tensor:
+def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Tensor:
     """Find the units that ``reject`` drops: outside [lower, upper], inclusive, compared in float32 in log space.
 
     Masked importance sampling of Liu et al. 2025: rho 1[lower <= rho <= upper].
 
     Args:
         log_value: from ``compute_log_weight``.
+        units: of ``spec.level``.
 
     Returns:
         One bool a unit.
 
     Example:
-        >>> log_weight = torch.tensor([0.1, 1.0, 3.0]).log()
-        >>> find_rejected_units(WeightSpec("token", "reject", 0.5, 2.0), log_weight).tolist()
-        [True, False, True]
+        >>> from .units import partition_units
+        >>> log_weight = torch.tensor([[0.1, 1.0, 3.0]]).log()
+        >>> units = partition_units("token", torch.ones(1, 3, dtype=torch.bool), None)
+        >>> find_rejected_units(WeightSpec("token", "reject", 0.5, 2.0), log_weight, units).tolist()
+        [[True, False, True]]
     """
     if spec.kind != "reject":
         return torch.zeros_like(log_value, dtype=torch.bool)
     lower = -math.inf if spec.lower is None else math.log(spec.lower)
-    return exceeds_bounds(log_value, lower, math.inf if spec.upper is None else math.log(spec.upper))
+    limits = lower, math.inf if spec.upper is None else math.log(spec.upper)
+    return exceeds_bounds(log_value, *(units.scale_by_age(limit, spec.by_staleness) for limit in limits))
 
 
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
@@ -87,7 +121,7 @@ def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tens
         (3.0, 2.0)
     """
     log_value = compute_log_weight(spec, log_ratio, units)
-    weight = apply_bounds(spec, clamp_and_exp(log_value))
+    weight = apply_bounds(spec, clamp_and_exp(log_value), choose_bounds(spec, units))
     exists = units.tokens > 0
-    counted = torch.where(exists & ~find_rejected_units(spec, log_value), weight, 0.0)
+    counted = torch.where(exists & ~find_rejected_units(spec, log_value, units), weight, 0.0)
     return counted.sum(), exists.sum(dtype=torch.float64)

@@ -1,21 +1,26 @@
 """Trial micro-batches on which one correction must act in a known way, whatever the policies at hand.
 
-Each trial moves mu, pi_old and, for differences of probabilities, pi, so that some units lie just beyond or just
-inside a bound and the others nowhere near, and states the factor by which the correction must multiply each token's
-gradient. The factor follows from the bound and the definition of the aggregate; it uses none of the correction's code.
+Each trial moves mu, pi_old and, for differences of probabilities, pi, or the age of the weights that sampled, so that
+some units lie just beyond or just inside a bound and the others nowhere near, and states the factor by which the
+correction must multiply each token's gradient. The factor follows from the bound and the definition of the aggregate;
+it uses none of the correction's code.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 
-from ..batch.micro_batch import MicroBatch
-from ..batch.token_versions import TokenVersions
+from ..batch.micro_batch import MicroBatch, with_tensors
+from ..batch.plan import SharedPlan
+from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk, TokenVersions
+from ..batch.weight_versions import EXTRA_FIELDS, VERSIONS
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 
 BEYOND = 0.01
@@ -23,6 +28,9 @@ BEYOND = 0.01
 
 _MEAN_WEIGHT = 2.0
 _HIGH = 0.95  # the higher of two probabilities that differ
+_NEAR = 0.02
+"""Distance, as a share of a bound in nats, at which a factor of the bound that differs by as much is told from it."""
+_LEAST = 1e-4  # nats, clear of the rounding of float32 log-probs
 
 
 @dataclass(frozen=True)
@@ -43,17 +51,35 @@ class Trial:
 
 
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest."""
+    """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
+
+    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit.
+    """
+    if spec.by_staleness is not None:
+        for age, factor in _list_ages(spec.by_staleness):
+            bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
+            scaled = replace(spec, lower=bounds[0], upper=bounds[1])
+            for trial in _build_weight_trials(scaled, age_first_tokens(batch, age)):
+                yield replace(trial, label=trial.label and f"{trial.label} at age {age}")
+        return
+    yield from _build_weight_trials(spec, batch)
+
+
+def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     demanded = {0.5: 0.5} if spec.lower is None else {2.0: 2.0} if spec.upper is None else {}
     for bound, beyond in ((spec.lower, 0.5), (spec.upper, 2.0)):
         if bound is not None:
-            demanded |= {beyond * bound: 0.0 if spec.kind == "reject" else bound, math.sqrt(bound): math.sqrt(bound)}
+            out = 0.0 if spec.kind == "reject" else bound
+            demanded |= {beyond * bound: out, math.sqrt(bound): math.sqrt(bound)}
+            if spec.by_staleness is not None:
+                near = math.exp(math.copysign(_measure_near(math.log(bound)), math.log(beyond)))
+                demanded |= {bound * near: out, bound / near: bound / near}
     if spec.upper is None:
         demanded[2.0] = 2.0
     mean = _MEAN_WEIGHT if spec.normalize else 1.0
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
-    hit = units % 2 == 0
+    hit = _choose_units(units, spec.by_staleness is not None)
     # On one token: spread over thousands, the rounding of each would add up to more than the proof tolerates.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
@@ -72,7 +98,22 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
 
 
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign."""
+    """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign.
+
+    A mask on age, or with bounds that go by it, has them on the unit of each row's first token, which alone is aged.
+    """
+    if spec.by_staleness is not None:
+        for age, factor in _list_ages(spec.by_staleness):
+            bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
+            delta = None if spec.delta is None else spec.delta * factor
+            scaled = replace(spec, lower=bounds[0], upper=bounds[1], delta=delta)
+            for trial in _build_mask_trials(name, scaled, age_first_tokens(batch, age)):
+                yield replace(trial, label=trial.label and f"{trial.label} at age {age}")
+        return
+    yield from _build_mask_trials(name, spec, batch)
+
+
+def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     # A budget's own cutoff depends on the batch; the trial fixes one, that of ``_list_bounds``.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
@@ -101,7 +142,21 @@ def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
                 yield side, math.log(bound) if on_ratio else bound
 
 
+def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
+    """Yield each age with its factor, and one more, which has the last."""
+    yield from enumerate((*factors, factors[-1]))
+
+
+def _measure_near(bound: float) -> float:
+    """Measure the step from a bound, in nats, by which it is told from one with another factor."""
+    return max(_NEAR * abs(bound), _LEAST)
+
+
 def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) -> float:
+    if spec.aggregate == "staleness":
+        return bound + 1 if beyond else bound
+    if spec.by_staleness is not None:
+        return bound + (side if beyond else -side) * _measure_near(bound)
     if not beyond:
         return bound / 2
     # Differences of probabilities and squares of small ratios need a finer step than nats do.
@@ -139,8 +194,12 @@ def _place_policies(
     The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient.
     """
     mask = batch.response_mask
+    if spec.aggregate == "staleness":
+        same = batch.log_prob.double()
+        moved = _replace_policies(age_first_tokens(batch, int(value)), old=same, mu=same, advantages=advantages)
+        return moved, _choose_units(_number_units(spec.level, moved), True) & mask
     units = _number_units(spec.level, batch)
-    hit = (units % 2 == 0) & mask
+    hit = _choose_units(units, spec.by_staleness is not None) & mask
     # A greatest value can only be low where all values are.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
     if spec.aggregate == "binary_tv":
@@ -227,6 +286,38 @@ def _replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages:
         advantages=advantages.to(batch.advantages.dtype),
         scale=None,
     )
+
+
+def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
+    """Let older weights sample the first response token of each row, and those in force the others.
+
+    The versions are noted as the client of the rollout servers notes them, turn by turn.
+
+    Args:
+        age: of these tokens, in versions.
+    """
+    mask, step = batch.response_mask, age + 2
+    old, fresh = step - 1 - age, step - 1
+    fields = []
+    for row in mask.tolist():
+        runs = [len(list(tokens)) for there, tokens in itertools.groupby(row) if there]
+        turns_of_row: list[list[Chunk]] = [[(fresh, tokens)] for tokens in runs]
+        if runs:
+            turns_of_row[0] = [(old, 1), (fresh, runs[0] - 1)] if runs[0] > 1 else [(old, 1)]
+        fields.append({"min_global_steps": old, "max_global_steps": fresh, CHUNKS: turns_of_row})
+    tokens = torch.where(mask & (mask.cumsum(-1) == 1), old, torch.where(mask, fresh, UNKNOWN))
+    oldest, newest = (torch.full((len(mask),), version, dtype=torch.int64) for version in (old, fresh))
+    return replace(
+        batch,
+        plan=SharedPlan(step),
+        versions=TokenVersions(oldest, newest, tokens),
+        data=with_tensors(batch.data, **{VERSIONS: None, EXTRA_FIELDS: NonTensorStack(*fields)}),
+    )
+
+
+def _choose_units(units: Tensor, aged: bool) -> Tensor:
+    """Choose the units that a trial acts on: every other one, or where only that is aged, the first of each row."""
+    return units == 0 if aged else units % 2 == 0
 
 
 def _number_units(level: str, batch: MicroBatch) -> Tensor:

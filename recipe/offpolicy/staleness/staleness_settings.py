@@ -53,6 +53,11 @@ class StalenessSettings:
         return cls.at(**values)
 
     @property
+    def oldest_age(self) -> int:
+        """The greatest age, in versions, at which a row is trained."""
+        return math.ceil(self.eta if self.adapt is None else self.adapt.ceiling)
+
+    @property
     def masks(self) -> bool:
         """True if rows that are too old are masked."""
         return self.too_old in ("mask", "refresh")

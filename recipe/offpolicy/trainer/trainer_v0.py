@@ -131,7 +131,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             return view.batch
         data.batch[VERSIONS] = _versions(data, self.global_steps)
         uids = data.non_tensor_batch["uid"]
-        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids])
+        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids], self.global_steps)
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:

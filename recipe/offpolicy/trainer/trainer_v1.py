@@ -130,7 +130,7 @@ class OffPolicyTrainer(SupervisedRun):
             return view.batch
         rows = _columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
-        groups = regroup_without_rejected(self.correction, rows, uids)
+        groups = regroup_without_rejected(self.correction, rows, uids, self.global_steps)
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.padding import Layout
-from recipe.offpolicy.batch.plan import PLAN, SCALE, SharedPlan, compute_constants
+from recipe.offpolicy.batch.plan import (
+    PLAN,
+    SCALE,
+    BatchSplit,
+    SharedPlan,
+    build_row_columns,
+    compute_constants,
+    regroup_without_rejected,
+)
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
@@ -222,3 +231,107 @@ def test_sampled_rows_are_summed_alike_nested_and_padded() -> None:
     found = mb.compute_sampled_checksums(TensorDict(rows, batch_size=2))
     assert found == mb.compute_sampled_checksums(padded) == mb.compute_row_checksums(columns["responses"], mask, mu)
     assert len(set(found)) == 2
+
+
+# Age --------------------------------------------------------------------------------------------------------
+
+
+def aged(*fields: dict[str, Any], step: int | None = 7, columns: dict[str, Any] | None = None) -> Any:
+    """Rows of two turns, a turn and a token, and a turn; ratios pi_old / mu of e^0.1 everywhere; as verl nests them."""
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0]])
+    mu = torch.full((3, 4), -1.0)
+    rows = {"responses": mask, "response_mask": mask, "rollout_log_probs": mu, "old_log_probs": mu + 0.1}
+    rows |= {"advantages": torch.ones(3, 4), "extra_fields": NonTensorStack(*fields), **(columns or {})}
+    data = TensorDict(rows, batch_size=3)
+    if step is not None:
+        data[PLAN] = NonTensorData(SharedPlan(step), batch_size=[3])
+    return data
+
+
+def noted(oldest: int, newest: int, turns: Any = None) -> dict[str, Any]:
+    span = {"min_global_steps": oldest, "max_global_steps": newest}
+    return span if turns is None else span | {CHUNKS: turns}
+
+
+CHUNKED = (noted(3, 6, [[(3, 1), (4, 1)], [(6, 1)]]), noted(5, 5, [[(5, 3)]]), noted(2, 4, [[(2, 9)], [(4, 1)]]))
+"""In step 7: ages 3, 2 and 0; 1; and a row that does not fit, as old as its first token: 4."""
+STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 2}
+
+
+def decided(correction: CorrectionSpec, data: TensorDict) -> Any:
+    return mb.decide(correction, mb.read({"log_probs": data["old_log_probs"]}, data))
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"),
+    [
+        ("token", [[False, True, False, True], [True] * 3 + [False], [False] * 4]),
+        ("turn", [[False, False, False, True], [True] * 3 + [False], [False] * 4]),
+        ("sequence", [[False] * 4, [True] * 3 + [False], [False] * 4]),
+    ],
+)
+def test_tokens_that_are_too_old_are_masked(level: str, kept: list[list[bool]]) -> None:
+    step = decided(spec(stale=STALE | {"level": level}), aged(*CHUNKED))
+    assert step.keep.tolist() == kept
+
+
+def test_a_cap_goes_by_the_age_of_each_token() -> None:
+    """|log 1.01| times 1, 2, 4 at ages 0, 1, >= 2; the weight of e^0.1 lies beyond all of them."""
+    step = decided(spec(TIS | {"upper": 1.01, "by_staleness": [1, 2, 4]}), aged(*CHUNKED))
+    expected = [[4, 4, None, 1], [2, 2, 2, None], [4, None, None, None]]
+    for row, powers in zip(step.weight.tolist(), expected, strict=True):
+        assert row == pytest.approx([0.0 if power is None else 1.01**power for power in powers], rel=1e-6)
+
+
+MIXED = (noted(3, 6), noted(5, 5), noted(4, 4))
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_ages_by_row_do_not_tell_tokens_of_several_versions_apart(level: str) -> None:
+    said = rf"correction.masks.stale.level={level}: 1 rows were sampled by several versions"
+    with pytest.raises(ValueError, match=f"{said}.*Set correction.masks.stale.level=sequence"):
+        decided(spec(stale=STALE | {"level": level}), aged(*MIXED))
+    said = r"correction.weight.by_staleness=\[1.0,2.0\]: 1 rows.*level=sequence.*or correction.weight.by_staleness=null"
+    with pytest.raises(ValueError, match=said):
+        decided(spec(TIS | {"level": level, "by_staleness": [1, 2]}), aged(*MIXED))
+    single = (noted(3, 3), *MIXED[1:])
+    assert decided(spec(stale=STALE | {"level": level}), aged(*single)).keep.any(-1).tolist() == [False, True, True]
+
+
+def test_a_row_is_as_old_as_its_first_token() -> None:
+    step = decided(spec(stale=STALE | {"level": "sequence"}), aged(*MIXED))
+    assert step.keep.any(-1).tolist() == [False, True, True]
+
+
+def test_without_versions_or_a_step_there_is_no_age() -> None:
+    for data, lacking in (
+        (aged({}, {}, {}), "the version of the weights"),
+        (aged(*CHUNKED, step=None), "the trainer's step"),
+    ):
+        with pytest.raises(ValueError, match=f"correction.masks.stale goes by the age of the weights, and {lacking}"):
+            decided(spec(stale=STALE), data)
+        batch = mb.read({"log_probs": data["old_log_probs"]}, data)
+        with pytest.raises(ValueError, match=lacking):
+            mb.decide_with_shadows(spec(TIS), {"stale": spec(stale=STALE)}, batch)
+
+
+def test_a_shadow_reports_what_is_too_old() -> None:
+    batch = mb.read({"log_probs": aged(*CHUNKED)["old_log_probs"]}, aged(*CHUNKED))
+    _, reported = mb.decide_with_shadows(spec(TIS), {"stale": spec(stale=STALE)}, batch)
+    assert reported["shadow/stale/keep_token_share"].value() == pytest.approx(5 / 7)
+
+
+def test_the_plan_knows_ages_of_nested_rows() -> None:
+    """The mean of weights capped by age; and rows that are too old leave their group, where that is asked for."""
+    data = aged(*CHUNKED)
+    nested = {name: _nested(data[name], [4, 3, 1]) for name in ("response_mask", "old_log_probs", "rollout_log_probs")}
+    rows = TensorDict({**nested, "extra_fields": NonTensorStack(*CHUNKED)}, batch_size=3)
+    capped = spec(TIS | {"upper": 1.01, "by_staleness": [1, 2, 4], "normalize": True})
+    mean = compute_constants(capped, rows, 7).weight_mean
+    assert mean == pytest.approx((3 * 1.01**4 + 3 * 1.01**2 + 1.01) / 7, rel=1e-6)
+    by_row = replace(spec(stale=STALE | {"level": "sequence"}), baseline="exclude")
+    assert regroup_without_rejected(by_row, rows, ["a", "a", "a"], 7).uids == ["a/rejected-0", "a", "a/rejected-2"]
+    columns = build_row_columns(replace(spec(stale=STALE), denominator="kept"), rows, BatchSplit(1, 3, "token-mean"), 7)
+    assert columns[SCALE].tolist() == pytest.approx([7 / 5] * 3)
+    with pytest.raises(ValueError, match="the trainer's step"):
+        compute_constants(capped, rows)

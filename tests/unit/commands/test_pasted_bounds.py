@@ -71,6 +71,11 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
         ["correction=none", f"+correction.masks.tight={TIGHT}"],
         ["correction=gsm", "correction.weight={level: sequence, kind: truncate, lower: null, upper: 2.2}"],
         ["correction=dppo_tv"],
+        [
+            "correction=tis_token",
+            "+correction.weight.by_staleness=[1.5,2.0]",
+            "+correction.masks.stale={aggregate: staleness, level: turn, upper: 3}",
+        ],
         ["correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02"],
     ],
     ids=lambda overrides: " ".join(overrides)[:50],

@@ -116,6 +116,24 @@ def test_staleness_by_token() -> None:
         assert nested[name].value() == pytest.approx(padded[name].value(), nan_ok=True), name
 
 
+def test_decisions_by_age() -> None:
+    """Ages of 0 to 4, by token and by row."""
+    rows, lengths = noisy()
+    by_token = torch.arange(rows.mask.numel()).reshape(rows.mask.shape) % 5
+    by_row = (torch.arange(len(lengths)) + 1) % 5
+    for level in ("token", "sequence", "turn", "version"):
+        factors = {"level": level, "by_staleness": [1.0, 2.0, 0.5]}
+        stale = {"aggregate": "staleness", "level": level, "upper": 2}
+        correction = spec(TIS | factors | {"upper": 1.02}, any=band(0.9, 1.1, aggregate="any", **factors), stale=stale)
+        for ages, same_packed in ((by_token, packed(by_token, lengths)), (by_row, by_row)):
+            step = both_stages(correction, rows, staleness=ages)[1]
+            nested = both_stages(correction, pack(rows, lengths), staleness=same_packed)[1]
+            weight = packed(step.weight, lengths).values()
+            torch.testing.assert_close(nested.weight.values(), weight, rtol=1e-12, atol=0.0)
+            assert torch.equal(nested.keep.values(), packed(step.keep, lengths).values())
+            assert step.rejected["masks.stale"].any()
+
+
 def test_constants() -> None:
     rows, lengths = noisy()
     correction = spec(TIS | {"normalize": True, "level": "turn"}, m2po=M2PO | {"budget": 0.001})

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
+from hypothesis.strategies import integers
 
 from recipe.offpolicy.correction import CorrectionSpec, aggregates, turns
 from recipe.offpolicy.correction.mask_spec import Ratio, Sign, When
@@ -79,7 +81,7 @@ def agree(correction: CorrectionSpec, rows: Rows, *, parts: bool = True, toleran
 def test_nothing_of_the_vocabulary_is_left_out() -> None:
     assert set(get_args(Level)) == set(LEVELS)
     assert set(get_args(Ratio)) == set(RATIOS)
-    assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment"}
+    assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment", "staleness"}
     assert set(itertools.product(get_args(When), get_args(Sign))) == {*SIGNS, ("any", "token")}  # which is refused
     assert set(get_args(Kind)) == {kind for kind, *_ in WEIGHT_BOUNDS}
 
@@ -189,6 +191,33 @@ def test_masks_and_a_weight_at_once() -> None:
         agree(CorrectionSpec.from_mapping({"weight": weight, "masks": masks}), rough(seed + 100, rows=12, tokens=20))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_age(level: str) -> None:
+    """Units of the drawn rows are 1 to 3 versions old, and those without a token have no age."""
+    base: dict[str, Any] = dict(aggregate="staleness", level=level)
+    masks = {
+        f"{when}_{sign}_{upper}": base | dict(when=when, sign=sign, upper=upper)
+        for when, sign in SIGNS
+        for upper in (1, 2, 3)
+    }
+    for rows in BATCHES:
+        dropped = agree(CorrectionSpec.from_mapping({"masks": masks}), rows).rejected
+        assert {key for key, tokens in dropped.items() if tokens} == {f"masks.{key}" for key in masks if key[-1] != "3"}
+
+
+@pytest.mark.parametrize("factors", [[1.0, 2.0], [0.25, 1.0, 0.5, 2.0]])
+@pytest.mark.parametrize("level", LEVELS)
+def test_bounds_by_age(level: str, factors: list[float]) -> None:
+    common = dict(level=level, by_staleness=factors)
+    on_ratio = common | dict(ratio="rollout", when="any", lower=0.86, upper=1.17)
+    masks = {aggregate: on_ratio | {"aggregate": aggregate} for aggregate in ON_RATIO}
+    masks["opsm"] = common | dict(ratio="full", aggregate="geometric", delta=0.11, when="negative")
+    for kind, lower, upper in WEIGHT_BOUNDS[1:]:
+        weight = common | dict(kind=kind, lower=lower, upper=upper, normalize=True)
+        for rows in BATCHES:
+            agree(CorrectionSpec.from_mapping({"weight": weight, "masks": masks}), rows)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_tokens_that_are_not_finite(bad: float) -> None:
     rows = rough(5)
@@ -202,8 +231,9 @@ def test_tokens_that_are_not_finite(bad: float) -> None:
 
 
 @settings(examples, max_examples=at_most(400))
-@given(corrections(), batches())
-def test_any_correction_on_any_batch(correction: CorrectionSpec, rows: Rows) -> None:
+@given(corrections(by_age=True), batches(), integers(reference.IN_FORCE - 3, reference.IN_FORCE))
+def test_any_correction_on_any_batch(correction: CorrectionSpec, rows: Rows, oldest: int) -> None:
+    rows = replace(rows, versions=rows.versions + oldest)
     want = reference.expected(correction.to_mapping(), rows.lists)
     assume(want.margin > CLEAR)
     agree(correction, rows)

@@ -8,15 +8,17 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.checks import staleness
+from recipe.offpolicy.preflight.checks import CHECKS, REMARKS, staleness
 from recipe.offpolicy.preflight.checks.staleness import (
     ASYNC_MODES,
     REPLACED,
     SAMPLER,
+    check_ages,
     check_staleness,
     is_asynchronous,
     is_bounded,
     notes_token_versions,
+    warn_ages,
     warn_uncorrected,
     warn_verls_limit,
 )
@@ -196,3 +198,93 @@ def test_values_that_mean_unset_are_verls_own() -> None:
     for name, usual in REPLACED.items():
         for key in [name] if "." in name else [f"trainer.v1.{mode}.{name}" for mode in ASYNC_MODES]:
             assert OmegaConf.select(shipped, key) == usual
+
+
+# What goes by age -------------------------------------------------------------------------------------------
+
+STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 1}
+
+
+def by_age(**changes: Any) -> CorrectionSpec:
+    return spec(TIS | {"by_staleness": [1.0, 1.5]}, stale=STALE | changes)
+
+
+@pytest.mark.parametrize("mode", V1_MODES)
+def test_ages_are_known_in_every_mode_of_0_9_1(mode: str) -> None:
+    assert list(check_ages(config(mode), by_age())) == []
+    assert list(check_ages(config(mode, **{"trainer.use_v1": False}), by_age())) == []
+
+
+def test_a_release_that_notes_no_versions_is_refused_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "live_path", lambda config: LivePath("0.8.0", "v0", "engine", "fsdp"))
+    made = config(
+        **{"trainer.use_v1": False, "offpolicy.shadow": {"old": by_age().to_mapping(), "tis": {"weight": TIS}}}
+    )
+    found = {problem.key: problem for problem in check_ages(made, by_age())}
+    assert {key: problem.overrides for key, problem in found.items()} == {
+        "correction.masks.stale.aggregate": ("~correction.masks.stale",),
+        "correction.weight.by_staleness": ("correction.weight.by_staleness=null",),
+        "offpolicy.shadow": ("offpolicy.shadow=[tis]",),
+    }
+    assert {problem.verdict for problem in found.values()} == {"WRONG"}
+    assert all("verl 0.8.0 does not note which version" in problem.reason for problem in found.values())
+
+
+def test_where_versions_are_known_by_row_ages_are_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "live_path", lambda config: LivePath("0.9.0", "v1", "engine", "fsdp"))
+    made = config("colocate_async")
+    stale, weight = check_ages(made, by_age())
+    assert (stale.key, stale.value, stale.overrides) == (
+        "correction.masks.stale.level",
+        "token",
+        ("correction.masks.stale.level=sequence",),
+    )
+    assert weight.overrides == ("correction.weight.by_staleness=null",)
+    assert list(check_ages(made, spec(stale=STALE | {"level": "sequence"}))) == []
+    assert list(check_ages(config("sync"), by_age())) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "eta", "upper", "inert"),
+    [
+        ("separate_async", 2, 1, False),
+        ("separate_async", 2, 2, True),
+        ("separate_async", 1.5, 2, True),
+        ("separate_async", 1.5, 1, False),
+        ("colocate_async", 0, 0, True),
+        ("separate_async", None, 9, False),
+        ("sync", None, 0, True),
+    ],
+)
+def test_a_mask_that_no_age_reaches_is_inert(mode: str, eta: float | None, upper: int, inert: bool) -> None:
+    found = list(warn_ages(config(mode, **{ETA: eta}), spec(stale=STALE | {"upper": upper})))
+    assert [(problem.key, problem.verdict) for problem in found] == [("correction.masks.stale.upper", "INERT")] * inert
+    if inert:
+        assert found[0].beside == ({ETA: eta} if eta is not None else {})
+        lower = "correction.masks.stale.upper=1"
+        assert found[0].overrides == ((lower,) if upper == 2 else ("~correction.masks.stale",))
+
+
+@pytest.mark.parametrize(
+    ("mode", "eta", "factors", "inert"),
+    [
+        ("separate_async", 2, [1.0], True),
+        ("separate_async", None, [1.0, 1.0], True),
+        ("separate_async", None, [1.0, 1.0, 2.0], False),
+        ("separate_async", 1, [1.0, 1.0, 2.0], True),
+        ("separate_async", 2, [1.0, 1.0, 2.0], False),
+        ("sync", None, [1.0, 2.0], True),
+        ("sync", None, [2.0], False),
+    ],
+)
+def test_factors_that_change_no_bound_are_inert(
+    mode: str, eta: float | None, factors: list[float], inert: bool
+) -> None:
+    found = list(warn_ages(config(mode, **{ETA: eta}), spec(TIS | {"by_staleness": factors})))
+    key = "correction.weight.by_staleness"
+    assert [(each.key, each.verdict, each.overrides) for each in found] == [(key, "INERT", (f"{key}=null",))] * inert
+
+
+def test_both_are_asked_at_every_launch() -> None:
+    assert check_ages in CHECKS
+    assert warn_ages in REMARKS

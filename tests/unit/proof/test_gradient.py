@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch import micro_batch as mb
-from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.batch.token_versions import CHUNKS
+from recipe.offpolicy.correction import CorrectionSpec, stages
+from recipe.offpolicy.correction.units import Units
 from recipe.offpolicy.proof.gradient import Proof, prove
-from tests.support.corrections import TIS, band, spec
+from tests.support.corrections import TIS, band, opsm, spec
 
 MASKED = spec(TIS, narrow=band(0.9, 1.1, level="token", aggregate="product"))
 
@@ -98,3 +101,83 @@ def test_mu_off_by_one_token_shows_in_the_distances() -> None:
     before, same, after = evidence(Adapter(MASKED)).distances
     # Only the middle token has two neighbours; mu is -2 everywhere, and pi_old there -2 and -2 + log 1.05.
     assert (before, same, after) == pytest.approx((0.04879,) * 3, rel=1e-3)
+
+
+# Age --------------------------------------------------------------------------------------------------------
+
+
+STALE = {"aggregate": "staleness", "level": "turn", "upper": 1}
+BY_AGE = band(0.9, 1.1, level="token", aggregate="product", by_staleness=[1.0, 1.5])
+
+
+def aged_evidence(correction: CorrectionSpec) -> Proof:
+    """Rows of two turns at step 9, the first by version 5 and then 8, the second by version 8."""
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
+    old = torch.full((2, 4), -2.0)
+    columns = {"responses": mask, "response_mask": mask, "advantages": torch.ones(2, 4), "old_log_probs": old}
+    turns = [[[(5, 1), (8, 1)], [(8, 1)]], [[(8, 3)]]]
+    fields = [{"min_global_steps": row[0][0][0], "max_global_steps": 8, CHUNKS: row} for row in turns]
+    data = TensorDict(
+        {**columns, mb.ROLLOUT_LOG_PROBS: old - 0.01, "extra_fields": NonTensorStack(*fields)}, batch_size=2
+    )
+    data[PLAN] = NonTensorData(SharedPlan(9), batch_size=[2])
+    output = {"log_probs": old.clone().requires_grad_() * 1.0}
+    adapter = Adapter(correction)
+    loss, _ = adapter(output, data)
+    proof = prove(adapter, mb.read(output, data), loss)
+    loss.backward()
+    return proof
+
+
+def dead_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Units, "oldest", property(lambda units: units.greatest(torch.zeros_like(units.valid).double())))
+
+
+def age_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Units, "oldest", property(lambda units: -units.greatest(-units.ages)))
+
+
+def dropped_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Units, "scale_by_age", lambda units, limit, factors: limit)
+    monkeypatch.setattr(stages, "choose_bounds", lambda part, units: (part.lower, part.upper))
+
+
+def factors_of_the_next_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Units.choose_by_age
+    monkeypatch.setattr(
+        Units, "choose_by_age", lambda units, values, dtype: choose(units, [*values[1:], values[-1]], dtype)
+    )
+
+
+CASES = {
+    "stale": spec(stale=STALE),
+    "stale and negative": spec(stale=STALE | {"when": "negative", "level": "token"}),
+    "mask": spec(narrow=BY_AGE),
+    "one-sided mask": spec(far=opsm(0.02, when="any", ratio="rollout", by_staleness=[1.0, 0.5])),
+    "cap": spec(TIS | {"by_staleness": [1.0, 1.05]}),
+    "rejecting weight": spec(TIS | {"kind": "reject", "level": "sequence", "by_staleness": [1.0, 1.05]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_goes_by_age_is_proved(name: str) -> None:
+    (shift,) = aged_evidence(CASES[name]).shifts.values()
+    assert shift.error < 1e-5
+    assert not shift.vacuous
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("stale", dead_age),
+        ("stale", age_of_the_newest),
+        ("stale and negative", dead_age),
+        *((name, fault) for name in list(CASES)[2:] for fault in (dropped_factors, factors_of_the_next_age)),
+        ("mask", dead_age),
+        ("rejecting weight", age_of_the_newest),
+    ],
+)
+def test_what_does_not_go_by_age_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    proof = aged_evidence(CASES[name])
+    assert all(shift.error > 1e-2 > proof.tolerance for shift in proof.shifts.values())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
-from recipe.offpolicy.batch.token_versions import TokenVersions
+from recipe.offpolicy.batch.token_versions import CHUNKS, TokenVersions, read_versions
+from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
-from recipe.offpolicy.proof.trials import BEYOND, Trial, build_mask_trials, build_weight_trials
+from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
 
 def rows() -> MicroBatch:
@@ -99,3 +101,67 @@ def test_the_budget_of_a_second_moment_is_sent_as_a_cutoff() -> None:
     assert all(trial.constants.cutoffs == {"m2po": 0.04} for trial in found)
     squares = [math.log(rollout_ratio(trial)[0]) ** 2 for trial in found]
     assert [square > 0.04 for square in squares] == [trial.factor[0, 0].item() == 0.0 for trial in found]
+
+
+def ages(trial: Trial) -> list[int]:
+    assert trial.batch.plan is not None
+    seen = read_versions(trial.batch.data, trial.batch.response_mask)
+    assert isinstance(seen, TokenVersions)
+    assert torch.equal(trial.batch.versions.tokens, seen.tokens)  # type: ignore[union-attr]
+    return seen.compute_ages(trial.batch.plan.step, trial.batch.response_mask)[0].tolist()
+
+
+def test_a_mask_on_age_is_tried_at_its_bound_and_a_version_beyond() -> None:
+    """The first token of a row is aged; the others are of the weights in force."""
+    stale = MaskSpec("rollout", "token", "staleness", None, 4.0, "any")
+    found = list(build_mask_trials("stale", stale, rows()))
+    seen = [
+        (trial.label, trial.batch.advantages[0, 0].item(), ages(trial), trial.factor[0].tolist()) for trial in found
+    ]
+    beyond, inside = ([5, 0], [0.0, 1.0]), ([4, 0], [1.0, 1.0])
+    assert seen == [
+        ("side +1", sign, *beyond) if out else ("", sign, *inside) for sign in (-1.0, 1.0) for out in (1, 0)
+    ]
+    row = list(build_mask_trials("stale", replace(stale, level="sequence"), rows()))
+    assert (ages(row[0]), row[0].factor[0].tolist()) == ([5, 0], [0.0, 0.0])
+
+
+def test_ages_are_noted_turn_by_turn() -> None:
+    mask = torch.tensor([[False, True, False, True, True], [False] * 5, [True, True, False, False, False]])
+    policies = {name: torch.zeros(3, 5) for name in ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")}
+    batch = MicroBatch(responses=mask.long(), response_mask=mask, **policies)
+    aged = age_first_tokens(batch, 3)
+    assert [fields[CHUNKS] for fields in read_extra_fields(aged.data)] == [
+        [[(1, 1)], [(4, 2)]],
+        [],
+        [[(1, 1), (4, 1)]],
+    ]
+    seen = read_versions(aged.data, mask)
+    assert isinstance(seen, TokenVersions)
+    assert torch.equal(seen.tokens, aged.versions.tokens)  # type: ignore[union-attr]
+    assert not seen.find_unknown(mask).any()
+
+
+def test_a_weight_with_bounds_by_age_is_tried_at_each_age_and_one_more() -> None:
+    weight = WeightSpec("token", "truncate", None, 2.0, by_staleness=(1.0, 2.0))
+    found = list(build_weight_trials(weight, rows()))
+    caps = {0: 2.0, 1: 4.0, 2: 4.0}
+    for age, cap in caps.items():
+        own = [trial for trial in found if ages(trial) == [age, 0]]
+        raws = [rollout_ratio(trial)[0] for trial in own]
+        weights = [trial.factor[0].tolist() for trial in own]
+        assert max(raws) == pytest.approx(2 * cap, rel=1e-4)
+        # Near enough to the cap that one of another factor is told from it.
+        assert sum(0.95 * cap < raw < 1.05 * cap for raw in raws) == 2
+        assert weights == [pytest.approx([min(raw, cap), 1.0], rel=1e-4) for raw in raws]
+        assert {trial.label.endswith(f"at age {age}") for trial in own if trial.label} == {True}
+    assert len(found) == len(caps) * 5
+
+
+def test_a_mask_with_bounds_by_age_is_tried_next_to_each() -> None:
+    mask = MaskSpec("rollout", "token", "product", None, 2.0, "any", by_staleness=(1.0, 0.5))
+    for trial in build_mask_trials("narrow", mask, rows()):
+        age, _ = ages(trial)
+        bound = math.log(2.0) * (1.0 if age == 0 else 0.5)
+        value, rejected = math.log(rollout_ratio(trial)[0]), trial.factor[0, 0].item() == 0.0
+        assert value == pytest.approx(bound * (1.02 if rejected else 0.98), rel=1e-4)

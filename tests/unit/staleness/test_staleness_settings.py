@@ -33,6 +33,8 @@ def test_the_section_is_read() -> None:
     settings = StalenessSettings.from_config(adaptive)
     assert settings is not None
     assert settings.adapt == AdaptSettings(ess=0.9, trainer_wait=0.05, floor=0, ceiling=4, every=4, patience=2, step=1)
+    assert settings.oldest_age == 4
+    assert StalenessSettings.at(0.5).oldest_age == 1
     assert list(find_problems(adaptive)) == []
     assert list(find_problems(given)) == list(find_problems(config(eta=0, too_old="mask"))) == []
 

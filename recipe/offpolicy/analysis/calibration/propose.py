@@ -174,6 +174,8 @@ def _targeted(parts: list[BoundedPart], request: CalibrationRequest) -> tuple[li
             taken.append(part)
         elif part.rejects:
             skipped[part.key] = "takes --target-kept"
+        elif part.spec.by_staleness is not None:
+            skipped[part.key] = "has a cap for each age (by_staleness), and an ESS is that of one cap"
         else:
             skipped[part.key] = "takes --target-ess: it keeps every token, and caps its weight"
     if not taken:
@@ -186,7 +188,7 @@ def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float
     """Return the target of a part; a weight that rejects takes either, the kept share first."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
-    if part.key == "weight" and request.target_ess is not None:
+    if part.key == "weight" and part.spec.by_staleness is None and request.target_ess is not None:
         return "ess", request.target_ess
     return None
 

@@ -31,7 +31,8 @@ class Scores:
 
     Attributes:
         low, high: (U,) float64, least and greatest of what the part compares, in the precision in which it compares:
-            nats for ratios. They differ where each token of a unit has to lie inside by itself.
+            nats for ratios, divided by the factor of the unit's age where bounds go by it. They differ where each
+            token of a unit has to lie inside by itself.
         looked: (U,) bool, whether the part applies to the unit at all, see ``MaskSpec.when``.
         tokens: (U,) int64, valid tokens of the unit.
         length: (U,) int64, T, valid tokens of the row that it belongs to.
@@ -151,13 +152,17 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
         "ppo": (log_r, pi, old),
     }[part.spec.ratio]
     ids = {"turn": block.turn, "version": block.version}.get(part.spec.level)
-    units = partition_units(part.spec.level, valid, ids)
+    units = partition_units(part.spec.level, valid, ids, ages=block.staleness.double())
     if isinstance(part.spec, MaskSpec):
         low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
         looked = find_applicable(part.spec, block.advantages, valid)
     else:
         low = high = compute_log_weight(part.spec, value, units)
         looked = torch.ones_like(valid[:, :1])
+    if part.spec.by_staleness is not None:
+        # Inside a bound times a factor lies what lies inside the bound once it is divided by it.
+        factors = units.choose_by_age(part.spec.by_staleness, torch.float64)
+        low, high = low / factors, high / factors
     if part.share_of == "tokens":
         low, high = units.spread(low), units.spread(high)
         tokens, looked = valid.double(), looked.expand(valid.shape)

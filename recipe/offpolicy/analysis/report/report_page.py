@@ -107,7 +107,10 @@ def _part_text(part: WeightSpec | MaskSpec) -> str:
     bounds = calibration_tables.format_bounds({name: value for name, value in named.items() if value is not None})
     kind = part.kind if isinstance(part, WeightSpec) else "mask"
     when = f", advantage {part.when}" if isinstance(part, MaskSpec) and part.when != "any" else ""
-    return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds or 'no bounds'}{when}"
+    if isinstance(part, MaskSpec) and part.entry.of_age:
+        return f"{kind} on age by {part.level}, {bounds} versions{when}"
+    by_age = "" if part.by_staleness is None else f", |log bound| times {json.dumps(part.by_staleness)} by age"
+    return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds or 'no bounds'}{when}{by_age}"
 
 
 def _run(found: ReportContents, spec: CorrectionSpec) -> list[Markup]:

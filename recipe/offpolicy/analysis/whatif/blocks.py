@@ -28,6 +28,7 @@ class Block:
         mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, W), as recorded.
         rejected_by, turn: (B, W) int32 with the recorded bits, and int16.
         version: (B, W) int32 of the weights that sampled the token; -1 where it is not known.
+        staleness: (B, W) int64, its age, see ``Rows.token_staleness``; -1 where it is not known.
     """
 
     rows: NDArray[np.int64]
@@ -41,6 +42,7 @@ class Block:
     rejected_by: Tensor
     turn: Tensor
     version: Tensor
+    staleness: Tensor
 
 
 def iterate_blocks(rows: Rows, size: int = SIZE) -> Iterator[Block]:
@@ -68,6 +70,7 @@ def concatenate_rows(rows: Rows) -> Block:
         rejected_by=torch.from_numpy(rows.rejected_by.view(np.int32))[None],
         turn=torch.from_numpy(rows.turn)[None],
         version=torch.from_numpy(rows.version)[None],
+        staleness=torch.from_numpy(rows.token_staleness)[None],
         **{name: torch.from_numpy(values)[None] for name, values in columns.items()},
     )
 
@@ -85,12 +88,16 @@ def pad_rows(rows: Rows, chosen: NDArray[np.int64]) -> Block:
             return torch.full(index.shape, empty, dtype=torch.from_numpy(values).dtype)
         return torch.from_numpy(values)[index].masked_fill_(~there, empty)
 
+    version = padded(rows.version, -1)
+    step, oldest = (torch.from_numpy(column[chosen])[:, None] for column in (rows.step, rows.oldest_version))
+    sampled_by = torch.where(version < 0, oldest, version)
     return Block(
         rows=chosen,
         place=there,
         mask=padded(rows.response_mask),
         rejected_by=padded(rows.rejected_by.view(np.int32)),  # torch has no bit operations on uint32
         turn=padded(rows.turn, -1),
-        version=padded(rows.version, -1),
+        version=version,
+        staleness=torch.where(sampled_by < 0, -1, (step - 1 - sampled_by).clamp(min=0)),
         **{name: padded(getattr(rows, name)) for name in _COLUMNS},
     )

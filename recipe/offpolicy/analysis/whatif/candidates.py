@@ -18,7 +18,13 @@ UNCORRECTED = "uncorrected"
 """Stands for the recorded pi_old with no weight and no mask."""
 MOST = 400
 """Corrections in one replay."""
-_OPTIONAL = ("sign", "normalize", "aggregate", "ratio")  # keys of masks and weights that options may leave out
+_OPTIONAL = (
+    "sign",
+    "normalize",
+    "aggregate",
+    "ratio",
+    "by_staleness",
+)  # keys of masks and weights that options may leave out
 
 
 @dataclass(frozen=True)

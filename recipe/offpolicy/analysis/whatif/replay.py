@@ -49,20 +49,29 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
-        SpecError: pi_old was never computed, or the version of the weights by token is not known.
+        SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
     """
     if spec.proximal == "recompute" and recorded.proximal not in OF_THE_TRAINER:
         raise SpecError(
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
-    if "version" not in spec.levels:
-        return
-    if unknown := len(np.unique(rows.row_of_token[rows.response_mask & (rows.version < 0)])):
+    if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
         raise SpecError(
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
         )
+    if spec.age_parts and (unknown := _count_rows(rows, rows.token_staleness < 0)):
+        key = next(iter(spec.age_parts))
+        raise SpecError(
+            f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
+            f"version sampled them. Replay without it."
+        )
+
+
+def _count_rows(rows: Rows, tokens: NDArray[np.bool_]) -> int:
+    """Count the rows with a response token among these, (M,) bool."""
+    return len(np.unique(rows.row_of_token[rows.response_mask & tokens]))
 
 
 def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bool:
@@ -134,4 +143,5 @@ def _rollout(rows: Block) -> dict[str, Any]:
         "response_mask": rows.mask,
         "segment_ids": rows.turn,
         "versions": rows.version,
+        "staleness": rows.staleness,
     }

@@ -182,6 +182,9 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
         option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
         yield f"{key}=null: there is no cap that could move.", option
         return
+    if weight.by_staleness is not None:
+        reason = f"{key}.by_staleness={format_value(list(weight.by_staleness))} gives each age a cap of its own."
+        yield reason, f"{key}.by_staleness=null"
     if weight.kind == "reject":
         yield f"{key}.kind=reject drops what lies beyond its bounds, and has no cap.", f"{key}.kind=truncate"
     elif weight.upper is None:
@@ -202,13 +205,20 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
 def _explain_immovable(mask: MaskSpec, side: Side) -> str:
     if mask.budget is not None:
         return "budget is cut by batch, and no bound stands still between two batches."
+    if mask.entry.of_age:
+        return "an age is counted in whole versions, which no factor moves."
+    if mask.by_staleness is not None:
+        return "by_staleness gives each age a bound of its own, and distances are measured from one."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
     return f"it has no bound that could move with side={side}{at}."
 
 
 def _list_movable(spec: CorrectionSpec, side: Side) -> list[str]:
-    return [name for name, mask in spec.masks if mask.budget is None and find_moving_sides(mask, side)]
+    movable = [
+        (name, mask) for name, mask in spec.masks if mask.budget is None and f"masks.{name}" not in spec.age_parts
+    ]
+    return [name for name, mask in movable if find_moving_sides(mask, side)]
 
 
 def _choose_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> list[str]:

@@ -80,7 +80,7 @@ def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     """Find a band without width, which rejects every policy that differs at all."""
     neutral = 1.0 if mask.entry.on_ratio else 0.0
     one_sided = mask.entry.one_sided
-    if mask.upper != neutral or (mask.lower != neutral and not one_sided):
+    if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
     reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
     bounds = ("upper",) if one_sided else ("lower", "upper")
@@ -89,16 +89,20 @@ def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
-    """Measure the distance of each configured bound from agreement, in the unit that the mask compares."""
+    """Measure the distance of each configured bound from agreement, in the unit that the mask compares.
+
+    Of bounds that go by age, the least over the ages.
+    """
+    least = min(mask.by_staleness or (1.0,))
     if mask.delta is not None:
-        yield "delta", mask.delta, mask.delta
+        yield "delta", mask.delta, least * mask.delta
     elif mask.budget is not None:
         yield "budget", mask.budget, mask.budget
     else:
         for bound in ("lower", "upper"):
             value = getattr(mask, bound)
             if value is not None:
-                yield bound, value, abs(math.log(value)) if mask.entry.on_ratio else abs(value)
+                yield bound, value, least * abs(math.log(value)) if mask.entry.on_ratio else abs(value)
 
 
 def _get_usual(mask: MaskSpec, bound: str) -> float | None:

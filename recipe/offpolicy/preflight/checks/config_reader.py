@@ -65,7 +65,7 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
     parts = []
     if spec.weight is not None:
         parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
-    parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), mask.ratio != "ppo") for name, mask in spec.masks]
+    parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), _reads_mu(mask)) for name, mask in spec.masks]
     if spec.proximal != "recompute":
         parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
@@ -97,15 +97,27 @@ def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
     return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
 
 
+def _reads_mu(mask: MaskSpec) -> bool:
+    return mask.ratio != "ppo" and not mask.entry.of_age
+
+
 def _describe_weight(weight: WeightSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
-    return f"{weight.level}, {weight.kind} {_format_band(weight.lower, weight.upper)} on {ratio}"
+    band = _format_band(weight.lower, weight.upper)
+    return f"{weight.level}, {weight.kind} {band} on {ratio}{_format_factors(weight)}"
 
 
 def _describe_mask(mask: MaskSpec) -> str:
+    when = "" if mask.when == "any" else f", {mask.when}"
+    if mask.entry.of_age:
+        return f"{mask.level}, at most {mask.upper:g} versions old{when}"
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}[mask.ratio]
     bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
-    return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}" + ("" if mask.when == "any" else f", {mask.when}")
+    return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
+
+
+def _format_factors(part: WeightSpec | MaskSpec) -> str:
+    return "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
 
 
 def _format_band(lower: float | None, upper: float | None) -> str:

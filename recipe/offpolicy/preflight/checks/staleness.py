@@ -1,4 +1,4 @@
-"""Check that ``offpolicy.staleness.eta`` governs the run: a covered trainer, and no key of verl that it replaces."""
+"""Checks of ``offpolicy.staleness.eta``, which has to govern the run, and of what goes by the age of the weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import USE_V1, live_path
 
-from ...correction import CorrectionSpec
-from ...correction.problem import Problem, Verdict, format_value, set_to
+from ...correction import CorrectionSpec, MaskSpec, WeightSpec
+from ...correction.problem import Problem, Verdict, format_value, remove, set_to
 from ...staleness.staleness_settings import ETA, TARGET, StalenessSettings
 from ..verl_keys.keys import list_active
+from .config_reader import SHADOW, read_shadows
 
 ASYNC_MODES = ("separate_async", "colocate_async")
 MODE = "trainer.v1.trainer_mode"
@@ -126,6 +127,65 @@ def _remark(
     key: str, value: Any, reason: str, fix: str, verdict: Verdict, beside: dict[str, Any], *overrides: str
 ) -> Problem:
     return Problem(key, value, reason, fix, verdict, (), overrides, beside=beside)
+
+
+def check_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that verl notes the versions that masks on age and ``by_staleness`` read, of shadows too."""
+    for key, part in spec.age_parts.items():
+        if (reason := _explain_unknown_age(config, part)) is None:
+            continue
+        whole = f"correction.{key}"
+        value: Any
+        name, value, mend = "aggregate", part.aggregate, remove(whole, part.to_mapping())
+        if part.by_staleness is not None:
+            name, value = "by_staleness", list(part.by_staleness)
+            mend = (set_to(f"{whole}.by_staleness", None),)
+        elif live_path(config).attributes.weight_versions:
+            name, value, mend = "level", part.level, (set_to(f"{whole}.level", "sequence"),)
+        yield Problem(f"{whole}.{name}", value, reason, parts=(key,), overrides=mend)
+    shadows = read_shadows(config)
+    unknown = {
+        name: reason
+        for name, shadow in shadows.items()
+        for reason in [_explain_unknown_age(config, part) for part in shadow.age_parts.values()]
+        if reason is not None
+    }
+    left = set_to(SHADOW, [name for name in shadows if name not in unknown])
+    for name, reason in unknown.items():
+        yield Problem(SHADOW, name, f"it goes by age, and {reason}", parts=(f"shadow.{name}",), overrides=(left,))
+
+
+def _explain_unknown_age(config: DictConfig, part: WeightSpec | MaskSpec) -> str | None:
+    release = live_path(config)
+    if not release.attributes.weight_versions:
+        return f"verl {release.release} does not note which version of the weights sampled a row: no age is known."
+    if part.level != "sequence" and is_asynchronous(config) and not notes_token_versions(config):
+        return (
+            f"a row can be sampled by several versions, and verl {release.release} does not say which token by which."
+        )
+    return None
+
+
+def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of masks on age that no token reaches, and of factors that change no bound."""
+    eta = OmegaConf.select(config, ETA)
+    settings = StalenessSettings.from_config(config) if is_asynchronous(config) else None
+    oldest = settings.oldest_age if settings else None if is_asynchronous(config) else 0
+    why = f"{ETA} lets none be older" if settings else "synchronous training samples by the weights in force"
+    beside = {ETA: eta} if settings else {}
+    for key, part in spec.age_parts.items():
+        whole = f"correction.{key}"
+        if part.by_staleness is not None:
+            ages = len(part.by_staleness) if oldest is None else oldest + 1
+            if all(factor == 1 for factor in part.by_staleness[:ages]):
+                reason = "each age that occurs has the factor 1, which changes no bound."
+                at = f"{whole}.by_staleness"
+                off = (set_to(at, None),)
+                yield Problem(at, list(part.by_staleness), reason, "", "INERT", (key,), off, beside=beside)
+        elif oldest is not None and part.upper is not None and part.upper >= oldest:
+            reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
+            mend = (set_to(f"{whole}.upper", oldest - 1),) if oldest else remove(whole, part.to_mapping())
+            yield Problem(f"{whole}.upper", part.upper, reason, "", "INERT", (key,), mend, beside=beside)
 
 
 def _find_uncovered(config: DictConfig) -> Problem | None:

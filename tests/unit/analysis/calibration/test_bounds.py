@@ -84,12 +84,15 @@ def replayed_share(spec: CorrectionSpec, steps: list[Step]) -> float:
     key, part = next(iter([(f"masks.{n}", m) for n, m in spec.masks] or [("weight", spec.weight)]))
     kept = total = 0
     for step in steps:
-        tensors = step.rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn")
+        tensors = step.rows.padded(
+            "rollout_log_prob", "old_log_prob", "log_prob", "advantages", "turn", "token_staleness"
+        )
         rollout = {
             "old_log_prob": tensors["old_log_prob"],
             "rollout_log_prob": tensors["rollout_log_prob"],
             "response_mask": tensors["response_mask"],
             "segment_ids": tensors["turn"].long(),
+            "staleness": tensors["token_staleness"],
         }
         stage = rollout_stage(spec, constants=batch_constants(spec, **rollout), **rollout)
         after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
@@ -139,6 +142,44 @@ def test_replaying_the_proposed_bound_gives_the_target(name: str, target: float)
     slack = 36 if name == "by token's sign" else 0
     assert least <= round(share * len(scores)) <= least + slack
     assert of_all(scores, found.reached) == pytest.approx(share, abs=1e-12)
+
+
+def aged(seed: int) -> Rows:
+    """Rows of which the first 5 tokens are 0 to 3 versions older than the others, which are 0 or 1 old."""
+    rows = drawn(seed, step=9)
+    young = np.arange(len(rows))[rows.row_of_token] % 2
+    older = np.where(rows.position < 5, (np.arange(len(rows)) % 4)[rows.row_of_token], 0)
+    return replace(rows, version=(8 - young - older).astype(np.int32))
+
+
+AGED = {
+    "by token": (ANY | {"level": "token", "by_staleness": [1.0, 0.25, 0.5]}, 0.9),
+    "by row": (BAND | {"by_staleness": [1.0, 1.5, 0.5, 2.0]}, 0.9),
+    "a delta": (OPSM | {"by_staleness": [0.5, 1.0]}, 0.9),
+    "age by token": ({"aggregate": "staleness", "level": "token", "upper": 2}, 0.97),
+    "age by turn": ({"aggregate": "staleness", "level": "turn", "upper": 1, "when": "negative"}, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", AGED)
+def test_what_goes_by_age_is_read_as_training_reads_it(name: str) -> None:
+    mask, target = AGED[name]
+    spec, steps = spec_of(mask), steps_of(aged(1), aged(2))
+    part, scores = part_and_scores(spec, steps)
+    share = replayed_share(spec, steps)
+    assert 0 < share < 1
+    assert of_all(scores, compute_kept_share(part, scores, part.limits)) == pytest.approx(share, abs=1e-12)
+    found = find_bound_for_kept_share(part, scores, target, 0.95)
+    moved = set_values(spec, "masks.it", found.values)
+    assert moved.age_parts.keys() == {"masks.it"}
+    assert found.reached >= target
+    assert of_all(scores, found.reached) == pytest.approx(replayed_share(moved, steps), abs=2 / len(scores))
+
+
+def test_a_cap_for_each_age_has_no_ess_of_its_own() -> None:
+    spec = spec_of(weight=TIS | {"by_staleness": [1.0, 2.0]})
+    with pytest.raises(SpecError, match="weight has a cap for each age"):
+        propose_bounds(steps_of(aged(1)), spec, CalibrationRequest(target_ess=0.9))
 
 
 @pytest.mark.parametrize("side", ["lower", "upper"])

@@ -63,6 +63,17 @@ def test_a_grid_is_crossed_and_each_point_is_labelled() -> None:
     assert len({candidate.spec for candidate in found}) == 4
 
 
+def test_what_goes_by_age_is_asked_as_at_a_launch() -> None:
+    stale = "+correction.masks.stale={aggregate: staleness, level: token, upper: 1}"
+    (candidate,) = build_candidates([["correction=tis_token", stale]], [], RECORDED)
+    assert candidate.spec == spec(TIS, stale={"aggregate": "staleness", "level": "token", "upper": 1})
+    grid = ["correction.masks.stale.upper=0,2", "correction.weight.by_staleness=[1.0],[1.0,1.5]"]
+    found = build_candidates([["correction=tis_token", stale]], grid, RECORDED)
+    assert [(each.spec.masks[0][1].upper, each.spec.weight.by_staleness) for each in found] == [  # type: ignore[union-attr]
+        (upper, factors) for upper in (0.0, 2.0) for factors in ((1.0,), (1.0, 1.5))
+    ]
+
+
 def test_sweeps_of_hydra_and_single_values() -> None:
     assert labels(["correction=gsm"], grid=(f"{UPPER}=1.5",)) == [f"correction=gsm {UPPER}=1.5"]
     assert labels(["correction=gsm"], grid=(f"{UPPER}=range(2,4)",)) == [f"correction=gsm {UPPER}={n}" for n in (2, 3)]

@@ -39,6 +39,9 @@ SPECS = {
     "ppo": spec(None, ppo=band(0.999, 1.001, ratio="ppo"), tv=band(-0.1, 0.1, aggregate="binary_tv", level="token")),
     "skyrl": replace(spec(TIS, gsm=WIDE, icepop=band(0.8, 1.2, level="token", aggregate="any")), skyrl_compat=True),
     "version": spec(TIS | {"level": "version"}),
+    "age": spec(
+        TIS | {"by_staleness": [0.5, 1.0, 2.0]}, stale={"aggregate": "staleness", "level": "token", "upper": 2}
+    ),
 }
 
 

@@ -88,6 +88,30 @@ def test_units_by_version_are_those_of_the_tokens() -> None:
     assert found.weight[0].tolist() == pytest.approx([4.0, 4.0, 0.5])
 
 
+AGED = np.array([0, 2, 2, 3, 1], dtype=np.int32)
+"""Versions by token of rows of step 5: ages 4, 2, 2 and 1, 3."""
+STALE = spec(stale={"aggregate": "staleness", "level": "token", "upper": 2})
+
+
+def test_what_goes_by_age_is_replayed_by_the_versions_of_the_tokens() -> None:
+    noted = replace(rows(), step=np.full(2, 5), version=AGED)
+    check_replayable(STALE, NONE, noted)
+    masked = decide(STALE, NONE, whole(noted), BatchConstants())
+    assert masked.keep.tolist() == [[False, True, True], [True, False, False]]
+    capped = decide(spec(TIS | {"upper": 1.2, "by_staleness": [1, 1, 2, 3]}), NONE, whole(noted), BatchConstants())
+    assert capped.weight.tolist() == [pytest.approx([1.2**3, 1.0, 0.5]), pytest.approx([1.2, 1.2**3, 0.0])]
+    normalised = compute_constants(spec(TIS | {"by_staleness": [1, 1, 0.5], "normalize": True}), NONE, noted)
+    assert normalised.weight_mean == pytest.approx((2**0.5 + 1 + 0.5 + 2 + 2**0.5) / 5)
+
+
+def test_a_token_of_an_unknown_version_is_as_old_as_its_row() -> None:
+    mixed = sampled_by(replace(rows(), step=np.full(2, 5)), [3, 1], [4, 3])
+    check_replayable(STALE, NONE, mixed)
+    assert decide(STALE, NONE, whole(mixed), BatchConstants()).keep.any(-1).tolist() == [True, False]
+    with pytest.raises(SpecError, match="goes by the age of the weights: of 1 of 2 rows"):
+        check_replayable(STALE, NONE, sampled_by(mixed, [3, -1], [4, -1]))
+
+
 def test_what_no_correction_changes() -> None:
     """rho = pi / mu by token 8, 1, 1/2 | 2, 2 and by row 4 | 4; k3 = rho - 1 - log rho."""
     found = build_reference_block(whole(rows()), BaseLoss())

@@ -282,6 +282,10 @@ def test_each_mistake_is_named(values: dict[str, Any], expected: str) -> None:
     assert expected in message
 
 
+STALE = {"aggregate": "staleness", "level": "token", "upper": 4}
+BY_AGE = {"by_staleness": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize(
     ("correction", "values", "expected"),
     [
@@ -291,6 +295,15 @@ def test_each_mistake_is_named(values: dict[str, Any], expected: str) -> None:
         (spec(m2po=M2PO), {}, "0 masks have bounds that could move: none."),
         (spec(gsm=GSM, m2po=M2PO), {}, ""),
         (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget is cut by batch"),
+        (spec(gsm=GSM, stale=STALE), {}, ""),
+        (spec(gsm=GSM, stale=STALE), {"of": ["stale"]}, "an age is counted in whole versions"),
+        (spec(gsm=GSM | BY_AGE, p=GSM), {}, ""),
+        (spec(gsm=GSM | BY_AGE, p=GSM), {"of": ["gsm"]}, "by_staleness gives each age a bound of its own"),
+        (
+            spec(TIS | BY_AGE),
+            {"target_kept": None, "target_ess": 0.9},
+            "weight.by_staleness=[1.0,2.0] gives each age a cap",
+        ),
         (spec(opsm=opsm(0.1)), {"side": "upper"}, "0 masks have bounds that could move"),
         (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at agreement, and moves by factors"),
         (
