@@ -71,28 +71,35 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     if not isinstance(values, Mapping):
         yield _problem(SECTION, values, "not the keys of a limit.", f"Set {ETA}=2, or remove this override.")
         return
-    adapt = values.get("adapt", {})
-    malformed = list(_find_malformed(SECTION, values, known, _WANTED))
-    if isinstance(adapt, Mapping):
-        malformed += _find_malformed(ADAPT, adapt, known["adapt"], _WANTED_TO_ADAPT)
+    given = values.get("adapt", {})
+    adapt = given if isinstance(given, Mapping) else {}
+    yield from (*_find_unknown(SECTION, values, known), *_find_unknown(ADAPT, adapt, known["adapt"]))
+    malformed = [
+        *_find_malformed(SECTION, values, known, _WANTED),
+        *_find_malformed(ADAPT, adapt, known["adapt"], _WANTED_TO_ADAPT),
+    ]
     yield from malformed
-    if not any(problem.reason.startswith(_EXPECTED) for problem in malformed):
+    if not malformed:
         yield from _find_unread({**known, **values}, known)
         yield from _find_unmeant({**known["adapt"], **adapt}, known["adapt"], {**known, **values})
+
+
+def _find_unknown(section: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in values.items():
+        if name not in known:
+            key, fix = f"{section}.{name}", f"Known under {section}: {', '.join(known)}."
+            yield _problem(key, value, "unknown key.", fix, *remove(key, value))
 
 
 def _find_malformed(
     section: str, values: Mapping[str, Any], known: Mapping[str, Any], wanted: Mapping[str, Wanted]
 ) -> Iterator[Problem]:
-    """Find unknown keys, and values that are none of their key's."""
+    """Find values that are none of their key's."""
     for name, value in values.items():
-        key = f"{section}.{name}"
-        if name not in known:
-            fix = f"Known under {section}: {', '.join(known)}."
-            yield _problem(key, value, "unknown key.", fix, *remove(key, value))
-        elif not wanted[name][0](value):
+        if name in known and not wanted[name][0](value):
+            key = f"{section}.{name}"
             back = remove(key, value) if isinstance(known[name], Mapping) else (set_to(key, known[name]),)
-            yield _problem(key, value, f"{_EXPECTED} {wanted[name][1]}.", "", *back)
+            yield _problem(key, value, f"expected {wanted[name][1]}.", "", *back)
 
 
 def _find_unread(values: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Problem]:
@@ -165,7 +172,6 @@ def _is_number(value: object) -> bool:
 
 Wanted = tuple[Callable[[Any], bool], str]
 """Takes a value, and returns True if it is one; and what is wanted, in words."""
-_EXPECTED = "expected"
 _BATCHES: Wanted = (lambda value: _is_number(value) and value >= 0, "a number of batches, 0 or more")
 _STEPS: Wanted = (_is_count, "a number, 1 or more")
 _WANTED: Mapping[str, Wanted] = {

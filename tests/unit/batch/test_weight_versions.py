@@ -6,7 +6,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.batch.weight_versions import VERSIONS, compute_token_versions, read_row_versions
+from recipe.offpolicy.batch.weight_versions import (
+    VERSIONS,
+    RowVersions,
+    check_ages_known,
+    compute_token_versions,
+    read_row_versions,
+)
+from recipe.offpolicy.correction import CorrectionSpec
 
 MASK = torch.ones(2, 3)
 
@@ -27,3 +34,16 @@ def test_where_verl_does_not_tell_there_is_none() -> None:
     assert versions is None
     with pytest.raises(ValueError, match="verl does not say which version"):
         compute_token_versions(versions, MASK)
+
+
+def test_parts_that_go_by_age_need_the_versions_and_the_step() -> None:
+    spec = CorrectionSpec.from_mapping({"masks": {"stale": {"aggregate": "staleness", "level": "token", "upper": 4}}})
+    one, several = (RowVersions(torch.tensor([3, 3]), torch.tensor([3, newest])) for newest in (3, 4))
+    check_ages_known(CorrectionSpec(), None, None)
+    check_ages_known(spec, one, 5)
+    with pytest.raises(ValueError, match="and the version of the weights that sampled each row did not come"):
+        check_ages_known(spec, None, 5)
+    with pytest.raises(ValueError, match="and the trainer's step did not come"):
+        check_ages_known(spec, one, None)
+    with pytest.raises(ValueError, match=r"masks\.stale\.level=token: 1 rows were sampled by several versions"):
+        check_ages_known(spec, several, 5)
