@@ -119,6 +119,11 @@ def find_last(key: str, overrides: Sequence[str]) -> str | None:
     return next((value for name, _, value in reversed(given) if name == key), None)
 
 
+def needs_teacher(overrides: Sequence[str]) -> bool:
+    """Return True if on-policy distillation is on and no teacher is named."""
+    return find_last("opd", overrides) not in (None, "null") and find_last("opd.teacher.url", overrides) is None
+
+
 def quote(key: str, path: str | Path) -> str:
     """Build a Hydra override of a path, quoted, since paths may hold spaces, commas or brackets."""
     quoted = str(path).replace("'", "\\'")
