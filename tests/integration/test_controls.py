@@ -10,10 +10,9 @@ import pytest
 
 from tests.support.whole_runs import ROOT, train, trained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
-@pytest.mark.extended
 def test_negative_control_equal_engines_leave_nothing_to_correct(run_program: Callable[..., Any]) -> None:
     """float32 on both sides, on the V0 trainer: KL below 1e-6, weights 1 to 1e-5, the correction live all the same."""
     steps = trained(
@@ -84,7 +83,6 @@ def test_positive_control_stale_batches_reach_the_cap_and_set_off_the_fallback(
     assert len(keys) == 1
 
 
-@pytest.mark.extended
 def test_a_tampered_run_stops_at_the_first_update(run_program: Callable[..., Any]) -> None:
     """A module in the workers shifts mu by one token, as an off-by-one in a fork would; the run must end there."""
     run = train(
