@@ -28,9 +28,11 @@ from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
 from .metrics import FAILED, REFUSED, History, judge
 from .options import (
     ANY_MODEL_OVERRIDES,
+    TAUGHT_OVERRIDES,
     Options,
     build_child_environment,
     build_release_overrides,
+    is_taught,
     needs_teacher,
     quote,
 )
@@ -192,6 +194,7 @@ class Quickstart:
             quote("reward.custom_reward_function.path", HERE / "reward.py"),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
+            *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
         ]
 
     def _data(self, folders: Mapping[str, Path]) -> list[str]:
