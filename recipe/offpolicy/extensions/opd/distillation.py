@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ...batch.checksums import hash_rows
 from ...correction import Problem
-from ...proof.token_alignment import AlignmentChecker, tally_agreements
+from ...proof.token_alignment import AlignmentTally, tally_agreements
 from ..batch_view import BatchView, last_outputs
 from ..extension import Extension
 from .columns import ROW, SCALE, TEACHER
 from .eligibility import compute_pass_rates, eligible
-from .evidence import check_reports, summarize_reports
+from .evidence import check_alignment, check_reports, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
 from .signal import advantages as replace_advantages
@@ -53,7 +53,7 @@ class OnPolicyDistillation(Extension):
         self._shipped: list[int] = []
         self._tokens = 0
         self._found: dict[str, float] = {}
-        self._alignment = AlignmentChecker()
+        self._agreements = AlignmentTally()
         self._proved = False
         self._dominated = self._idle = 0
 
@@ -143,7 +143,8 @@ class OnPolicyDistillation(Extension):
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
-        self._alignment.judge(tally_agreements(student, teacher, near))
+        self._agreements += tally_agreements(student, teacher, near)
+        check_alignment(self._agreements)
         self._note(student, teacher, near, excluded, gaps, scale, waited)
         flags = self._eligible.to(torch.int8)
         batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
@@ -200,6 +201,7 @@ class OnPolicyDistillation(Extension):
             "opd/gap/excluded_tokens": float(excluded.sum()),
             "opd/gap/first_token": _mean(gaps[first]),
             "opd/gap/end_token": _mean(gaps[last]),
+            "opd/live/concordance": self._agreements.rows.concordance(),
         }
 
     def worker(self) -> OpdWorker:
@@ -208,7 +210,7 @@ class OnPolicyDistillation(Extension):
     def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
         check_reports(reports, self._shipped, self.opd.mode)
         found = dict(summarize_reports(reports, self.opd.coef))
-        scored = int(found.pop("opd/scored_tokens"))
+        scored = sum(report.tokens for report in reports)
         found["opd/frac_tokens_with_kd"] = int(self._near.sum()) / self._tokens if self._tokens else math.nan
         visible = any(report.visible for report in reports)
         if visible and not self._proved:

@@ -6,12 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ...proof.token_alignment import KINDS, AlignmentTally, PairCounts, find_shift
 from ...proof.verify import LivenessError
 from .columns import TEACHER
 from .opd_worker import OpdReport
 
 TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
 """Greatest relative error of a gradient, and of an advantage, in float32."""
+CLEAR = 0.5
+"""Least concordance with the token beside that counts."""
 
 
 def check_reports(reports: Sequence[OpdReport], shipped: Sequence[int], mode: str) -> None:
@@ -50,6 +53,25 @@ def check_reports(reports: Sequence[OpdReport], shipped: Sequence[int], mode: st
         raise LivenessError(f"opd: {what}: a relative error of {worst:.2g}. Another term or estimator took its place.")
 
 
+def check_alignment(agreements: AlignmentTally) -> None:
+    """Check, over all rows so far, that the teacher's log-probs are not those of the token beside.
+
+    A far teacher may disagree with the student about every token of failed rows; it does not agree about the next one.
+
+    Raises:
+        LivenessError: they are off by one token.
+    """
+    for kind in KINDS:
+        count: PairCounts = getattr(agreements, kind)
+        lag = find_shift(count)
+        if lag and count.concordance(lag) > CLEAR:
+            raise LivenessError(
+                f"opd: the teacher's log-probs are off by one token: in {max(count.pairs)} pairs of {kind} they agree "
+                f"with the student's by {count.concordance():.2f}, and by {count.concordance(lag):.2f} with those of "
+                f"the token {'after' if lag == 1 else 'before'} (1 is always, 0 by chance)."
+            )
+
+
 def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str, float]:
     """Compute the workers' metrics of one update; means are NaN where no token was scored."""
     tokens = sum(report.tokens for report in reports)
@@ -61,7 +83,6 @@ def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str,
     return {
         "opd/kd_coef": coef,
         "opd/num_eligible_samples": float(sum(len(report.hashes) for report in reports)),
-        "opd/scored_tokens": float(tokens),
         "opd/k1": share(sum(report.k1 for report in reports), tokens),
         "opd/kl_loss": share(sum(report.k2 for report in reports), tokens),
         "opd/rejected_share": share(tokens - sum(report.kept for report in reports), tokens),

@@ -165,8 +165,8 @@ def _is_flag(value: object) -> bool:
 _TEACHER = {
     "url": (
         _optional(lambda value: all(map(_is_address, value if isinstance(value, list) and value else [value]))),
-        "an address such as http://127.0.0.1:8000, or a list of them",
-        "http://127.0.0.1:8000",
+        "an address such as http://127.0.0.1:8100, or a list of them",
+        "http://127.0.0.1:8100",
     ),
     "model": (_optional(lambda value: isinstance(value, str)), "a served name or null", None),
     "tokenizer": (_optional(lambda value: isinstance(value, str)), "a folder, a hub name or null", None),
