@@ -163,10 +163,10 @@ class OnPolicyDistillation(Extension):
             scale=scale,
             horizon=self.opd.horizon,
         )
-        values = replaced[near]
+        dealt = replaced[near]
         self._found |= {
-            "opd/advantage/abs_mean": _mean(values.abs()),
-            "opd/advantage/positive_share": _mean((values > 0).double()),
+            "opd/advantage/abs_mean": _mean(dealt.abs()),
+            "opd/advantage/positive_share": _mean((dealt > 0).double()),
         }
         return replaced
 
