@@ -67,7 +67,7 @@ def prepare_data(path: Path, task: TaskSettings) -> None:
     print(f"data: {task.train} training and {task.heldout} held-out questions of {task.family}{known}", flush=True)
 
 
-def prepare_model(path: Path, task: TaskSettings, part: str) -> None:
+def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
     """Make the folder with the warm-started model, or teacher, and its tokenizer, as Hugging Face saves them."""
     import torch
     import transformers
