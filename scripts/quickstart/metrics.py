@@ -13,6 +13,7 @@ KL = ("offpolicy/kl/k3",)
 ESS = ("offpolicy/weight/ess",)
 KEPT = ("offpolicy/keep/token_share",)
 PROVED = "offpolicy/live/proved"
+ELIGIBLE, GAP, PULL = ("opd/frac_opd_samples",), ("opd/gap/mean",), ("opd/share_of_loss",)
 SECONDS = ("timing_s/step",)
 
 OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)

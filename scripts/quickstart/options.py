@@ -44,6 +44,8 @@ ANY_MODEL_OVERRIDES = (
     "actor_rollout_ref.actor.optim.lr=1e-6",
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
+TAUGHT_OVERRIDES = ("opd.eligible.passed_above=0.99",)
+"""Settings with on-policy distillation: the task gives partial credit, and 1 for a word that is right."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,16 @@ def find_last(key: str, overrides: Sequence[str]) -> str | None:
     """Find the value that the last override of a key gives it; None where there is none."""
     given = [override.lstrip("+").partition("=") for override in overrides]
     return next((value for name, _, value in reversed(given) if name == key), None)
+
+
+def is_taught(overrides: Sequence[str]) -> bool:
+    """Return True if on-policy distillation is on."""
+    return find_last("opd", overrides) not in (None, "null")
+
+
+def needs_teacher(overrides: Sequence[str]) -> bool:
+    """Return True if on-policy distillation is on and no teacher is named."""
+    return is_taught(overrides) and find_last("opd.teacher.url", overrides) is None
 
 
 def quote(key: str, path: str | Path) -> str:

@@ -1,6 +1,6 @@
 """Cache of data and model, one folder for each version of the code and the packages that make it.
 
-python -m scripts.quickstart.prepare --cache DIR [--data-only]
+python -m scripts.quickstart.prepare --cache DIR data [model] [teacher]
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from pathlib import Path
 from .task import TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
-INGREDIENTS = {
-    "data": (["task.py"], ["reasoning-gym"]),
-    "model": (["task.py", "reward.py", "model.py", "warm_start.py"], ["torch", "transformers", "reasoning-gym"]),
-}
+_OF_A_MODEL = ["task.py", "reward.py", "model.py", "warm_start.py"], ["torch", "transformers", "reasoning-gym"]
+INGREDIENTS = {"data": (["task.py"], ["reasoning-gym"]), "model": _OF_A_MODEL, "teacher": _OF_A_MODEL}
 """Part -> the files that make it, settings included, and the packages that they need."""
 
 
 def folder(cache: Path, part: str) -> Path:
-    """Return the folder of "data" or "model" of this version, made or still to be made."""
+    """Return the folder of "data", "model" or "teacher" of this version, made or still to be made."""
     sources, packages = INGREDIENTS[part]
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in sources))
     digest.update("".join(f"{name}=={importlib.metadata.version(name)}" for name in packages).encode())
@@ -69,16 +67,18 @@ def prepare_data(path: Path, task: TaskSettings) -> None:
     print(f"data: {task.train} training and {task.heldout} held-out questions of {task.family}{known}", flush=True)
 
 
-def prepare_model(path: Path, task: TaskSettings) -> None:
-    """Make the folder with the warm-started model and its tokenizer, as Hugging Face saves them."""
+def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
+    """Make the folder with the warm-started model, or teacher, and its tokenizer, as Hugging Face saves them."""
     import torch
     import transformers
 
     from .model import build_model, build_tokenizer
-    from .warm_start import MAX_STEPS, TARGET, warm_start
+    from .warm_start import STUDENT, TEACHER, warm_start
+
+    settings = TEACHER if part == "teacher" else STUDENT
 
     def say(text: str) -> None:
-        print(f"warm start: {text}", flush=True)
+        print(f"warm start of the {part}: {text}", flush=True)
 
     # A batch is too small to be shared: on busy cores two threads wait for each other longer than they work.
     torch.set_num_threads(1)
@@ -86,17 +86,17 @@ def prepare_model(path: Path, task: TaskSettings) -> None:
     start = time.monotonic()
 
     def report(step: int, loss: float, score: float) -> None:
-        aim = f"sampled score {score:.2f} of {TARGET:.2f}"
-        say(f"step {step} (at most {MAX_STEPS}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
+        aim = f"sampled score {score:.2f} of {settings.target:.2f}"
+        say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
         entries = splits(task)["warm_start"]
         tokenizer = build_tokenizer(get_instruction(entries))
         model = build_model(tokenizer)
         say(f"a Qwen2 of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
-        score = warm_start(model, tokenizer, entries, report)
-        if score < TARGET:
-            say(f"stopped at score {score:.2f}, below its aim of {TARGET:.2f}")
+        score = warm_start(model, tokenizer, entries, report, settings)
+        if score < settings.target:
+            say(f"stopped at score {score:.2f}, below its aim of {settings.target:.2f}")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
@@ -107,11 +107,11 @@ def prepare_model(path: Path, task: TaskSettings) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
-    parser.add_argument("--data-only", action="store_true", help="the caller brings a model")
+    parser.add_argument("parts", nargs="+", choices=INGREDIENTS)
     arguments = parser.parse_args()
-    prepare_data(folder(arguments.cache, "data"), TaskSettings())
-    if not arguments.data_only:
-        prepare_model(folder(arguments.cache, "model"), TaskSettings())
+    for part in arguments.parts:
+        path = folder(arguments.cache, part)
+        prepare_data(path, TaskSettings()) if part == "data" else prepare_model(path, TaskSettings(), part)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
 from recipe.offpolicy.analysis.pages.table import Column, Table
 
-from .metrics import ESS, KEPT, KL, REWARD, SECONDS, History
+from .metrics import ELIGIBLE, ESS, GAP, KEPT, KL, PULL, REWARD, SECONDS, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +43,13 @@ def build_summary_table(history: History, *, corrected: bool) -> Table:
         "kept share": history.series(KEPT),
         "seconds a step": history.series(SECONDS),
     }
+    taught = {
+        "share of rollouts taught": history.series(ELIGIBLE),
+        "gap to the teacher, nats": history.series(GAP),
+        "teacher's share of the pull": history.series(PULL),
+    }
+    if any(not math.isnan(value) for values in taught.values() for value in values):
+        named |= taught
     rows: list[list[Any]] = []
     for name, series in named.items():
         values = [value for value in series if not math.isnan(value)]

@@ -26,10 +26,20 @@ from verl_patches.contract import installed_release
 from .child import Child, StageFailed, Tail
 from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
 from .metrics import FAILED, REFUSED, History, judge
-from .options import ANY_MODEL_OVERRIDES, Options, build_child_environment, build_release_overrides, quote
+from .options import (
+    ANY_MODEL_OVERRIDES,
+    TAUGHT_OVERRIDES,
+    Options,
+    build_child_environment,
+    build_release_overrides,
+    is_taught,
+    needs_teacher,
+    quote,
+)
 from .prepare import find_made, folder
 from .progress import Progress, TrainingView
 from .report import build_summary_table, describe, draw
+from .teacher import Teacher
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -87,7 +97,10 @@ class Quickstart:
             f"{os.path.relpath(self._folder)}"
         )
         command = self._trainer(release)
-        folders = find_made(CACHE, self._parts) or self._check_and_prepare([*command, "--check"])
+        check = [] if self._taught else [*command, "--check"]
+        folders = find_made(CACHE, self._parts) or self._check_and_prepare(check)
+        if self._taught:
+            self._start_teacher(folders["teacher"])
         self.progress.stage("checking the configuration")
         lines = self._follow(self._start([*command, *self._data(folders), *self.overrides], "train.log"))
         # What is corrected is known to the trainer alone, which has chosen for correction=auto.
@@ -109,18 +122,37 @@ class Quickstart:
 
     @property
     def _parts(self) -> list[str]:
-        return ["data"] if self.options.model else ["data", "model"]
+        return ["data", *([] if self.options.model else ["model"]), *(["teacher"] if self._taught else [])]
+
+    @property
+    def _taught(self) -> bool:
+        return needs_teacher(self.overrides)
 
     def _check_and_prepare(self, check: list[str]) -> dict[str, Path]:
-        """Make data and model; checks run beside it, and fail within seconds when an override is wrong."""
+        """Make data and models; checks run beside it, and fail within seconds when an override is wrong.
+
+        Args:
+            check: the command of the checks; empty where they need a teacher that serves.
+        """
         self.progress.stage("checking the configuration")
-        command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE)]
-        preparation = self._start(command + ["--data-only"] * bool(self.options.model), "prepare.log")
-        self._await_checks(self._follow(self._start([*check, *self.overrides], "check.log")))
+        command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self._parts]
+        preparation = self._start(command, "prepare.log")
+        if check:
+            self._await_checks(self._follow(self._start([*check, *self.overrides], "check.log")))
         self.progress.stage("preparing model and data")
         for line in self._follow(preparation):
             self.progress.line(f"  {line}")
         return {part: folder(CACHE, part) for part in self._parts}
+
+    def _start_teacher(self, model: Path) -> None:
+        """Start a server of the teacher, and go on when it serves."""
+        self.progress.stage("starting the teacher")
+        env = self._env | ({"PLATFORM": "cpu"} if self.options.platform.startswith("cpu") else {})
+        teacher = Teacher(model, env | {"VENV": sys.prefix}, self._folder / "teacher.log", ROOT)
+        for seconds in teacher.wait(self._tick):
+            self.progress.line(f"  {seconds:.0f} s")
+        self.progress.line(f"  serving at {teacher.url}")
+        self.overrides.append(f"opd.teacher.url={teacher.url}")
 
     def _train(self, lines: Iterator[str], correction: dict[str, Any]) -> tuple[int, str]:
         trainer = yaml.safe_load((self._folder / "hydra" / ".hydra" / "config.yaml").read_text())["trainer"]
@@ -162,6 +194,7 @@ class Quickstart:
             quote("reward.custom_reward_function.path", HERE / "reward.py"),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
+            *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
         ]
 
     def _data(self, folders: Mapping[str, Path]) -> list[str]:

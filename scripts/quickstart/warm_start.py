@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -12,10 +13,25 @@ from .reward import compute_score
 from .task import Entry, demonstrate, to_row
 
 IGNORED = -100
-CAREFUL = 0.35
-"""Share of demonstrations that are right."""
-TARGET, MAX_STEPS = 0.38, 400
-"""Training ends when answers sampled at temperature 1 have this mean score, or after so many steps."""
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """Settings of one warm start.
+
+    Attributes:
+        careful: share of demonstrations that are right.
+        target, max_steps: training ends when answers sampled at temperature 1 have this mean score, or after so many
+            steps.
+    """
+
+    careful: float
+    target: float
+    max_steps: int
+
+
+STUDENT = WarmStartSettings(careful=0.35, target=0.38, max_steps=400)
+TEACHER = WarmStartSettings(careful=1.0, target=0.95, max_steps=600)
 BATCH, LEARNING_RATE, WARM_UP_STEPS, WEIGHT_DECAY = 64, 3e-3, 50, 0.01
 CHECK_EVERY, CHECK_PROMPTS, MAX_ANSWER_TOKENS = 20, 256, 10
 
@@ -63,9 +79,10 @@ def warm_start(
     tokenizer: PreTrainedTokenizerFast,
     entries: Sequence[Entry],
     report: Callable[[int, float, float], None],
+    settings: WarmStartSettings = STUDENT,
     seed: int = 0,
 ) -> float:
-    """Train the model in place on careless demonstrations; `report` takes step, loss and sampled score of a check.
+    """Train the model in place on demonstrations; `report` takes step, loss and sampled score of a check.
 
     Returns:
         The last sampled score.
@@ -78,9 +95,9 @@ def warm_start(
     assert tokenizer.eos_token_id is not None
     assert tokenizer.pad_token_id is not None
     score = 0.0
-    for step in range(1, MAX_STEPS + 1):
+    for step in range(1, settings.max_steps + 1):
         rows = rng.sample(range(len(entries)), BATCH)
-        texts = [demonstrate(entries[row], rng, CAREFUL) for row in rows]
+        texts = [demonstrate(entries[row], rng, settings.careful) for row in rows]
         answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
         loss = model(**collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)).loss
         optimizer.zero_grad()
@@ -93,6 +110,6 @@ def warm_start(
             score = measure_sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
             model.train()
             report(step, loss.item(), score)
-            if score >= TARGET:
+            if score >= settings.target:
                 break
     return score

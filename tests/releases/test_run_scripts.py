@@ -119,6 +119,14 @@ def test_the_dense_script(composed: Composed) -> None:
     assert select(config, "correction.weight.level") == "sequence"
 
 
+def test_the_script_with_a_teacher(composed: Composed, tmp_path: Path) -> None:
+    config = composed("run_opd", "opd.coef=0.5", TEACHER_URL="http://teacher:8100", OPD="loss")
+    assert (config.opd.mode, config.opd.coef, config.opd.teacher.url) == ("loss", 0.5, "http://teacher:8100")
+    refused = run("run_opd", tmp_path)
+    assert refused.returncode == 2
+    assert "TEACHER_URL is not set" in refused.stderr
+
+
 def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:
     config = composed(MOE, CORRECTION="tis_sequence")
     megatron = select(config, "actor_rollout_ref.actor.megatron")

@@ -36,6 +36,10 @@ class BatchView(Protocol):
     def scores(self) -> Tensor:
         """(n, T) float, the raw scores by token, before any KL."""
 
+    @property
+    def token_ids(self) -> Sequence[tuple[list[int], list[int]]]:
+        """(n,) the ids of each row's prompt and response, without padding."""
+
     def rows(self, *names: str) -> dict[str, Any]:
         """Read columns by verl's names: by token (n, T), filled up at the end; by row (n, ...); others as lists."""
 

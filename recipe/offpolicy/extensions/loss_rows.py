@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +22,21 @@ class LossRows:
         model_output, data: as the loss gets them.
         with_padding: rows that verl added as padding, which have no response token, are among them, as they are in
             verl's own tensors.
+        weigh: computes the correction's factor, (B, T), where the micro-batch does not hold it.
+        actor_config: verl's, of the actor that trains; there for reports.
     """
 
-    def __init__(self, model_output: Mapping[str, Any], data: TensorDict, *, with_padding: bool = True) -> None:
-        self._output, self._data = model_output, data
+    def __init__(
+        self,
+        model_output: Mapping[str, Any],
+        data: TensorDict,
+        *,
+        with_padding: bool = True,
+        weigh: Callable[[], Tensor] | None = None,
+        actor_config: Any = None,
+    ) -> None:
+        self.actor_config = actor_config
+        self._output, self._data, self._weigh = model_output, data, weigh
         self._layout = Layout.of(data) if "prompts" in data.keys() else None
         self._chosen: Tensor | None = None
         if not with_padding:
@@ -45,9 +56,12 @@ class LossRows:
     @cached_property
     def weights(self) -> Tensor:
         """(B, T) weight x keep of the correction; ones where there is none."""
-        if mb.WEIGHTS not in self._data.keys():
+        if mb.WEIGHTS in self._data.keys():
+            return self.column(mb.WEIGHTS)
+        if self._weigh is None:
             return torch.ones_like(self.response_mask, dtype=torch.float32)
-        return self.column(mb.WEIGHTS)
+        weights = self._weigh()
+        return weights if self._chosen is None else weights[self._chosen]
 
     def __contains__(self, name: str) -> bool:
         return name in self._data.keys()

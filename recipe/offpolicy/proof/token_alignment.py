@@ -181,13 +181,20 @@ def compute_chance_limit(rows: int) -> float:
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
 
-def _judge(kind: str, count: PairCounts) -> None:
+def find_shift(count: PairCounts) -> int:
+    """Find the lag at which both policies agree better than at 0: -1, 1, or 0 where there is none."""
     beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
+    # Pairs within a row are dependent: 16 of them weigh as much as a row.
+    better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
+    shifted = count.concordance(beside) > max(count.concordance(), 0.0) + better
+    return beside if shifted and _has_enough_pairs(count, beside) else 0
+
+
+def _judge(kind: str, count: PairCounts) -> None:
+    beside = find_shift(count)
     here, there = count.concordance(), count.concordance(beside)
     numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
-    # Pairs within a row are dependent: 16 of them weigh as much as a row.
-    better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16)))
-    if _has_enough_pairs(count, beside) and there > max(here, 0.0) + better:
+    if beside:
         raise AlignmentError(
             f"rollout_log_probs are off by one token: {numbers}, and by {there:.2f} with mu of the token "
             f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces rollout_log_probs "

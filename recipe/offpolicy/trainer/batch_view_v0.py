@@ -50,6 +50,16 @@ class DataProtoBatch:
         """Each row is a rollout of its own."""
         return [str(row) for row in range(len(self.batch))]
 
+    @property
+    def token_ids(self) -> list[tuple[list[int], list[int]]]:
+        tensors = self.batch.batch
+        prompts, responses, there = tensors["prompts"], tensors["responses"], tensors["attention_mask"].bool()
+        width = prompts.shape[1]
+        return [
+            (prompts[row][there[row, :width]].tolist(), responses[row][there[row, width:]].tolist())
+            for row in range(len(prompts))
+        ]
+
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Show extensions other groups, and rows whose advantage is 0."""
         self._groups, self.silent = list(groups), torch.tensor(silent)

@@ -66,6 +66,12 @@ class TransferQueueBatch:
     def _keys(self) -> list[str]:
         return [self.batch.keys[row] for row in self._real]
 
+    @property
+    def token_ids(self) -> list[tuple[list[int], list[int]]]:
+        found = read_columns(self.batch, "prompts", "responses")
+        prompts, responses = found["prompts"].unbind(), found["responses"].unbind()
+        return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
+
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Show extensions other groups, of all rows, and rows whose advantage is 0."""
         self._groups = [groups[row] for row in self._real]

@@ -129,9 +129,15 @@ class OffPolicyLoss:
     def report(self, packet: Packet, model_output: Mapping[str, Any], data: TensorDict) -> None:
         """Put the reports of extensions into ``packet``."""
         if self.extensions and self.ledger is not None:
+            weigh = None if self.spec.is_none else partial(self._weigh, model_output, data)
             with torch.no_grad():
-                rows = LossRows(model_output, data, with_padding=False)
+                rows = LossRows(model_output, data, with_padding=False, weigh=weigh, actor_config=self.actor_config)
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
+
+    def _weigh(self, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
+        """Compute the correction's factor anew, for reports that read it."""
+        batch = mb.read(model_output, data)
+        return mb.compute_factor(self.spec, batch, self._decided(batch))
 
     def create_packet(self, batch: mb.MicroBatch) -> Packet:
         """Create this micro-batch's metrics packet; values are filled in when it is sent."""

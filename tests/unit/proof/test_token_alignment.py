@@ -13,6 +13,7 @@ from recipe.offpolicy.proof.token_alignment import (
     PairCounts,
     compute_chance_limit,
     count_agreements,
+    find_shift,
     tally_agreements,
 )
 from tests.support.examples import few_when_quick
@@ -205,3 +206,14 @@ def test_agreements_stay_on_the_device_until_they_are_fetched() -> None:
     deferred = count_agreements(*rows)
     assert isinstance(deferred.numbers, torch.Tensor)
     assert fetch([deferred]) == [tally_agreements(*rows)]
+
+
+def test_a_shift_is_the_neighbour_that_agrees_clearly_better() -> None:
+    def counts(*agreeing: int) -> PairCounts:
+        return PairCounts((1000, 1000, 1000), agreeing, 400)
+
+    assert find_shift(counts(600, 900, 600)) == 0
+    assert find_shift(counts(600, 650, 900)) == 1
+    assert find_shift(counts(900, 650, 600)) == -1
+    assert find_shift(counts(740, 650, 600)) == 0  # 0.48 against 0.30
+    assert find_shift(PairCounts()) == 0

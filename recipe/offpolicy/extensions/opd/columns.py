@@ -1,0 +1,18 @@
+"""Columns by which teacher log-probs travel to the workers, and the tokens that take part there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TEACHER = "offpolicy_opd_teacher"
+"""float32 by token: the teacher's log-prob; NaN where it was not asked."""
+ROW = "offpolicy_opd_row"
+"""int8 by row: 1 for an eligible rollout."""
+SCALE = "offpolicy_opd_scale"
+"""float32 by row: the divisor of the advantages, one for the whole batch."""
+
+
+def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:
+    """Find the tokens that the teacher has scored, (B, T) bool."""
+    return row.bool()[:, None] & response_mask.bool() & ~torch.isnan(teacher)

@@ -1,0 +1,253 @@
+"""On-policy distillation as an extension: asks a teacher about failed rollouts of hard prompts, and trains on it.
+
+A batch's requests start as soon as its rewards are known, and run while the workers compute pi_old; its advantages wait
+for them. ``opd=advantage`` replaces the advantages of eligible tokens by K1, ``opd=loss`` adds K2 to the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from ...batch.checksums import hash_rows
+from ...correction import Problem
+from ...proof.token_alignment import AlignmentTally, tally_agreements
+from ..batch_view import BatchView, last_outputs
+from ..extension import Extension
+from .columns import ROW, SCALE, TEACHER
+from .eligibility import compute_pass_rates, eligible
+from .evidence import check_alignment, check_reports, summarize_reports
+from .opd_worker import OpdReport, OpdWorker
+from .settings import OpdSettings
+from .signal import advantages as replace_advantages
+from .signal import compute_gaps, compute_scale, find_horizon
+from .teacher_client import Row, Scoring, TeacherClient
+
+logger = logging.getLogger("verl.offpolicy")
+
+DOMINATES, UPDATES = 0.9, 3
+"""Share of the loss's pull above which the teacher drowns the rewards, and consecutive updates until that is said."""
+IDLE = 20
+"""Consecutive updates without an eligible row until that is said."""
+
+
+class OnPolicyDistillation(Extension):
+    """Distillation of one run; see ``settings.OpdSettings`` for its section."""
+
+    phase = "teacher"
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.opd = OpdSettings.from_mapping(section, settings)
+        self._client: TeacherClient | None = None
+        self._scoring: Scoring | None = None
+        self._eligible = torch.zeros(0, dtype=torch.bool)
+        self._near = torch.zeros(0, 0, dtype=torch.bool)
+        self._shipped: list[int] = []
+        self._tokens = 0
+        self._found: dict[str, float] = {}
+        self._agreements = AlignmentTally()
+        self._proved = False
+        self._dominated = self._idle = 0
+
+    # Before Ray starts --------------------------------------------------------------------------------------
+
+    @property
+    def meaning(self) -> str:
+        opd, gate = self.opd, self.opd.eligible
+        horizon = "" if opd.horizon is None else f", first {opd.horizon} tokens"
+        return (
+            f"{opd.mode}, coef={opd.coef:g}, {gate.rows} rollouts of prompts with a pass rate of at most "
+            f"{gate.max_pass_rate:g}{horizon}, teacher {', '.join(opd.teacher.urls)}"
+        )
+
+    @property
+    def reads_old_log_prob(self) -> bool:
+        return True
+
+    @property
+    def noted(self) -> Mapping[str, Any]:
+        """All settings but how the teacher is reached."""
+        return {name: value for name, value in self.settings.items() if name != "teacher"}
+
+    def problems(self, config: DictConfig) -> Sequence[Problem]:
+        from .start_up import find_problems
+
+        return tuple(find_problems(self.section, self.opd, config))
+
+    # In the trainer -----------------------------------------------------------------------------------------
+
+    def begin(self, config: DictConfig) -> None:
+        from .teacher_checks import find_model
+
+        self._client = TeacherClient(self.opd.teacher, find_model(self.opd.teacher))
+
+    def end(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def on_rollout(self, batch: BatchView) -> None:
+        assert self._client is not None
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        self._eligible = self._find_eligible(batch, mask)
+        self._near = find_horizon(mask & self._eligible[:, None], self.opd.horizon)
+        self._tokens = int(mask.sum())
+        rows = []
+        for number, (prompt, response) in enumerate(batch.token_ids):
+            if self._near[number].any():
+                last = int(self._near[number].nonzero()[-1]) + 1
+                rows.append(Row(number, tuple(prompt), tuple(response[:last])))
+        self._scoring = self._client.start(rows)
+
+    def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
+        """Find the eligible rows, (n,) bool: all outputs of an eligible session with a token; counts the shares."""
+        gate = self.opd.eligible
+        rewards = (batch.scores.double() * mask).sum(-1)
+        sessions, uids = list(batch.sessions), list(batch.uids)
+        counted = [row for row in last_outputs(batch) if mask[row].any()]
+        groups = [uids[row] for row in counted]
+        chosen = eligible(
+            rewards[counted], groups, passed_above=gate.passed_above, max_pass_rate=gate.max_pass_rate, rows=gate.rows
+        )
+        rates = compute_pass_rates(rewards[counted], groups, passed_above=gate.passed_above)
+        hard = {uid for uid, rate in zip(groups, rates.tolist(), strict=True) if rate <= gate.max_pass_rate}
+        self._found = {
+            "opd/frac_opd_samples": float(chosen.double().mean()) if len(chosen) else math.nan,
+            "opd/frac_underperforming_prompts": len(hard) / len(set(groups)) if groups else math.nan,
+            "opd/pass_rate": float((rewards[counted] > gate.passed_above).double().mean()) if counted else math.nan,
+        }
+        of = {sessions[row] for row, is_chosen in zip(counted, chosen.tolist(), strict=True) if is_chosen}
+        return torch.tensor([session in of for session in sessions]) & mask.any(-1)
+
+    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
+        assert self._client is not None
+        assert self._scoring is not None
+        before = time.monotonic()
+        answers = self._client.wait(self._scoring)
+        waited = time.monotonic() - before
+        columns = batch.rows("responses", "old_log_probs", "response_mask")
+        student, near = columns["old_log_probs"].float(), self._near
+        teacher = torch.full(near.shape, math.nan, dtype=torch.float32)
+        for row, values in zip(self._scoring.rows, answers, strict=True):
+            teacher[row.number, : len(values)] = torch.tensor(values)
+        teacher[~near] = math.nan
+        excluded = near & torch.isneginf(teacher)
+        # Finite on its way, and its gap at the bound.
+        teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
+        gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
+        scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
+        self._agreements += tally_agreements(student, teacher, near)
+        check_alignment(self._agreements)
+        self._note(student, teacher, near, excluded, gaps, scale, waited)
+        flags = self._eligible.to(torch.int8)
+        batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
+        numbers = hash_rows(columns["responses"], near, teacher)
+        self._shipped = numbers[near.any(-1)].tolist()
+        if self.opd.mode == "loss":
+            return None
+        taught = columns["response_mask"].bool() & self._eligible[:, None]
+        replaced = replace_advantages(
+            advantages,
+            student,
+            teacher,
+            taught,
+            coef=self.opd.coef,
+            max_gap=self.opd.max_gap,
+            scale=scale,
+            horizon=self.opd.horizon,
+        )
+        dealt = replaced[near]
+        self._found |= {
+            "opd/advantage/abs_mean": _mean(dealt.abs()),
+            "opd/advantage/positive_share": _mean((dealt > 0).double()),
+        }
+        return replaced
+
+    def _note(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        near: Tensor,
+        excluded: Tensor,
+        gaps: Tensor,
+        scale: float,
+        waited: float,
+    ) -> None:
+        """Note the batch's metrics."""
+        scoring = self._scoring
+        assert scoring is not None
+        raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
+        extreme = (raw > self.opd.extreme) | excluded
+        first = near & (near.cumsum(-1) == 1)
+        last = near & (near.flip(-1).cumsum(-1).flip(-1) == 1)
+        self._found |= {
+            "opd/scale": scale,
+            "opd/teacher/seconds": scoring.seconds,
+            "opd/teacher/waited": waited,
+            "opd/teacher/rows": float(len(scoring.rows)),
+            "opd/teacher/tokens": float(sum(len(row.prompt) + len(row.response) for row in scoring.rows)),
+            "opd/teacher/retried": float(scoring.retried),
+            "opd/gap/mean": _mean(gaps[near]),
+            "opd/gap/abs_mean": _mean(gaps[near].abs()),
+            "opd/gap/extreme_share": _mean(extreme[near].double()),
+            "opd/gap/clipped_share": _mean(((raw > self.opd.max_gap) | excluded)[near].double()),
+            "opd/gap/excluded_tokens": float(excluded.sum()),
+            "opd/gap/first_token": _mean(gaps[first]),
+            "opd/gap/end_token": _mean(gaps[last]),
+            "opd/live/concordance": self._agreements.rows.concordance(),
+        }
+
+    def worker(self) -> OpdWorker:
+        return OpdWorker(self.opd)
+
+    def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
+        check_reports(reports, self._shipped, self.opd.mode)
+        found = dict(summarize_reports(reports, self.opd.coef))
+        scored = sum(report.tokens for report in reports)
+        found["opd/frac_tokens_with_kd"] = int(self._near.sum()) / self._tokens if self._tokens else math.nan
+        visible = any(report.visible for report in reports)
+        if visible and not self._proved:
+            self._proved = True
+            logger.info(
+                "opd %s LIVE on %d rows, %d tokens (error %.1g), teacher %s",
+                self.opd.mode,
+                len(self._shipped),
+                scored,
+                found["opd/live/error"],
+                ", ".join(self.opd.teacher.urls),
+            )
+        self._watch(found["opd/share_of_loss"])
+        return found | {"opd/live/proved": float(self._proved)}
+
+    def _watch(self, share: float) -> None:
+        """Say that the teacher drowns the rewards, or that nothing has been eligible for long."""
+        self._dominated = self._dominated + 1 if share > DOMINATES else 0
+        if self._dominated == UPDATES:
+            logger.warning(
+                "opd: %.0f %% of the loss's pull has been the teacher's for %d updates. Half of it would be with "
+                "opd.coef=%.2g.",
+                100 * share,
+                UPDATES,
+                self.opd.coef * (1 - share) / share,
+            )
+        self._idle = 0 if self._shipped else self._idle + 1
+        if self._idle == IDLE:
+            logger.warning(
+                "opd is INERT: no rollout was eligible in %d updates. Fix: a larger opd.eligible.max_pass_rate, or "
+                "another opd.eligible.passed_above.",
+                IDLE,
+            )
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._found
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else math.nan

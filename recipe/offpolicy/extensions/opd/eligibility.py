@@ -1,0 +1,63 @@
+"""Eligible rollouts: failed rollouts of prompts of which few pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, passed_above: float) -> Tensor:
+    """Compute the share of each rollout's group that passes, (B,) float64.
+
+    Args:
+        rewards: (B,) float, one a rollout; a reward exactly at ``passed_above`` does not pass.
+        groups: (B,) prompt of each rollout.
+
+    Raises:
+        ValueError: a reward is not a number, or the groups are not as many.
+    """
+    names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
+    if rewards.dim() != 1 or len(names) != len(rewards):
+        raise ValueError(f"{tuple(rewards.shape)} rewards for {len(names)} groups: expected one of each a rollout.")
+    if torch.isnan(rewards).any():
+        raise ValueError(f"the reward of rollout {int(torch.isnan(rewards).nonzero()[0])} is not a number.")
+    if not math.isfinite(passed_above):
+        raise ValueError(f"passed_above={passed_above}: not a finite number.")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=rewards.device)
+    count = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
+    passed = count.index_add(0, group, (rewards > passed_above).double())
+    return (passed / count.index_add(0, group, torch.ones_like(group, dtype=torch.float64)))[group]
+
+
+def eligible(
+    rewards: Tensor,
+    groups: Sequence[Hashable] | Tensor,
+    *,
+    passed_above: float,
+    max_pass_rate: float,
+    rows: str = "failed",
+) -> Tensor:
+    """Find the rollouts that are distilled: of prompts whose pass rate is at most ``max_pass_rate``, (B,) bool.
+
+    Args:
+        rewards, groups, passed_above: see ``compute_pass_rates``.
+        max_pass_rate: in [0, 1], inclusive.
+        rows: ``failed`` rollouts of such prompts alone, or ``all`` of theirs.
+
+    Raises:
+        ValueError: as ``compute_pass_rates``, or a setting is out of its range.
+
+    Example:
+        >>> eligible(torch.tensor([0.0, 0.0, 1.0, 1.0]), ["a", "a", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
+        tensor([ True,  True, False, False])
+    """
+    if not 0 <= max_pass_rate <= 1:
+        raise ValueError(f"max_pass_rate={max_pass_rate}: not in [0, 1].")
+    if rows not in ("failed", "all"):
+        raise ValueError(f"rows={rows}: not one of failed, all.")
+    hard = compute_pass_rates(rewards, groups, passed_above=passed_above) <= max_pass_rate
+    return hard if rows == "all" else hard & ~(rewards > passed_above)

@@ -1,0 +1,91 @@
+"""Proof of on-policy distillation: what the loss saw is what the teacher said, and it acts as configured."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ...proof.token_alignment import KINDS, AlignmentTally, PairCounts, find_shift
+from ...proof.verify import LivenessError
+from .columns import TEACHER
+from .opd_worker import OpdReport
+
+TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
+"""Greatest relative error of a gradient, and of an advantage, in float32."""
+CLEAR = 0.5
+"""Least concordance with the token beside that counts."""
+
+
+def check_reports(reports: Sequence[OpdReport], shipped: Sequence[int], mode: str) -> None:
+    """Check the reports of one update against the hashes of the rows that were shipped.
+
+    With several epochs each row is seen as many times.
+
+    Raises:
+        LivenessError: rows are missing or changed, a column was dropped or rounded, or the term does not act.
+    """
+    for report in reports:
+        dtype = report.arrived.get(TEACHER)
+        if dtype is None:
+            raise LivenessError(
+                f"opd: {TEACHER} did not reach the loss (there: {', '.join(report.arrived) or 'none of its columns'}). "
+                f"Something selects the columns that go to the workers, and leaves those of opd out."
+            )
+        if dtype != "torch.float32":
+            raise LivenessError(f"opd: {TEACHER} arrived as {dtype} and not as float32: it was rounded on its way.")
+    seen = Counter(number for report in reports for number in report.hashes)
+    wanted = Counter(shipped)
+    times = max(seen.total() // max(wanted.total(), 1), 1)
+    if seen != Counter({number: times * count for number, count in wanted.items()}):
+        known = sum(min(seen[number], times * count) for number, count in wanted.items())
+        raise LivenessError(
+            f"opd: the teacher scored {wanted.total()} rows, and the loss saw {seen.total()}, {known} of them with the "
+            f"log-probs and tokens that were sent. Something drops, changes or mixes up rows on their way."
+        )
+    worst = max((report.error for report in reports), default=0.0)
+    if not worst <= TOLERANCE[mode]:
+        what = (
+            "the gradient does not follow the teacher as that of (s - t)^2 / 2 does"
+            if mode == "loss"
+            else "the advantages in the loss are not coef (t - s) / scale"
+        )
+        raise LivenessError(f"opd: {what}: a relative error of {worst:.2g}. Another term or estimator took its place.")
+
+
+def check_alignment(agreements: AlignmentTally) -> None:
+    """Check, over all rows so far, that the teacher's log-probs are not those of the token beside.
+
+    A far teacher may disagree with the student about every token of failed rows; it does not agree about the next one.
+
+    Raises:
+        LivenessError: they are off by one token.
+    """
+    for kind in KINDS:
+        count: PairCounts = getattr(agreements, kind)
+        lag = find_shift(count)
+        if lag and count.concordance(lag) > CLEAR:
+            raise LivenessError(
+                f"opd: the teacher's log-probs are off by one token: in {max(count.pairs)} pairs of {kind} they agree "
+                f"with the student's by {count.concordance():.2f}, and by {count.concordance(lag):.2f} with those of "
+                f"the token {'after' if lag == 1 else 'before'} (1 is always, 0 by chance)."
+            )
+
+
+def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str, float]:
+    """Compute the workers' metrics of one update; means are NaN where no token was scored."""
+    tokens = sum(report.tokens for report in reports)
+    own, others = sum(report.teacher_pull for report in reports), sum(report.policy_pull for report in reports)
+
+    def share(part: float, whole: float) -> float:
+        return part / whole if whole else math.nan
+
+    return {
+        "opd/kd_coef": coef,
+        "opd/num_eligible_samples": float(sum(len(report.hashes) for report in reports)),
+        "opd/k1": share(sum(report.k1 for report in reports), tokens),
+        "opd/kl_loss": share(sum(report.k2 for report in reports), tokens),
+        "opd/rejected_share": share(tokens - sum(report.kept for report in reports), tokens),
+        "opd/share_of_loss": share(own, own + others),
+        "opd/live/error": max((report.error for report in reports), default=0.0),
+    }

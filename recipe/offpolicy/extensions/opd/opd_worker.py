@@ -1,0 +1,166 @@
+"""The half of on-policy distillation in the workers: K2 beside the policy loss, and evidence of what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...batch.checksums import hash_rows
+from ..extension import BoundLoss, WorkerExtension
+from ..loss_rows import LossRows
+from .columns import ROW, SCALE, TEACHER, find_scored
+from .settings import OpdSettings
+from .signal import advantages, compute_gaps, k2_loss
+
+SHIFT = 0.1
+"""Nats by which the trial moves the teacher."""
+
+
+@dataclass(frozen=True)
+class OpdReport:
+    """Evidence from one micro-batch; plain Python, sums add up over micro-batches and ranks.
+
+    Attributes:
+        arrived: columns that reached the loss, with their dtypes.
+        hashes: of each row with a scored token: ids and bits of its teacher log-probs.
+        tokens: scored tokens.
+        kept: of these, tokens that no mask of the correction rejects.
+        k1, k2: sums over the scored tokens at the current policy, s - t bounded, and its Huber.
+        teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
+            denominator: of the scored tokens' own term, and of the advantages of all others.
+        error: mode loss: of the gradient that the term gains when the teacher moves by ``SHIFT``, relative to the one
+            demanded; mode advantage: of the advantages, against those made of the columns. None where there is none.
+        visible: the trial demanded a gradient other than 0, or advantages were compared.
+    """
+
+    arrived: Mapping[str, str]
+    hashes: tuple[int, ...] = ()
+    tokens: int = 0
+    kept: int = 0
+    k1: float = 0.0
+    k2: float = 0.0
+    teacher_pull: float = 0.0
+    policy_pull: float = 0.0
+    error: float = 0.0
+    visible: bool = False
+
+
+@dataclass(frozen=True)
+class OpdWorker(WorkerExtension):
+    """Settings that travel to the workers, with the term of mode ``loss`` and the evidence of both modes."""
+
+    settings: OpdSettings
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {
+            TEACHER: "log-prob of the sampled token under the teacher; NaN where it was not asked",
+            ROW: "1 for an eligible rollout",
+        }
+
+    def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
+        if self.settings.mode == "advantage":
+            return base_loss
+
+        def with_term(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+            loss, metrics = base_loss(model_output, data, dp_group)
+            rows = LossRows(model_output, data)
+            return loss + self.compute_term(rows, rows.log_prob, rows.column(TEACHER), actor_config), metrics
+
+        return with_term
+
+    def compute_term(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, actor_config: Any) -> Tensor:
+        """Compute coef times verl's mean of K2 over the mini-batch, a scalar."""
+        scored = find_scored(teacher, rows.column(ROW), rows.response_mask)
+        values = k2_loss(log_prob, teacher.to(log_prob.dtype), scored, max_gap=self.settings.max_gap)
+        return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
+
+    def _factor(self, rows: LossRows) -> Tensor:
+        """The correction's weight x keep, where it acts on the term."""
+        return rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
+
+    def report(self, rows: LossRows) -> OpdReport:
+        arrived = {name: str(rows.column(name).dtype) for name in (TEACHER, ROW, SCALE) if name in rows}
+        if not {TEACHER, ROW} <= arrived.keys() or rows.column(TEACHER).dtype != torch.float32:
+            return OpdReport(arrived)
+        teacher, mask = rows.column(TEACHER), rows.response_mask
+        scored = find_scored(teacher, rows.column(ROW), mask)
+        there = scored.any(-1)
+        hashes = hash_rows(rows.column("responses"), scored, teacher)[there].tolist()
+        log_prob = rows.log_prob.detach().float()
+        gaps = compute_gaps(log_prob, teacher, scored, max_gap=self.settings.max_gap)
+        k2 = k2_loss(log_prob, teacher, scored, max_gap=self.settings.max_gap)
+        error, visible = (
+            self._try_shift(rows, log_prob, teacher, scored) if self._adds else self._compare(rows, teacher)
+        )
+        own, others = self._pulls(rows, gaps, scored)
+        return OpdReport(
+            arrived,
+            tuple(hashes),
+            tokens=int(scored.sum()),
+            kept=int((scored & (rows.weights != 0)).sum()),
+            k1=float(gaps.double().sum()),
+            k2=float(k2.double().sum()),
+            teacher_pull=own,
+            policy_pull=others,
+            error=error,
+            visible=visible,
+        )
+
+    @property
+    def _adds(self) -> bool:
+        return self.settings.mode == "loss"
+
+    def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
+        """Sum |slope of the loss at a log-prob| before its denominator: of the teacher's term, and of advantages."""
+        dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
+        if self._adds:
+            own = self.settings.coef * gaps.abs() * self._factor(rows)
+        else:
+            own = torch.where(scored, dealt, 0.0)
+            dealt = dealt - own
+        return float(own.double().sum()), float(dealt.double().sum())
+
+    def _try_shift(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, scored: Tensor) -> tuple[float, bool]:
+        """Compare the gradient that the term gains when the teacher moves with that of (s - t)^2 / 2.
+
+        Within max_gap the slope is s - t, which falls as t rises; the gradient of a K1 would not move.
+        """
+        bound = self.settings.max_gap
+        shift = min(SHIFT, bound / 4)
+        inside = log_prob - (log_prob - teacher).clamp(-bound / 2, bound / 2)
+        gradients = []
+        for moved in (inside, inside + shift):
+            with torch.enable_grad():
+                leaf = log_prob.clone().requires_grad_()
+                term = self.compute_term(rows, leaf, moved, rows.actor_config)
+                gradients.append(torch.autograd.grad(term, leaf)[0])
+        with torch.enable_grad():
+            values = torch.zeros_like(log_prob, requires_grad=True)
+            (mean,) = torch.autograd.grad(rows.mean(values, rows.actor_config), values)
+        slope = self.settings.coef * self._factor(rows) * mean * shift
+        error = (gradients[1] - gradients[0] + torch.where(scored, slope, 0.0)).abs().max()
+        return float(error / slope.abs().max().clamp(min=1e-30)), bool((scored & (slope != 0)).any())
+
+    def _compare(self, rows: LossRows, teacher: Tensor) -> tuple[float, bool]:
+        """Compare the advantages of eligible rows with those that the columns make; relative to the largest."""
+        mask, settings = rows.response_mask, self.settings
+        taught = rows.column(ROW).bool()[:, None] & mask
+        seen = rows.column("advantages").float()
+        if not taught.any():
+            return 0.0, False
+        if SCALE not in rows:
+            return float("inf"), True
+        scale = rows.column(SCALE)[taught.any(-1)][0].item()
+        student = rows.column("old_log_probs").float()
+        # Tokens beyond the horizon were not scored, and have to be 0.
+        scored = taught & ~torch.isnan(teacher)
+        made = advantages(
+            torch.zeros_like(seen), student, teacher, scored, coef=settings.coef, max_gap=settings.max_gap, scale=scale
+        )
+        apart = torch.where(taught, seen - made, 0.0).abs().max()
+        return float(apart / made.abs().max().clamp(min=1e-6)), True

@@ -1,0 +1,111 @@
+"""Teacher signals: K1 as an advantage and K2 as a loss, with the gap between student and teacher bounded.
+
+With s and t the log-probs of student and teacher for the same sampled token, K1 = s - t estimates the reverse KL and
+K2 = (s - t)^2 / 2 has its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence). The gradient of K1
+itself does not depend on the teacher, so that K1 is an advantage here and never a loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1e-6
+"""Nats of standard deviation below which a batch is not scaled."""
+
+
+def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
+    """Find each row's first ``horizon`` of ``tokens`` (B, T) bool; None: all of them."""
+    return tokens if horizon is None else tokens & (tokens.cumsum(-1) <= horizon)
+
+
+def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: float) -> Tensor:
+    """Compute s - t bounded to [-max_gap, max_gap], (B, T), 0 off ``tokens``; a teacher's -inf counts as max_gap.
+
+    Raises:
+        ValueError: a log-prob of such a token is not a number.
+    """
+    gap = torch.where(tokens, student - teacher, 0.0)
+    if torch.isnan(gap).any():
+        row, place = (int(index) for index in torch.isnan(gap).nonzero()[0])
+        raise ValueError(f"the gap of token {place} of row {row} is not a number: nothing scored it.")
+    return gap.clamp(-max_gap, max_gap)
+
+
+def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
+    """Compute the divisor of the signal over a whole batch: the standard deviation of ``gaps``, 1.0, or a number.
+
+    1.0 also where there are fewer than two tokens, or next to no deviation. Nothing is ever centred: a teacher that
+    likes all tokens less than the student teaches that, too.
+
+    Raises:
+        ValueError: neither std, none nor a finite number above 0.
+    """
+    if scale == "none":
+        return 1.0
+    if scale == "std":
+        values = gaps.double()[tokens]
+        spread = float(values.std()) if len(values) > 1 else 0.0
+        return spread if spread >= SMALLEST else 1.0
+    if isinstance(scale, str) or not 0 < scale < float("inf"):
+        raise ValueError(f"scale={scale}: not std, none or a finite number above 0.")
+    return float(scale)
+
+
+def advantages(
+    base: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    eligible_tokens: Tensor,
+    *,
+    coef: float,
+    max_gap: float,
+    scale: str | float,
+    horizon: int | None = None,
+) -> Tensor:
+    """Replace the advantages of eligible tokens by coef (t - s) / scale, (B, T).
+
+    Args:
+        base: (B, T) advantages of the estimator, kept to the bit elsewhere.
+        student, teacher: (B, T) log-probs of the sampled tokens; read at eligible tokens within the horizon alone.
+        eligible_tokens: (B, T) bool.
+        coef: factor of the signal.
+        max_gap: nats that |s - t| counts as at most.
+        scale: ``std`` of the bounded gaps over the whole batch, ``none``, or a number; see ``compute_scale``.
+        horizon: tokens of a row that take part, from its first eligible one; those beyond get 0, and are in no
+            statistic.
+
+    Raises:
+        ValueError: a log-prob that is needed is not a number, or ``scale`` is malformed.
+
+    Example:
+        >>> base, t = torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[-1.0, -4.0, -2.0]])
+        >>> on = torch.tensor([[False, True, True]])
+        >>> advantages(base, torch.full((1, 3), -1.0), t, on, coef=1.0, max_gap=2.0, scale="none", horizon=1)
+        tensor([[ 0.5000, -2.0000,  0.0000]])
+    """
+    near = find_horizon(eligible_tokens, horizon)
+    gaps = compute_gaps(student.detach(), teacher, near, max_gap=max_gap)
+    signal = gaps * (-coef / compute_scale(gaps, near, scale))
+    return torch.where(eligible_tokens, torch.where(near, signal, 0.0).to(base.dtype), base)
+
+
+def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
+    """Compute the Huber-bounded K2 of each token, (B, T), 0 off ``mask``.
+
+    (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so that its slope is s - t bounded, which the advantages
+    have as well. The gradient is in ``student`` alone.
+
+    Raises:
+        ValueError: a log-prob on the mask is not a number.
+
+    Example:
+        >>> k2_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -9.0]), torch.tensor([True, True]), max_gap=4.0)
+        tensor([ 0.5000, 24.0000])
+    """
+    # Where the teacher excludes a token, s - t counts as max_gap.
+    floor = student.detach() - max_gap
+    near = torch.where(torch.isneginf(teacher), floor, teacher.detach())
+    bounded = compute_gaps(student.detach(), near, mask.bool(), max_gap=max_gap)
+    gap = torch.where(mask.bool(), student - near, 0.0)
+    return bounded * (gap - bounded / 2)

@@ -1,0 +1,140 @@
+"""Start-up checks of on-policy distillation: keys of verl's that it cannot stand beside, and the teacher itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import Problem
+from ...correction.problem import set_to
+from .settings import OpdSettings
+from .teacher_checks import (
+    REPEATS,
+    find_length,
+    find_model,
+    find_other_template,
+    find_other_vocabulary,
+    measure_repeats,
+)
+from .teacher_client import TeacherError
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_FILTER = "algorithm.filter_groups.enable"
+CONVERSATIONS = 8
+
+
+def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong around the settings; the teacher is asked where nothing else is wrong."""
+    found = list(_find_conflicts(section, settings, config))
+    yield from found
+    if not any(problem.verdict == "WRONG" for problem in found):
+        yield from _examine_teacher(section, settings, config)
+
+
+def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
+    parts = (section,)
+    if OmegaConf.select(config, "distillation.enabled"):
+        key = "distillation.enabled"
+        reason = (
+            f"verl's own distillation and {section} are two, and its loss would take the place of the corrected one."
+        )
+        yield Problem(key, True, reason, parts=parts, overrides=(set_to(key, False),))
+    temperature = OmegaConf.select(config, f"{_ROLLOUT}.temperature")
+    if temperature is not None and float(temperature) != 1.0:
+        key = f"{_ROLLOUT}.temperature"
+        reason = "the teacher's log-probs are those at temperature 1, and the student's are not."
+        fix = f"Set {key}=1.0, or {section}=null."
+        yield Problem(key, temperature, reason, fix, parts=parts, overrides=(set_to(key, 1.0),))
+    if OmegaConf.select(config, _FILTER):
+        rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
+        gate = settings.eligible
+        never = gate.rows == "failed" and gate.max_pass_rate * rollouts < 1
+        reason = (
+            f"it drops prompts that no rollout passes, and no other has a pass rate of at most {gate.max_pass_rate:g}."
+            if never
+            else f"it drops the prompts that no rollout passes, which are those that {section} is for."
+        )
+        yield Problem(
+            _FILTER, True, reason, "", "INERT" if never else "WRONG", parts, overrides=(set_to(_FILTER, False),)
+        )
+
+
+def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
+    key, value = f"{section}.teacher.url", ", ".join(settings.teacher.urls)
+
+    def wrong(reason: str, fix: str) -> Problem:
+        return Problem(key, value, reason, fix, parts=(section,))
+
+    try:
+        model, length = find_model(settings.teacher), find_length(settings.teacher)
+        needed = (
+            sum(int(OmegaConf.select(config, f"data.max_{part}_length") or 0) for part in ("prompt", "response")) + 1
+        )
+        if length is not None and length < needed:
+            fix = f"Serve it with --max-model-len {needed}, or longer."
+            yield wrong(f"it takes {length} tokens, and prompt and response have up to {needed - 1}.", fix)
+            return
+        apart = measure_repeats(settings.teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
+        if apart > REPEATS["bfloat16"]:
+            fix = "Serve it in float32, or without what makes it depend on the other requests."
+            yield wrong(f"it does not repeat itself: log-probs of one row differ by {apart:.2g} nats.", fix)
+        elif apart > REPEATS["float32"]:
+            reason = f"log-probs of one row differ by {apart:.2g} nats from request to request, as those of 16 bits do."
+            yield Problem(key, value, reason, "", "NOTE", (section,))
+        yield from _compare_tokens(section, settings, config, model)
+    except TeacherError as error:
+        yield wrong(f"{error}.", "Start it with scripts/teacher.sh, or name the address at which it serves.")
+
+
+def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, model: str) -> Iterator[Problem]:
+    teacher = settings.teacher
+    url, key = teacher.urls[0], f"{section}.teacher.url"
+    student = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    tokenizer = _load_tokenizer(student)
+    if tokenizer is None:
+        reason = f"the student's tokenizer is not at hand at {student}: vocabulary and chat template are not compared."
+        yield Problem(key, url, reason, "", "NOTE", (section,))
+        return
+    fix = "Serve a teacher of the student's own family: distillation compares log-probs of the same tokens."
+    if teacher.tokenizer is not None:
+        other = _load_tokenizer(teacher.tokenizer)
+        if other is None or other.get_vocab() != tokenizer.get_vocab():
+            reason = "not there." if other is None else "its vocabulary is not the student's."
+            yield Problem(f"{section}.teacher.tokenizer", teacher.tokenizer, reason, fix, parts=(section,))
+            return
+    texts = list(find_other_vocabulary(url, model, tokenizer))
+    if texts:
+        reason = f"its tokenizer reads {len(texts)} texts as other ids than the student's, {texts[0]!r} among them."
+        yield Problem(key, url, reason, fix, parts=(section,))
+    elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
+        number = find_other_template(url, model, tokenizer, _read_conversations(config))
+        if number is not None:
+            reason = f"its chat template renders training prompt {number} as other ids than the student's."
+            fix = f"Serve it with the student's --chat-template, or set {section}.teacher.other_template=true."
+            yield Problem(key, url, reason, fix, parts=(section,))
+
+
+def _load_tokenizer(path: str) -> Any:
+    """Load a tokenizer that lies on this machine or in its cache; None where it does not."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def _read_conversations(config: DictConfig) -> list[Any]:
+    """Read the first prompts of the training data; none where its files are not at hand."""
+    import pandas
+
+    files = OmegaConf.select(config, "data.train_files")
+    first = str(files if isinstance(files, str) else next(iter(files or []), ""))
+    if not first.endswith(".parquet") or not Path(first).is_file():
+        return []
+    column = str(OmegaConf.select(config, "data.prompt_key") or "prompt")
+    prompts = pandas.read_parquet(first, columns=[column])[column].head(CONVERSATIONS)
+    return [[dict(message) for message in prompt] for prompt in prompts]

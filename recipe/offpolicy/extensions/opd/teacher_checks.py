@@ -1,0 +1,134 @@
+"""Checks of a teacher before the run: one model, long enough, that repeats itself and reads the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import requests
+
+from .settings import TeacherSettings
+from .teacher_client import Row, TeacherClient, TeacherError
+
+PATIENCE = 10.0
+"""Seconds for an answer before the run."""
+REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
+"""Nats by which a log-prob may differ between two requests; that of a 16-bit teacher is told and accepted."""
+PROBES = (
+    *(
+        "the quick brown fox",
+        "Straße",
+        "日本語の文",
+        "привет",
+        "😀👩‍👧",
+        "naïve café",
+        "A" * 24,
+        "1234567890",
+        "3.14159",
+    ),
+    *("  two  spaces", "\ttab", "\n\nnewlines\n", "trailing ", "def f(x):\n    return x ** 2", "a=b;c", "{}[]()<>"),
+    *("\\frac{a}{b}", "$x^2$", "<think>", "</think>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>"),
+    *("https://example.org/?q=1&r=2", "don't", "“quotes”", "—", "…", "\u200b", "①②③", "e\u0301", "é", "ﬁ", "𝔘"),
+)
+"""Strings on which tokenizers differ: scripts, digits, white space, code, markers."""
+
+
+def get(url: str, path: str) -> Any:
+    """Get JSON from a server.
+
+    Raises:
+        TeacherError: it is not reached, or does not answer with JSON.
+    """
+    return _call(url, path, None)
+
+
+def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
+    """Post JSON to a server; raises as ``get``."""
+    return _call(url, path, body)
+
+
+def _call(url: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    session = requests.Session()
+    session.trust_env = False
+    try:
+        answer = session.request("GET" if body is None else "POST", f"{url}{path}", json=body, timeout=PATIENCE)
+        answer.raise_for_status()
+        return answer.json()
+    except (requests.RequestException, ValueError) as error:
+        raise TeacherError(f"{url}{path}: {type(error).__name__}") from None
+    finally:
+        session.close()
+
+
+def find_model(settings: TeacherSettings) -> str:
+    """Find the name of the one model that all addresses serve.
+
+    Raises:
+        TeacherError: an address is not reached, or serves another model, or several.
+    """
+    return str(_describe(settings)["id"])
+
+
+def _describe(settings: TeacherSettings) -> Mapping[str, Any]:
+    """Describe the model as the servers list it."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for url in settings.urls:
+        served = {str(each["id"]): each for each in get(url, "/v1/models").get("data", [])}
+        wanted = settings.model or (next(iter(served)) if len(served) == 1 else None)
+        if wanted not in served:
+            raise TeacherError(
+                f"{url} serves {', '.join(served) or 'no model'}, "
+                + ("of which one has to be named" if settings.model is None else f"and not {settings.model}")
+            )
+        found[url] = served[str(wanted)]
+    if len({each["id"] for each in found.values()}) > 1:
+        raise TeacherError(f"the addresses serve {', '.join(str(each['id']) for each in found.values())}")
+    return min(found.values(), key=lambda each: each.get("max_model_len") or float("inf"))
+
+
+def find_length(settings: TeacherSettings) -> int | None:
+    """Find the longest sequence that every address takes, in tokens; None where a server does not say."""
+    length = _describe(settings).get("max_model_len")
+    return None if length is None else int(length)
+
+
+def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
+    """Measure by how many nats log-probs differ between requests of a row alone, twice, and of it among others.
+
+    Args:
+        ids: two rows of three ids or more.
+    """
+    rows = [Row(number, (row[0],), tuple(row[1:])) for number, row in enumerate(ids)]
+    crowd = [*rows, *(Row(number, row.prompt, row.response) for number, row in enumerate(rows * 3, len(rows)))]
+    client = TeacherClient(settings, model)
+    try:
+        alone = [client.wait(client.start([row])) for row in rows for _ in range(2)]
+        together = client.wait(client.start(crowd))
+    finally:
+        client.close()
+    apart = [
+        abs(one - other)
+        for number in range(len(rows))
+        for found in (alone[2 * number + 1][0], *together[number :: len(rows)])
+        for one, other in zip(alone[2 * number][0], found, strict=True)
+    ]
+    return max(apart, default=0.0)
+
+
+def find_other_vocabulary(url: str, model: str, tokenizer: Any) -> Iterator[str]:
+    """Find strings that the teacher's tokenizer reads as other ids than the student's ``tokenizer``."""
+    for text in PROBES:
+        theirs = post(url, "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})["tokens"]
+        if theirs != tokenizer(text, add_special_tokens=False)["input_ids"]:
+            yield text
+
+
+def find_other_template(url: str, model: str, tokenizer: Any, messages: Sequence[Any]) -> int | None:
+    """Find the first of several conversations that the teacher's chat template renders otherwise; None: none."""
+    for number, conversation in enumerate(messages):
+        body = {"model": model, "messages": conversation, "add_generation_prompt": True}
+        theirs = post(url, "/tokenize", body)["tokens"]
+        ours = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+        if theirs != list(ours["input_ids"] if isinstance(ours, Mapping) else ours):
+            return number
+    return None

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# GRPO of a dense model with on-policy distillation: run_dense_fsdp.sh, and a teacher that is asked about failed rollouts
+# of prompts that the policy rarely solves. Arguments are Hydra overrides; variables those of run_dense_fsdp.sh, and
+#
+#   TEACHER_URL     where the teacher serves: bash scripts/teacher.sh MODEL --port 8100 on a machine of its own
+#   OPD             advantage (default) or loss, docs/opd.md
+set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+if [[ -z ${TEACHER_URL:-} ]]; then
+    echo "run_opd.sh: TEACHER_URL is not set. Fix: TEACHER_URL=http://HOST:8100, where scripts/teacher.sh serves" >&2
+    exit 2
+fi
+exec bash "$root/recipe/offpolicy/run_dense_fsdp.sh" "opd=${OPD:-advantage}" "opd.teacher.url=$TEACHER_URL" "$@"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Serves a teacher for on-policy distillation (opd.teacher.url), by vLLM's OpenAI-compatible server.
+#
+#   bash scripts/teacher.sh MODEL [--port 8100] [arguments of vllm serve]
+#
+#   MODEL           folder or hub name; has the student's tokenizer and chat template
+#   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, with what the arguments say
+#   VENV=path       environment that holds vLLM (default: the one that is active)
+#
+# It scores prompts and samples nothing: more replicas of the front end (--api-server-count N) help before more GPUs do.
+set -euo pipefail
+if [[ $# -eq 0 || " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit $(($# == 0 ? 2 : 0))
+fi
+
+model=$1
+shift
+arguments=(--model "$model" --served-model-name teacher --port 8100 --generation-config vllm)
+if [[ ${PLATFORM:-cuda} == cpu ]]; then
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+    export TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    arguments+=(--dtype float32 --enforce-eager)
+fi
+export VLLM_NO_USAGE_STATS=1
+exec "${VENV:+$VENV/bin/}python" -m vllm.entrypoints.openai.api_server "${arguments[@]}" "$@"

@@ -1,0 +1,76 @@
+"""On-policy distillation on verl 0.7.1's legacy FSDP actor, whose update is that of a loss written out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
+from recipe.offpolicy.extensions.opd.evidence import check_reports
+from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker
+from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.worker.metrics import take_packets
+from tests.support import legacy_actor as la
+from tests.support import legacy_updates as lu
+
+pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.usefixtures("legacy_patches")]
+
+COEF, BOUND = 0.5, 1.0
+MAPPINGS: dict[str, lu.Settings] = {"none": {}, "tis": lu.CORRECTIONS["tis"]}
+
+
+def shipped() -> dict[str, torch.Tensor]:
+    """Every second row is eligible; the teacher is up to two nats apart."""
+    batch = la.rollout()
+    generator = torch.Generator().manual_seed(5)
+    apart = 4 * torch.rand(batch["old_log_probs"].shape, generator=generator) - 2
+    rows = torch.arange(len(apart)) % 2
+    teacher = (batch["old_log_probs"] + apart).float()
+    asked = rows[:, None].bool() & batch["response_mask"].bool()
+    return batch | {TEACHER: teacher.masked_fill(~asked, torch.nan), ROW: rows.to(torch.int8)}
+
+
+def taught_update(mapping: lu.Settings, **config: Any) -> tuple[la.Parameters, list[OpdReport]]:
+    settings = OpdSettings.from_mapping(
+        "opd", {"mode": "loss", "coef": COEF, "max_gap": BOUND, "teacher": {"url": "http://none:1"}}
+    )
+    found, metrics = lu.update(mapping, shipped(), sent={"extensions": {"opd": OpdWorker(settings)}}, **config)
+    return found, [packet.reports["opd"] for packet in take_packets(metrics)]
+
+
+def expected(mapping: lu.Settings) -> la.Parameters:
+    batch, module = shipped(), copy.deepcopy(la.model())
+    what = la.Plain(mapping or None)
+    forward = la.forward(module, batch)
+    log_prob = forward[0]
+    mask = batch["response_mask"].bool()
+    weight = torch.ones_like(log_prob)
+    if mapping:
+        weight = la.weight_and_keep(mapping, batch, log_prob.detach(), batch["old_log_probs"])
+    gap = torch.where(torch.isnan(batch[TEACHER]), 0.0, log_prob - batch[TEACHER])
+    huber = torch.nn.functional.huber_loss(gap, torch.zeros_like(gap), reduction="none", delta=BOUND)
+    term = (huber * weight)[mask].sum() / mask.sum()
+    with pytest.MonkeyPatch.context() as patch:
+        # One backward pass, as the actor's: the model's norms round to float32 in each.
+        patch.setattr(la, "forward", lambda *_: forward)
+        (la.plain_loss(module, batch, what) + COEF * term).backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= what.learning_rate * parameter.grad
+    return la.parameters(module)
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_term_is_trained_with_the_denominators_of_the_mini_batch(
+    name: str, size: int, start: la.Parameters
+) -> None:
+    found, reports = taught_update(MAPPINGS[name], ppo_micro_batch_size_per_gpu=size)
+    # The teacher's log-probs are float32, and so is the gap.
+    assert la.distance(found, expected(MAPPINGS[name]), start) < 1e-5
+    assert len(reports) == len(la.LENGTHS) // size
+    check_reports(reports, [number for report in reports for number in report.hashes], "loss")
+    assert sum(len(report.hashes) for report in reports) == len(la.LENGTHS) // 2

@@ -1,0 +1,135 @@
+"""One update with on-policy distillation in this process: a batch of six rows, a teacher, and the worker's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from verl.utils import tensordict_utils as tu
+
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
+from tests.support import training_worker as tw
+
+REWARDS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
+UIDS = ("hard", "hard", "hard", "easy", "easy", "easy")
+ELIGIBLE = (0, 1)
+GATE = {"max_pass_rate": 0.4}
+
+
+@dataclass
+class Batch:
+    """A ``BatchView`` in memory."""
+
+    rollout: tw.Rollout
+    step: int = 1
+    put_columns: dict[str, Tensor] = field(default_factory=dict)
+    uids: tuple[str, ...] = UIDS
+    sessions: tuple[str, ...] = tuple("abcdef")
+    is_padding: tuple[bool, ...] = (False,) * 6
+
+    @property
+    def scores(self) -> Tensor:
+        scores = torch.zeros(self.rows("response_mask")["response_mask"].shape)
+        for row, mask in enumerate(self.rollout.response_mask):
+            scores[row, int(mask.nonzero()[-1])] = REWARDS[row]
+        return scores
+
+    @property
+    def token_ids(self) -> list[tuple[list[int], list[int]]]:
+        return [(p.tolist(), r.tolist()) for p, r in zip(self.rollout.prompts, self.rollout.responses, strict=True)]
+
+    def rows(self, *names: str) -> dict[str, Any]:
+        return {name: pad_sequence(getattr(self.rollout, name), batch_first=True) for name in names}
+
+    def put(self, **columns: Tensor) -> None:
+        self.put_columns |= columns
+
+
+def opinion(ids: Any) -> list[float]:
+    """A log-prob for each token but the first that depends on its place and id."""
+    return [-0.2 * (1 + (place * 7 + token) % 11) for place, token in enumerate(ids[1:], 1)]
+
+
+def rollout() -> tuple[tw.Rollout, Tensor, list[int]]:
+    """Six rows whose pi_old is pi, mu a little beside it; pi, flat, and the rows' lengths."""
+    made = tw.make_rollout(6)
+    generator = torch.Generator().manual_seed(3)
+    whole = [len(p) + len(r) for p, r in zip(made.prompts, made.responses, strict=True)]
+    flat = -2 * torch.rand(sum(whole), generator=generator) - 0.1
+    rows = torch.nested.nested_tensor_from_jagged(flat, torch.tensor([0, *whole]).cumsum(0)).unbind()
+    made.old_log_probs = [row[len(p) - 1 : -1] for row, p in zip(rows, made.prompts, strict=True)]
+    made.rollout_log_probs = [row + 0.2 * torch.randn(row.shape, generator=generator) for row in made.old_log_probs]
+    return made, flat, whole
+
+
+class Run:
+    """One update.
+
+    Attributes:
+        opd: the trainer's half.
+        batch: what it saw and shipped.
+        advantages: (n, T) after it.
+    """
+
+    def __init__(self, url: str, mode: str, **changes: Any) -> None:
+        settings = {
+            "mode": mode,
+            "teacher": {"url": url},
+            "eligible": GATE,
+            "scale": "none" if mode == "advantage" else "std",
+        }
+        self.opd = OnPolicyDistillation("opd", settings | changes)
+        self.made, self.flat, self.whole = rollout()
+        self.batch = Batch(self.made)
+        self.opd.begin(None)  # type: ignore[arg-type]
+        self.base = pad_sequence(self.made.advantages, batch_first=True)
+        try:
+            self.opd.on_rollout(self.batch)
+            shaped = self.opd.shape_advantages(self.batch, self.base.clone())
+        finally:
+            self.opd.end()
+        self.advantages = self.base if shaped is None else shaped
+
+    def data(self) -> TensorDict:
+        rows = [len(r) for r in self.made.responses]
+        self.made.advantages = [row[:n] for row, n in zip(self.advantages, rows, strict=True)]
+        data = self.made.to_tensordict()
+        for name, column in self.batch.put_columns.items():
+            by_token = column.dim() == 2
+            cut = [row[:n].clone() for row, n in zip(column, rows, strict=True)] if by_token else column
+            data[name] = torch.nested.as_nested_tensor(cut, layout=torch.jagged) if by_token else cut
+        tokens = int(data["response_mask"].values().sum())
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6, **{PLAN: SharedPlan(1)})
+        return data
+
+    def update(
+        self, spec: CorrectionSpec, change: Callable[[TensorDict], None] = lambda data: None, *, prove: bool = False
+    ) -> tuple[Tensor, Packet]:
+        """The gradient at the flat log-probs, and the packet."""
+        leaf = self.flat.clone().requires_grad_()
+        offsets = torch.tensor([0, *self.whole]).cumsum(0)
+        data = self.data()
+        change(data)
+        loss = OffPolicyLoss(spec, tw.actor_config(), prove=prove, extensions={"opd": self.opd.worker()})
+        value, metrics = loss({"log_probs": torch.nested.nested_tensor_from_jagged(leaf, offsets)}, data)
+        value.backward()
+        (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
+        assert leaf.grad is not None
+        return leaf.grad, packet
+
+    def judge(self, packet: Packet) -> dict[str, float]:
+        return dict(self.opd.judge([packet.reports["opd"]]))
+
+    def by_token(self, flat: Tensor) -> list[Tensor]:
+        """Of each row's response."""
+        rows = torch.split(flat, self.whole)
+        return [row[len(p) - 1 : -1] for row, p in zip(rows, self.made.prompts, strict=True)]

@@ -1,0 +1,96 @@
+"""A server of vLLM's interface that scores by a rule, for tests of what goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Rule = Callable[[Sequence[int]], list[float]]
+"""Token ids -> the log-prob at each position but the first."""
+
+
+def by_place(ids: Sequence[int]) -> list[float]:
+    """-j/100 for the token at position j."""
+    return [-place / 100 for place in range(1, len(ids))]
+
+
+@dataclass
+class FakeTeacher:
+    """What the server does, and what it was asked.
+
+    Attributes:
+        score: the rule.
+        change: gets each answer's ``prompt_logprobs`` and returns what is sent in their place.
+        failures: statuses of the first answers.
+        asked: token ids of each row, in the order of the requests.
+    """
+
+    score: Rule = by_place
+    change: Callable[[list[Any]], list[Any]] = lambda entries: entries
+    failures: list[int] = field(default_factory=list)
+    models: tuple[str, ...] = ("teacher",)
+    length: int = 128
+    tokenize: Callable[[dict[str, Any]], list[int]] = lambda body: []
+    asked: list[list[int]] = field(default_factory=list)
+    url: str = ""
+    answering: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name, "max_model_len": self.length} for name in self.models]}
+        if path == "/tokenize":
+            return 200, {"tokens": self.tokenize(body)}
+        if self.failures:
+            return self.failures.pop(0), {"error": "not now"}
+        self.answering.wait(30)
+        rows = body["prompt"]
+        self.asked += rows
+        return 200, {"choices": [self._choice(number, row) for number, row in enumerate(rows)]}
+
+    def _choice(self, number: int, row: list[int]) -> dict[str, Any]:
+        scored = [{str(token): {"logprob": value}} for token, value in zip(row[1:], self.score(row), strict=True)]
+        return {"index": number, "prompt_logprobs": self.change([None, *scored])}
+
+
+@contextmanager
+def serving(teacher: FakeTeacher) -> Iterator[FakeTeacher]:
+    """Serve it at ``teacher.url``, on a port of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(*teacher.answer(self.path, {}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(*teacher.answer(self.path, body))
+
+        def _send(self, status: int, found: Any) -> None:
+            text = json.dumps(found).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+            except OSError:  # the client has given up
+                pass
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    teacher.url = f"http://127.0.0.1:{server.server_address[1]}"
+    teacher.answering.set()
+    try:
+        yield teacher
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

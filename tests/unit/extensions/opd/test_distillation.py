@@ -1,0 +1,223 @@
+"""Both halves of on-policy distillation together: a batch of six rows, a teacher over HTTP, and the worker's loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.opd import distillation
+from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.proof.verify import LivenessError
+from tests.support.corrections import TIS
+from tests.support.distilled import ELIGIBLE, Run, opinion
+from tests.support.fake_teacher import FakeTeacher, serving
+
+
+@pytest.fixture
+def teacher() -> Iterator[FakeTeacher]:
+    with serving(FakeTeacher(score=opinion)) as serves:
+        yield serves
+
+
+NONE, WEIGHTED = CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})
+
+
+def test_only_eligible_rows_are_asked_about_and_each_token_gets_its_own_log_prob(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage")
+    assert teacher.asked == [[*prompt, *response] for prompt, response in run.batch.token_ids[:2]]
+    shipped = run.batch.put_columns
+    assert shipped[ROW].tolist() == [1, 1, 0, 0, 0, 0]
+    for row in range(6):
+        prompt, response = run.batch.token_ids[row]
+        wanted = opinion([*prompt, *response])[len(prompt) - 1 :]
+        for place, on in enumerate(run.made.response_mask[row].tolist()):
+            found = float(shipped[TEACHER][row, place])
+            if row in ELIGIBLE and on:
+                assert found == pytest.approx(wanted[place])
+            else:
+                assert math.isnan(found)
+
+
+def test_advantages_of_other_rows_are_those_without_to_the_bit(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage", coef=0.5)
+    assert torch.equal(run.advantages[2:], run.base[2:])
+    gap = run.batch.put_columns[TEACHER] - pad_sequence(run.made.old_log_probs, batch_first=True)
+    mask = pad_sequence(run.made.response_mask, batch_first=True).bool()
+    for row in ELIGIBLE:
+        torch.testing.assert_close(run.advantages[row][mask[row]], 0.5 * gap[row][mask[row]])
+        assert torch.equal(run.advantages[row][~mask[row]], run.base[row][~mask[row]])
+
+
+@pytest.mark.parametrize("spec", [NONE, WEIGHTED], ids=["none", "tis"])
+def test_the_loss_gains_coef_times_the_bounded_gap(spec: CorrectionSpec, teacher: FakeTeacher) -> None:
+    """In float64: coef w clip(s - t) / tokens at each token of eligible rows, and 0 elsewhere."""
+    run = Run(teacher.url, "loss", coef=0.25, max_gap=1.0)
+    with_term, packet = run.update(spec)
+    run.opd.opd.__dict__["coef"] = 1e-12
+    without, _ = run.update(spec)
+    tokens = sum(int(mask.sum()) for mask in run.made.response_mask)
+    for row, (found, plain) in enumerate(zip(run.by_token(with_term), run.by_token(without), strict=True)):
+        s, mu = run.made.old_log_probs[row].double(), run.made.rollout_log_probs[row].double()
+        t = run.batch.put_columns[TEACHER][row][: len(s)].double()
+        weight = (s - mu).exp().clamp(max=TIS["upper"]) if spec.weight else torch.ones_like(s)
+        wanted = torch.where(
+            run.made.response_mask[row].bool() & (row in ELIGIBLE), 0.25 * weight * (s - t).clamp(-1, 1) / tokens, 0.0
+        )
+        torch.testing.assert_close((found - plain).double(), wanted.nan_to_num(), atol=2e-7, rtol=1e-4)
+    assert run.judge(packet)["opd/live/error"] < 1e-4
+
+
+@pytest.mark.parametrize("spec", [NONE, WEIGHTED], ids=["none", "tis"])
+def test_both_modes_are_one_gradient_where_pi_is_pi_old(spec: CorrectionSpec, teacher: FakeTeacher) -> None:
+    """With coef 1 and no scale: where the base advantages of eligible rows are 0, K2 adds what K1 puts there."""
+    advantage, _ = (run := Run(teacher.url, "advantage", coef=1.0)).update(spec)
+    other = Run(teacher.url, "loss", coef=1.0)
+    for row in ELIGIBLE:
+        other.advantages[row] = 0.0
+    loss, _ = other.update(spec)
+    torch.testing.assert_close(advantage, loss, atol=1e-6, rtol=1e-5)
+    assert bool((run.advantages[0] != run.base[0]).any())
+
+
+@pytest.mark.parametrize("mode", ["advantage", "loss"])
+def test_the_proof_passes_and_says_so_once(mode: str, teacher: FakeTeacher, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(teacher.url, mode)
+    _, packet = run.update(WEIGHTED, prove=True)
+    assert packet.proof is not None
+    assert packet.proof.gradient_error is not None
+    assert packet.proof.gradient_error < 1e-4
+    with caplog.at_level("INFO"):
+        found = run.judge(packet)
+        run.judge(packet)
+    tokens = sum(int(run.made.response_mask[row].sum()) for row in ELIGIBLE)
+    assert caplog.text.count(f"opd {mode} LIVE on 2 rows, {tokens} tokens") == 1
+    assert found["opd/live/proved"] == 1.0
+    assert found["opd/num_eligible_samples"] == 2.0
+    assert 0 < found["opd/share_of_loss"] < 1
+
+
+def drop(data: TensorDict) -> None:
+    del data[TEACHER]
+
+
+def round_off(data: TensorDict) -> None:
+    data[TEACHER] = data[TEACHER].to(torch.bfloat16)
+
+
+def permute(data: TensorDict) -> None:
+    rows = list(data[TEACHER].unbind())
+    a, b = rows[0].clone(), rows[1].clone()
+    width = min(len(a), len(b))
+    rows[0][:width], rows[1][:width] = b[:width], a[:width]
+    data[TEACHER] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def forget(data: TensorDict) -> None:
+    data[ROW] = torch.zeros_like(data[ROW])
+
+
+def estimate_anew(data: TensorDict) -> None:
+    data["advantages"] = torch.nested.as_nested_tensor(
+        [torch.ones_like(row) for row in data["advantages"].unbind()], layout=torch.jagged
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "said"),
+    [
+        ("advantage", drop, "offpolicy_opd_teacher did not reach the loss"),
+        ("advantage", round_off, "arrived as torch.bfloat16"),
+        ("loss", round_off, "arrived as torch.bfloat16"),
+        ("advantage", permute, "the teacher scored 2 rows, and the loss saw"),
+        ("loss", permute, "the teacher scored 2 rows, and the loss saw"),
+        ("loss", forget, "the teacher scored 2 rows, and the loss saw 0"),
+        ("advantage", estimate_anew, "the advantages in the loss are not coef"),
+    ],
+)
+def test_each_fault_on_the_way_stops_the_run(
+    mode: str, fault: Callable[[TensorDict], None], said: str, teacher: FakeTeacher
+) -> None:
+    run = Run(teacher.url, mode)
+    _, packet = run.update(WEIGHTED, fault)
+    with pytest.raises(LivenessError, match=said):
+        run.judge(packet)
+
+
+def test_a_column_that_the_loss_needs_and_lacks_stops_before_the_backward_pass(teacher: FakeTeacher) -> None:
+    with pytest.raises(KeyError, match="offpolicy_opd_teacher is not in the micro-batch"):
+        Run(teacher.url, "loss").update(WEIGHTED, drop)
+
+
+def test_a_term_whose_gradient_does_not_depend_on_the_teacher_is_found(
+    teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K1 as a loss."""
+    from recipe.offpolicy.extensions.opd import opd_worker
+
+    def k1(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
+        return torch.where(mask, student - teacher, 0.0)
+
+    monkeypatch.setattr(opd_worker, "k2_loss", k1)
+    run = Run(teacher.url, "loss")
+    _, packet = run.update(WEIGHTED)
+    with pytest.raises(LivenessError, match="the gradient does not follow the teacher"):
+        run.judge(packet)
+
+
+def test_a_session_of_several_outputs_counts_once_and_is_taught_whole(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage")
+    run.batch.sessions = ("a", "a", "c", "d", "e", "f")
+    mask = run.batch.rows("response_mask")["response_mask"].bool()
+    assert run.opd._find_eligible(run.batch, mask).tolist() == [False] * 6  # one of two passes
+    run.batch.uids = ("hard", "hard", "easy", "easy", "easy", "easy")
+    assert run.opd._find_eligible(run.batch, mask).tolist() == [True, True, False, False, False, False]
+
+
+def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
+    teacher: FakeTeacher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "IDLE", 2)
+    taught = Run(teacher.url, "advantage")
+    taught.opd.judge([taught.update(NONE)[1].reports["opd"]])
+    teacher.asked.clear()
+    run = Run(teacher.url, "advantage", eligible={"passed_above": -1.0})
+    assert teacher.asked == []
+    assert torch.equal(run.advantages, run.base)
+    _, packet = run.update(NONE)
+    for _ in range(3):
+        found = run.judge(packet)
+    assert found["opd/num_eligible_samples"] == found["opd/live/proved"] == 0.0
+    assert math.isnan(found["opd/k1"])
+    assert caplog.text.count("opd is INERT: no rollout was eligible in 2 updates") == 1
+    assert run.opd.metrics().keys() == taught.opd.metrics().keys()
+    assert found.keys() == taught.judge(taught.update(NONE)[1]).keys()
+
+
+def test_a_dominant_teacher_is_said_with_the_factor_that_halves_it(
+    teacher: FakeTeacher, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(teacher.url, "loss", coef=1.0)
+    for share in (0.95, 0.5, 0.95, 0.95, 0.95, 0.95):
+        run.opd._watch(share)
+    assert caplog.text.count("95 % of the loss's pull has been the teacher's for 3 updates") == 1
+    assert "opd.coef=0.053" in caplog.text
+
+
+def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage", scale="std", horizon=2)
+    scale = run.batch.put_columns[SCALE]
+    assert scale.unique().numel() == 1
+    assert run.opd.metrics()["opd/scale"] == pytest.approx(float(scale[0]))
+    _, packet = run.update(WEIGHTED)
+    assert run.judge(packet)["opd/live/error"] < 1e-5
+    near = ~torch.isnan(run.batch.put_columns[TEACHER])
+    assert near.sum(-1).tolist() == [2, 2, 0, 0, 0, 0]
+    beyond = pad_sequence(run.made.response_mask, batch_first=True).bool() & ~near
+    assert bool((run.advantages[:2][beyond[:2]] == 0).all())

@@ -1,0 +1,61 @@
+"""Which rollouts are distilled."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recipe.offpolicy.extensions.opd import eligible
+from recipe.offpolicy.extensions.opd.eligibility import compute_pass_rates
+
+ONE_OF_EIGHT = torch.tensor([0.0] * 7 + [1.0])
+
+
+def test_pass_rates_by_hand() -> None:
+    """Groups of rates 0, 1/8 and 1; a reward exactly at the bound does not pass."""
+    rewards = torch.cat([torch.zeros(8), ONE_OF_EIGHT, torch.ones(2)])
+    groups = ["none"] * 8 + ["one"] * 8 + ["all"] * 2
+    rates = compute_pass_rates(rewards, groups, passed_above=0.0)
+    assert rates.tolist() == [0.0] * 8 + [0.125] * 8 + [1.0] * 2
+    assert compute_pass_rates(rewards, groups, passed_above=1.0).tolist() == [0.0] * 18
+
+
+def test_failed_rollouts_of_hard_prompts() -> None:
+    rewards = torch.cat([torch.zeros(8), ONE_OF_EIGHT, torch.tensor([0.0, 1.0])])
+    groups = ["none"] * 8 + ["one"] * 8 + ["half"] * 2
+    found = eligible(rewards, groups, passed_above=0.0, max_pass_rate=0.125)
+    assert found.tolist() == [True] * 8 + [True] * 7 + [False] + [False, False]
+    assert eligible(rewards, groups, passed_above=0.0, max_pass_rate=0.0).sum() == 8
+    assert eligible(rewards, groups, passed_above=0.0, max_pass_rate=0.125, rows="all").sum() == 16
+
+
+def test_partial_credit_passes_above_the_bound_alone() -> None:
+    rewards = torch.tensor([0.01, 0.99, 1.0])
+    found = eligible(rewards, torch.tensor([3, 3, 3]), passed_above=0.99, max_pass_rate=0.5)
+    assert found.tolist() == [True, True, False]
+
+
+def test_groups_need_not_lie_side_by_side() -> None:
+    found = eligible(torch.tensor([0.0, 1.0, 1.0, 1.0]), ["a", "b", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
+    assert found.tolist() == [True, False, False, False]
+
+
+def test_a_batch_of_nothing() -> None:
+    assert eligible(torch.zeros(0), [], passed_above=0.0, max_pass_rate=0.5).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "changes", "said"),
+    [
+        ([0.0, math.nan], ["a", "a"], {}, "the reward of rollout 1 is not a number"),
+        ([0.0], ["a", "a"], {}, "for 2 groups"),
+        ([0.0], ["a"], {"max_pass_rate": 1.5}, "max_pass_rate=1.5"),
+        ([0.0], ["a"], {"passed_above": math.inf}, "passed_above=inf"),
+        ([0.0], ["a"], {"rows": "some"}, "rows=some"),
+    ],
+)
+def test_bad_input(rewards: list[float], groups: list[str], changes: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        eligible(torch.tensor(rewards), groups, **({"passed_above": 0.0, "max_pass_rate": 0.5} | changes))  # type: ignore[arg-type]

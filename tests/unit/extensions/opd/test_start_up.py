@@ -1,0 +1,193 @@
+"""What is looked at before Ray starts: keys beside opd, and the teacher."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import Problem
+from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.extensions.opd.start_up import find_problems
+from recipe.offpolicy.extensions.opd.teacher_checks import (
+    find_length,
+    find_model,
+    find_other_template,
+    find_other_vocabulary,
+    get,
+    measure_repeats,
+    post,
+)
+from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
+from scripts.quickstart.model import build_tokenizer
+from tests.support.fake_teacher import FakeTeacher, Rule, by_place, serving
+
+PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two")]
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("student")
+    build_tokenizer("Spell backward:").save_pretrained(folder)
+    return folder
+
+
+def alike(body: dict[str, Any]) -> list[int]:
+    """The teacher's tokenizer and template are the student's own."""
+    tokenizer = build_tokenizer("Spell backward:")
+    if "messages" in body:
+        found: Any = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
+        return list(found["input_ids"] if hasattr(found, "keys") else found)
+    return list(tokenizer(body["prompt"], add_special_tokens=False)["input_ids"])
+
+
+def restless(by: float) -> Rule:
+    """Scores every second row otherwise."""
+    turns = itertools.cycle((0.0, by))
+
+    def score(ids: Sequence[int]) -> list[float]:
+        apart = next(turns)
+        return [value - apart for value in by_place(ids)]
+
+    return score
+
+
+@pytest.fixture
+def teacher() -> Iterator[FakeTeacher]:
+    with serving(FakeTeacher(tokenize=alike)) as serves:
+        yield serves
+
+
+def problems(url: str, student: Path, *, teacher: dict[str, Any] | None = None, **changes: Any) -> list[Problem]:
+    settings = OpdSettings.from_mapping(
+        "opd", {"mode": "advantage", "teacher": {"url": url} | (teacher or {}), "eligible": changes.pop("eligible", {})}
+    )
+    data = student / "train.parquet"
+    pandas.DataFrame({"prompt": PROMPTS}).to_parquet(data)
+    config = OmegaConf.create(
+        {
+            "data": {"train_files": str(data), "max_prompt_length": 20, "max_response_length": 10},
+            "actor_rollout_ref": {"rollout": {"temperature": 1.0, "n": 8}, "model": {"path": str(student)}},
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return list(find_problems("opd", settings, config))
+
+
+def test_a_teacher_of_the_students_family_passes(teacher: FakeTeacher, student: Path) -> None:
+    assert problems(teacher.url, student) == []
+    assert problems(teacher.url, student, teacher={"tokenizer": str(student)}) == []
+
+
+def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
+    settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teacher
+    tokenizer = build_tokenizer("Spell backward:")
+    assert (find_model(settings), find_length(settings)) == ("teacher", 128)
+    assert measure_repeats(settings, "teacher", [[1, 2, 3], [3, 2, 1]]) == 0.0
+    assert list(find_other_vocabulary(teacher.url, "teacher", tokenizer)) == []
+    assert find_other_template(teacher.url, "teacher", tokenizer, PROMPTS) is None
+    assert get(teacher.url, "/v1/models")["data"][0]["id"] == "teacher"
+    assert post(teacher.url, "/tokenize", {"prompt": "a"})["tokens"] == alike({"prompt": "a"})
+    with pytest.raises(TeacherError, match=r"127\.0\.0\.1:9/v1/models: ConnectionError"):
+        get("http://127.0.0.1:9", "/v1/models")
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "fix"),
+    [
+        ({"models": ("one", "two")}, "serves one, two, of which one has to be named", "scripts/teacher.sh"),
+        ({"models": ()}, "serves no model", "scripts/teacher.sh"),
+        ({"length": 30}, "it takes 30 tokens, and prompt and response have up to 30", "--max-model-len 31"),
+        ({"score": "noisy"}, "does not repeat itself", "float32"),
+        ({"tokenize": lambda body: [0]}, "as other ids than the student's", "student's own family"),
+        (
+            {"tokenize": lambda body: [0] if "messages" in body else alike(body)},
+            "chat template renders training prompt 0 as other ids",
+            "opd.teacher.other_template=true",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_teacher_is_said_with_a_fix(
+    change: dict[str, Any], said: str, fix: str, student: Path
+) -> None:
+    if change.get("score") == "noisy":
+        change = {"score": restless(0.2)}
+    with serving(FakeTeacher(**({"tokenize": alike} | change))) as teacher:
+        (problem,) = problems(teacher.url, student)
+    assert problem.verdict == "WRONG"
+    assert said in problem.reason
+    assert fix in problem.advice
+
+
+def test_a_template_that_is_meant_passes(student: Path) -> None:
+    with serving(FakeTeacher(tokenize=lambda body: [0] if "messages" in body else alike(body))) as teacher:
+        assert problems(teacher.url, student, teacher={"other_template": True}) == []
+
+
+def test_a_teacher_of_16_bits_is_noted(student: Path) -> None:
+    with serving(FakeTeacher(tokenize=alike, score=restless(0.01))) as teacher:
+        (problem,) = problems(teacher.url, student)
+    assert problem.verdict == "NOTE"
+    assert "differ by 0.01 nats" in problem.reason
+
+
+def test_a_teacher_that_is_not_there_is_wrong(student: Path) -> None:
+    (problem,) = problems("http://127.0.0.1:9", student)
+    assert (problem.verdict, problem.key) == ("WRONG", "opd.teacher.url")
+    assert "ConnectionError" in problem.reason
+
+
+def test_a_model_that_is_not_served_and_a_tokenizer_that_is_not_the_students(
+    teacher: FakeTeacher, student: Path, tmp_path: Path
+) -> None:
+    (problem,) = problems(teacher.url, student, teacher={"model": "other"})
+    assert "and not other" in problem.reason
+    build_tokenizer("Something else:").save_pretrained(tmp_path)
+    (problem,) = problems(teacher.url, student, teacher={"tokenizer": str(tmp_path)})
+    assert problem.reason == "its vocabulary is not the student's."
+
+
+def test_without_the_students_tokenizer_it_is_said_that_nothing_was_compared(
+    teacher: FakeTeacher, student: Path
+) -> None:
+    (problem,) = problems(teacher.url, student, actor_rollout_ref__model__path="/nowhere")
+    assert problem.verdict == "NOTE"
+    assert "vocabulary and chat template are not compared" in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "verdict", "override"),
+    [
+        ({"distillation__enabled": True}, "distillation.enabled", "WRONG", "distillation.enabled=false"),
+        (
+            {"actor_rollout_ref__rollout__temperature": 0.7},
+            "actor_rollout_ref.rollout.temperature",
+            "WRONG",
+            "actor_rollout_ref.rollout.temperature=1.0",
+        ),
+        (
+            {"algorithm__filter_groups__enable": True},
+            "algorithm.filter_groups.enable",
+            "WRONG",
+            "algorithm.filter_groups.enable=false",
+        ),
+        (
+            {"algorithm__filter_groups__enable": True, "eligible": {"max_pass_rate": 0.1}},
+            "algorithm.filter_groups.enable",
+            "INERT",
+            "algorithm.filter_groups.enable=false",
+        ),
+    ],
+)
+def test_keys_that_it_cannot_stand_beside(
+    changes: dict[str, Any], key: str, verdict: str, override: str, teacher: FakeTeacher, student: Path
+) -> None:
+    found = problems(teacher.url, student, **changes)
+    (problem,) = found
+    assert (problem.key, problem.verdict, problem.overrides) == (key, verdict, (override,))
