@@ -4,6 +4,8 @@
 #
 #   TEACHER_URL     where the teacher serves: bash scripts/teacher.sh MODEL --port 8100 on a machine of its own
 #   OPD             advantage (default) or loss, docs/opd.md
+#
+# TEACHER_URL=http://host:8100 bash recipe/offpolicy/run_opd.sh opd.eligible.max_pass_rate=0.125
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

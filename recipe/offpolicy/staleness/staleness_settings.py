@@ -34,7 +34,7 @@ class StalenessSettings:
     eta: float
     too_old: TooOld
     refresh_limit: int
-    adapt: AdaptSettings | None = None
+    adapt: AdaptSettings | None
 
     @classmethod
     def at(cls, eta: float, **changes: Any) -> StalenessSettings:

@@ -7,7 +7,7 @@ import pytest
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from recipe.offpolicy.extensions.extension import Extension
-from recipe.offpolicy.extensions.registry import KEY, list_registered, load_extensions
+from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
 from recipe.offpolicy.preflight import old_log_prob
 from recipe.offpolicy.preflight.examination import Preflight, examine
 from tests.support.applications import NEEDED, application
@@ -37,7 +37,8 @@ def keys(found: Preflight) -> list[str]:
 
 def test_sections_that_hold_keys_are_on_in_the_order_of_the_table() -> None:
     with application(*(f"++{each}" if each.startswith(KEY) else each for each in ON), "+off=null") as config:
-        assert list_registered(config) == {"one": "tests.support.nudge:Nudge", "two": "tests.support.nudge:Nudge"}
+        nudge = "tests.support.nudge:Nudge"
+        assert list_registered(config) == SHIPPED | {"one": nudge, "two": nudge}
         one, two = load_extensions(config)
     assert isinstance(one, Nudge)
     assert (one.section, one.settings["bonus"], two.section, two.settings["tilt"]) == ("one", 0.5, "two", 1)

@@ -23,9 +23,9 @@ def test_as_shipped_nothing_is_bounded() -> None:
 
 
 def test_the_section_is_read() -> None:
-    assert StalenessSettings.from_config(config(eta=0.5)) == StalenessSettings(0.5, "wait", 2)
+    assert StalenessSettings.from_config(config(eta=0.5)) == StalenessSettings(0.5, "wait", 2, None)
     given = config(eta=2, too_old="refresh", refresh_limit=1)
-    assert StalenessSettings.from_config(given) == StalenessSettings(2, "refresh", 1)
+    assert StalenessSettings.from_config(given) == StalenessSettings(2, "refresh", 1, None)
     assert [StalenessSettings.at(1, too_old=each).masks for each in ("wait", "mask", "refresh", "drop")] == [
         *(False, True, True, False)
     ]

@@ -90,7 +90,8 @@ class OpdSettings:
             )
         eligible = _checked(f"{section}.eligible", given.pop("eligible", None) or {}, _ELIGIBLE)
         if "mode" not in given:
-            raise SpecError("neither advantage nor loss.", "Set opd=advantage or opd=loss.", key=f"{section}.mode")
+            fix, mode = "Set opd=advantage or opd=loss.", f"{section}.mode"
+            raise SpecError("neither advantage nor loss.", fix, key=mode, mend={mode: "advantage"})
         if given.get("coef") is None:
             given["coef"] = COEF[given["mode"]]
         settings = cls(
