@@ -138,7 +138,8 @@ def test_a_token_without_mu_or_pi_old_is_as_if_masked(
     counted = {
         name
         for name in ours
-        if name.startswith(("nonfinite/", "keep/", "turn/", "length/", "staleness/m")) or name.endswith(("token_share", "masked"))
+        if name.startswith(("nonfinite/", "keep/", "turn/", "length/", "staleness/m"))
+        or name.endswith(("token_share", "masked"))
     }
     assert {n: v for n, v in ours.items() if n not in counted} == pytest.approx(
         {n: v for n, v in theirs.items() if n not in counted}, nan_ok=True
