@@ -27,7 +27,7 @@ MALFORMED = {
     "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, proximal"]),
     "unknown key of a mask": (
         ["correction=gsm", "+correction.masks.gsm.uper=2"],
-        ["correction.masks.gsm.uper=2", "unknown key", "aggregate, level, lower"],
+        ["correction.masks.gsm.uper=2", "unknown key", "aggregate, by_staleness, level, lower"],
     ),
     "bounds that cross": (
         ["correction=gsm", "correction.masks.gsm.lower=1.5"],
