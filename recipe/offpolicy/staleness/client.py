@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -48,6 +47,9 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     A tool agent keeps the extra fields of its first turn: later turns are added to the list that lies in those.
     """
 
+    shares_ids: bool
+    """True if rows have ids in common."""
+
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate as verl's client does, with the chunks of the row so far in the output."""
         chunks: list[Chunk] = []
@@ -68,12 +70,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         return output
 
     def _find_row(self, request_id: str) -> Turns:
-        return Turns() if self._shares_ids else _rows.setdefault(request_id, Turns())
-
-    @cached_property
-    def _shares_ids(self) -> bool:
-        """True if rows have ids in common; a configuration is slow to read."""
-        return bool(getattr(self.config.actor_rollout_ref.rollout, "full_determinism", False))
+        return Turns() if self.shares_ids else _rows.setdefault(request_id, Turns())
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
@@ -86,4 +83,6 @@ def note_versions(client: LLMServerClient) -> LLMServerClient:
         return client
     versioned = VersionedClient.__new__(VersionedClient)
     versioned.__dict__.update(vars(client))
+    # Read here and not in each agent loop's process, where the first look at a configuration is slow.
+    versioned.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     return versioned

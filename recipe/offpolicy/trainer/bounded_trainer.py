@@ -2,8 +2,7 @@
 
 Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_build_replay_buffer(self)``,
 ``_add_async_warmup_batches(self, num_warmup_batches)``, ``_add_batch_to_generate(self)``,
-``_add_prompts_to_generate(self, num_prompts)``, ``_submit_batch_to_rollout(self, batch)`` and
-``_compute_old_log_prob(self, batch, metrics)`` of
+``_add_prompts_to_generate(self, num_prompts)`` and ``_submit_batch_to_rollout(self, batch)`` of
 ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets.
 Prompts are issued by nothing else: verl's warm-up, batches and replacements all come by ``_submit_batch_to_rollout``.
 """
@@ -141,15 +140,18 @@ class BoundedTrainer(OffPolicyTrainer):
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
-    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # The first time that the trainer sees these rows.
-        self._check_noted(batch)
-        return super()._compute_old_log_prob(batch, metrics)
+    @property
+    def _names_to_check(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*super()._names_to_check, RESPONSE_MASK, EXTRA_FIELDS]))
 
-    def _check_noted(self, batch: Any) -> None:
+    def _check_rollout(self, batch: Any, rows: TensorDict) -> None:
+        super()._check_rollout(batch, rows)
+        self._check_noted(batch, rows)
+
+    def _check_noted(self, batch: Any, columns: TensorDict) -> None:
         """Check what the servers and the client say of versions."""
-        rows, turns = read_tags(batch.keys, batch.tags), list_turns(read_columns(batch, EXTRA_FIELDS))
-        runs = list_runs(read_columns(batch, RESPONSE_MASK)[RESPONSE_MASK]) if need_runs(rows, turns) else None
+        rows, turns = read_tags(batch.keys, batch.tags), list_turns(columns)
+        runs = list_runs(columns[RESPONSE_MASK]) if need_runs(rows, turns) else None
         check_noted(rows, turns, runs, self.global_steps, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
         self.tally.spans.add(map(count_versions, noted))

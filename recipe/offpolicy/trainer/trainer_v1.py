@@ -97,12 +97,26 @@ class OffPolicyTrainer(SupervisedRun):
     def _view(self, batch: Any) -> TransferQueueBatch:
         return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns)
 
-    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
+    @property
+    def _names_to_check(self) -> tuple[str, ...]:
+        """Columns that ``_check_rollout`` reads."""
+        return SAMPLED if self.supervision.wants_sampled else ()
+
+    def _check_rollout(self, batch: Any, rows: TensorDict) -> None:
+        """Check the batch as it was sampled.
+
+        Args:
+            rows: ``_names_to_check`` of it, each nested by row.
+        """
         if self.supervision.wants_sampled:
-            with name_missing_column():
-                rows = _columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        # The first time that the trainer sees these rows, before anything can touch them.
+        if names := self._names_to_check:
+            with name_missing_column():
+                rows = _columns(batch, *names)
+            self._check_rollout(batch, rows)
         if self.extensions:
             view = self._view(batch)
             self.extensions.on_rollout(view)

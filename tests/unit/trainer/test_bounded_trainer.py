@@ -428,6 +428,12 @@ class Update:
             self.in_loss[name] = [row.tolist() for row in self.store[name].unbind()]
         return batch
 
+    def check(self) -> None:
+        """Check the rows as they were sampled, of one look at TransferQueue."""
+        names = self.trainer._names_to_check
+        assert sorted(names) == ["extra_fields", "response_mask", "responses", "rollout_log_probs"]
+        self.trainer._check_rollout(self.batch, {name: self.store[name] for name in names})
+
     def run(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         self.trainer._update_actor(self.batch, metrics)
@@ -466,8 +472,7 @@ def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(mon
         {},
     ]
     update.batch.tags[2]["global_steps"] = 1
-    monkeypatch.setattr(OffPolicyTrainer, "_compute_old_log_prob", lambda trainer, batch, metrics: batch)
-    update.trainer._compute_old_log_prob(update.batch, {})
+    update.check()
     assert update.trainer.tally.metrics(1, 0.0)["offpolicy/staleness/spans"] == 1.5
 
 
@@ -553,7 +558,6 @@ def of_four_rows(monkeypatch: pytest.MonkeyPatch, last: dict[str, Any], **tag: A
     update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
     update.store["extra_fields"] = [{CHUNKS: [[(4, 2)]]}] * 3 + [last]
     update.batch.tags[3] |= tag
-    monkeypatch.setattr(OffPolicyTrainer, "_compute_old_log_prob", lambda trainer, batch, metrics: batch)
     return update
 
 
@@ -567,20 +571,20 @@ def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
     update = of_four_rows(monkeypatch, noted, global_steps=5, min_global_steps=3)
     message = r"row u3_0_0 of step 5 says that version 3 .* issued in step 5, under version 4 .*eta=2"
     with pytest.raises(StalenessError, match=message):
-        update.trainer._compute_old_log_prob(update.batch, {})
+        update.check()
     update = of_four_rows(monkeypatch, noted, global_steps=4, min_global_steps=3)
-    assert update.trainer._compute_old_log_prob(update.batch, {}) is update.batch
+    update.check()
     empty = of_four_rows(monkeypatch, {CHUNKS: [[(4, 2)]]}, global_steps=5, min_global_steps=3)
-    assert empty.trainer._compute_old_log_prob(empty.batch, {}) is empty.batch
+    empty.check()
 
 
 def test_a_client_that_drops_a_chunk_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     update = of_four_rows(monkeypatch, {CHUNKS: [[(4, 1)]]})
     message = r"row u3_0_0 of step 5 has 2 tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
     with pytest.raises(StalenessError, match=message):
-        update.trainer._compute_old_log_prob(update.batch, {})
+        update.check()
     update.batch.tags[3]["is_padding"] = True
-    assert update.trainer._compute_old_log_prob(update.batch, {}) is update.batch
+    update.check()
 
 
 def test_a_buffer_that_ignores_eta_stops_the_run_at_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
