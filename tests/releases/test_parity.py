@@ -74,6 +74,8 @@ def test_the_cases_differ() -> None:
     assert len({round(loss, 5) for loss in losses.values()}) == len(CASES)
 
 
+SPLITS = [2, pytest.param(8, marks=pytest.mark.extended), "dynamic"]
+"""Micro-batches by rows or by tokens; 8 rows are the mini-batch whole."""
 LAYOUTS = [
     pytest.param(parity.batch_v0, id="v0"),
     pytest.param(parity.batch_v1, id="v1", marks=pytest.mark.verl("==0.9.1")),
@@ -81,7 +83,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_engine_makes_the_update_of_the_reference(
     worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
@@ -165,7 +167,7 @@ def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
 
 @pytest.mark.verl("==0.7.1")
 @pytest.mark.parametrize(("kind", "packed"), ACTORS)
-@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_legacy_actor_makes_the_update_of_the_reference(
     folder: Path, case: parity.Case, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
