@@ -128,14 +128,21 @@ class Run:
         return data
 
     def update(
-        self, spec: CorrectionSpec, change: Callable[[TensorDict], None] = lambda data: None, **settings: Any
+        self,
+        spec: CorrectionSpec,
+        change: Callable[[TensorDict], None] = lambda data: None,
+        *,
+        agg_mode: str = "token-mean",
+        **settings: Any,
     ) -> tuple[Tensor, Packet]:
         """The gradient at the flat log-probs, and the packet; ``settings`` are those of the loss."""
         leaf = self.flat.clone().requires_grad_()
         offsets = torch.tensor([0, *self.whole]).cumsum(0)
         data = self.data()
         change(data)
-        loss = OffPolicyLoss(spec, tw.actor_config(), **settings, extensions={"opd": self.opd.worker()})
+        loss = OffPolicyLoss(
+            spec, tw.actor_config(loss_agg_mode=agg_mode), **settings, extensions={"opd": self.opd.worker()}
+        )
         value, metrics = loss({"log_probs": torch.nested.nested_tensor_from_jagged(leaf, offsets)}, data)
         value.backward()
         (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
