@@ -33,6 +33,10 @@ class BatchView(Protocol):
     def is_padding(self) -> Sequence[bool]: ...
 
     @property
+    def silent(self) -> Tensor | None:
+        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
+
+    @property
     def scores(self) -> Tensor:
         """(n, T) float, the raw scores by token, before any KL."""
 

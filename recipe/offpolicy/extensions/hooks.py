@@ -15,7 +15,7 @@ from torch import Tensor
 from ..fault_tolerance.checkpoints import find_changes
 from ..proof.verify import LivenessError
 from .batch_view import BatchView, PromptView
-from .extension import Extension, WorkerExtension
+from .extension import Advantages, Extension, WorkerExtension
 from .registry import load_extensions
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -24,10 +24,6 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 class TrainerBatch(BatchView, Protocol):
     """The part of a batch that the hooks need and extensions do not get."""
-
-    @property
-    def silent(self) -> Tensor | None:
-        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
         """Show verl's estimator these rewards (n, T) within the context; restore the raw ones after it, to the bit."""
@@ -124,6 +120,7 @@ class ExtensionHooks:
                 rewards = _changed(extension.shape_rewards(batch, rewards.clone()), rewards, extension, "shape_rewards")
         with batch.shaped(rewards) if rewards is not raw else nullcontext():
             estimator()
+        own = found = batch.advantages
         for extension in self._extensions:
             with self._within(extension):
                 estimated = extension.estimate(batch, rewards.clone())
@@ -132,7 +129,7 @@ class ExtensionHooks:
                     if batch.silent is not None:
                         advantages = advantages.masked_fill(batch.silent[:, None], 0.0)
                     batch.put_advantages(advantages, returns=True)
-        found = batch.advantages
+                    found = batch.advantages
         advantages = found
         for extension in self._extensions:
             with self._within(extension):
@@ -140,6 +137,9 @@ class ExtensionHooks:
                 advantages = _changed(shaped, advantages, extension, "shape_advantages")
         if advantages is not found:
             batch.put_advantages(advantages, returns=False)
+        for extension in self._extensions:
+            with self._within(extension):
+                extension.on_advantages(batch, Advantages(rewards, own, advantages))
         self._advantages_seen = True
 
     def judge(self, reports: Sequence[Mapping[str, Any]]) -> None:

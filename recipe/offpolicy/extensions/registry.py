@@ -17,7 +17,11 @@ from .extension import Extension
 
 KEY = "offpolicy.extensions"
 """Sections of a fork's own -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
-SHIPPED: dict[str, str] = {"opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation"}
+SHIPPED: dict[str, str] = {
+    "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
+    "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
+    "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
+}
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
 
 

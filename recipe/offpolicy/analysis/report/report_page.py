@@ -151,6 +151,8 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("responses"),
         Column("reward"),
         Column("T", digits=1),
+        Column("T, right", digits=1),
+        Column("T, wrong", digits=1),
         Column("KL(mu, pi_old)", "nats", digits=6),
         Column("|log pi / pi_old|", "nats", digits=6),
         Column("staleness", digits=2),
@@ -161,7 +163,10 @@ def _over_time(timeline: Timeline) -> list[Markup]:
     # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [
-        (s.step, s.rows, s.reward, s.length, s.kl, s.drift, s.staleness, s.kept_tokens, s.kept_rows, s.ess)
+        (
+            *(s.step, s.rows, s.reward, s.length, s.length_right, s.length_wrong, s.kl, s.drift, s.staleness),
+            *(s.kept_tokens, s.kept_rows, s.ess),
+        )
         for s in shown
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
