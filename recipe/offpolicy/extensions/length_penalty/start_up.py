@@ -12,8 +12,11 @@ from ...correction import Problem
 from ...correction.problem import set_to
 from .settings import COLUMN, LengthSettings
 
-ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
-"""Of verl's, those that compare a row's reward with its group's, and nothing else."""
+ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
+"""Of verl's, by place, those that compare a row's reward with its group's, and nothing else.
+
+The vectorized ones treat groups of one, and in verl 0.7.1 groups of nearly equal rewards, in a way of their own.
+"""
 _OVERLONG = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.reward_manager.name",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward_model.reward_manager",
@@ -49,7 +52,7 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
             reason = "verl's own price of length is in the same score, and right answers fall below 1."
             yield wrong(key, True, reason, set_to(key, False), {manager: "dapo"})
     estimator = OmegaConf.select(config, "algorithm.adv_estimator")
-    if estimator not in ESTIMATORS:
+    if estimator not in ESTIMATORS[settings.place]:
         reason = "advantages that are not made of the rewards within a group alone; the penalty is held against those."
         yield wrong("algorithm.adv_estimator", estimator, reason, set_to("algorithm.adv_estimator", "grpo"))
     objective = OmegaConf.select(config, "pass_at_k.objective")

@@ -55,8 +55,8 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
         break
     estimator = OmegaConf.select(config, _ESTIMATOR)
     if estimator != "grpo":
-        why = "is another pass@k" if estimator == "grpo_passk" else "is not computed, and what belongs to it is"
-        reason = f"{section} takes the place of verl's estimator; {estimator} {why}."
+        why = "is another pass@k" if estimator == "grpo_passk" else "would be left out, with all that it needs"
+        reason = f"{section} takes the place of verl's estimator, and {estimator} {why}."
         yield wrong(_ESTIMATOR, estimator, reason, set_to(_ESTIMATOR, "grpo"))
     if OmegaConf.select(config, _KL):
         reason = "the best of several rewards with a KL in them is no pass@k."

@@ -50,6 +50,7 @@ DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong
         ({"kind": "group"}, DAPO, "WRONG", "reward.reward_kwargs.overlong_buffer_cfg.enable=false"),
         ({"kind": "group"}, {"algorithm__adv_estimator": "gae"}, "WRONG", "algorithm.adv_estimator=grpo"),
         ({"kind": "group"}, {"algorithm__adv_estimator": "gdpo"}, "WRONG", "algorithm.adv_estimator=grpo"),
+        (BEFORE, {"algorithm__adv_estimator": "grpo_vectorized"}, "WRONG", "algorithm.adv_estimator=grpo"),
         (BEFORE, FILTER, "WRONG", "algorithm.filter_groups.enable=false"),
         (BEFORE, KL, "WRONG", "length_penalty.place=after"),
         (BEFORE, {"pass_at_k__objective": "loo"}, "WRONG", "length_penalty.place=after"),
@@ -71,6 +72,7 @@ def test_what_it_cannot_stand_beside(
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [
+        ({"kind": "group"}, {"algorithm__adv_estimator": "rloo_vectorized"}),
         ({"kind": "group"}, KL),
         ({"kind": "group"}, FILTER),
         ({"kind": "group"}, {"pass_at_k__objective": "loo"}),

@@ -57,8 +57,7 @@ def train(kind: str, place: str, seed: int = 0) -> End:
             if place == "after":
                 groups = {prompt: list(range(ROWS))}
                 advantage -= compute_shift(lost, torch.tensor(right).double(), groups, by_std=True).numpy()
-            for action, value in zip(chosen, advantage, strict=True):
-                gradient += value * ((np.arange(len(LENGTHS)) == action) - chances) / ROWS
+            gradient += (np.bincount(chosen, advantage, len(LENGTHS)) - advantage.sum() * chances) / ROWS
         shared += RATE * gradient
     chances = policy()
     return End(float(chances @ LENGTHS), *(float(chances @ solved) for solved in SOLVED.values()))
@@ -83,9 +82,11 @@ def test_before_normalisation_length_collapses_and_the_hard_prompt_with_it(kind:
 
 
 def test_before_normalisation_an_anchor_keeps_the_easy_prompt(none: End) -> None:
-    found = train("anchor", "before")
-    assert found.easy > 0.9
-    assert found.tokens < none.tokens
+    """Where it is frozen, and so how short answers become, depends on the first group that is all right."""
+    found = [train("anchor", "before", seed) for seed in range(5)]
+    assert np.mean([end.easy for end in found]) > 0.9
+    assert min(end.easy for end in found) > 0.85
+    assert max(end.tokens for end in found) < none.tokens
 
 
 @pytest.mark.parametrize("kind", ["uniform", "group", "anchor"])
