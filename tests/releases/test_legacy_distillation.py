@@ -12,6 +12,7 @@ from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
 from recipe.offpolicy.extensions.opd.evidence import check_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import legacy_actor as la
 from tests.support import legacy_updates as lu
@@ -33,9 +34,9 @@ def shipped() -> dict[str, torch.Tensor]:
     return batch | {TEACHER: teacher.masked_fill(~asked, torch.nan), ROW: rows.to(torch.int8)}
 
 
-def taught_update(mapping: lu.Settings, **config: Any) -> tuple[la.Parameters, list[OpdReport]]:
+def taught_update(mapping: lu.Settings, *, mode: str = "loss", **config: Any) -> tuple[la.Parameters, list[OpdReport]]:
     settings = OpdSettings.from_mapping(
-        "opd", {"mode": "loss", "coef": COEF, "max_gap": BOUND, "teacher": {"url": "http://none:1"}}
+        "opd", {"mode": mode, "coef": COEF, "max_gap": BOUND, "teacher": {"url": "http://none:1"}}
     )
     found, metrics = lu.update(mapping, shipped(), sent={"extensions": {"opd": OpdWorker(settings)}}, **config)
     return found, [packet.reports["opd"] for packet in take_packets(metrics)]
@@ -61,6 +62,29 @@ def expected(mapping: lu.Settings) -> la.Parameters:
         for parameter in module.parameters():
             parameter -= what.learning_rate * parameter.grad
     return la.parameters(module)
+
+
+@pytest.mark.parametrize("mode", ["loss", "advantage"])
+def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the patch that lets ours through: the first update that has eligible rows."""
+    from verl import DataProto
+
+    from verl_patches.legacy.columns import Carried
+
+    genuine = Carried.select
+
+    def forgetful(self: Any, batch_keys: Any = None, *arguments: Any, **named: Any) -> Any:
+        found = genuine(self, batch_keys, *arguments, **named)
+        return DataProto.select(found, [name for name in found.batch.keys() if name not in (TEACHER, ROW)])
+
+    monkeypatch.setattr(Carried, "select", forgetful)
+
+    def first_update() -> None:
+        _, reports = taught_update(MAPPINGS["tis"], mode=mode)
+        check_reports(reports, [1], mode)
+
+    with pytest.raises(LivenessError, match="offpolicy_opd_teacher did not reach the loss"):
+        first_update()
 
 
 @pytest.mark.parametrize("name", MAPPINGS)

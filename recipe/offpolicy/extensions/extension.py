@@ -89,6 +89,11 @@ class Extension:
         return ", ".join(f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, Mapping))
 
     @property
+    def replay_note(self) -> str:
+        """A sentence on what a replay of the recorded run leaves out or takes as it was; empty: nothing."""
+        return ""
+
+    @property
     def reads_old_log_prob(self) -> bool:
         """True if pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
         return False
@@ -143,7 +148,7 @@ class Extension:
         return {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics by their full names, such as ``opd/pass_rate``; called once an update."""
+        """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
         return {}
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:

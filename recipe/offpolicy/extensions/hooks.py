@@ -78,6 +78,18 @@ class ExtensionHooks:
         halves = {extension.section: extension.worker() for extension in self._extensions}
         return {section: half for section, half in halves.items() if half is not None}
 
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Describe each section for a recording: ``meaning``, ``replay`` and ``columns``, which are recorded."""
+        halves = self.worker_halves()
+        return {
+            extension.section: {
+                "meaning": extension.meaning,
+                "replay": extension.replay_note,
+                "columns": dict(halves[extension.section].columns) if extension.section in halves else {},
+            }
+            for extension in self._extensions
+        }
+
     # Of a step ----------------------------------------------------------------------------------------------
 
     def next_batch(self, prompts: PromptView) -> None:

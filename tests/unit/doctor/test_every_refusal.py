@@ -41,7 +41,7 @@ UNMENDED = {
     "preflight/checks/warnings.py": (3, "notes"),
     "preflight/examination.py": (1, "what no check can read"),
     "preflight/fallbacks.py": (4, "which correction is safer is for the user to say"),
-    "preflight/hydra_groups.py": (5, "which of two options, or of those that there are, is for the user to say"),
+    "preflight/hydra_groups.py": (6, "which of two options, or of those that there are, is for the user to say"),
     "preflight/primary_config.py": (1, "a flag is no override"),
     "preflight/resolve.py": (1, "which correction was meant is for the user to say"),
     "preflight/similar_keys.py": (2, "an argument is written anew, and no override can take it back"),

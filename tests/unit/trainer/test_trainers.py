@@ -43,7 +43,7 @@ def test_the_card_of_a_run_names_the_configured_correction(
         pytest.importorskip("transfer_queue")
     module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
     named: list[CorrectionSpec] = []
-    monkeypatch.setattr(module, "RunRecord", lambda config, spec, shadows: named.append(spec))
+    monkeypatch.setattr(module, "RunRecord", lambda config, spec, *described: named.append(spec))
     monkeypatch.setattr(module, "Supervision", Supervised)
     if version == "v0":
         monkeypatch.setattr(module, "around_advantage", lambda around: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,14 @@ ROW = "offpolicy_opd_row"
 """int8 by row: 1 for an eligible rollout."""
 SCALE = "offpolicy_opd_scale"
 """float32 by row: the divisor of the advantages, one for the whole batch."""
+
+
+def describe_missing(arrived: Iterable[str]) -> str:
+    """Describe that teacher log-probs did not reach the loss, and what did."""
+    return (
+        f"opd: {TEACHER} did not reach the loss (there: {', '.join(arrived) or 'none of its columns'}). "
+        f"Something selects the columns that go to the workers, and leaves those of opd out."
+    )
 
 
 def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:

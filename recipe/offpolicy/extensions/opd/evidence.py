@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ...proof.token_alignment import KINDS, AlignmentTally, PairCounts, find_shift
 from ...proof.verify import LivenessError
-from .columns import TEACHER
+from .columns import TEACHER, describe_missing
 from .opd_worker import OpdReport
 
 TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
@@ -28,10 +28,7 @@ def check_reports(reports: Sequence[OpdReport], shipped: Sequence[int], mode: st
     for report in reports:
         dtype = report.arrived.get(TEACHER)
         if dtype is None:
-            raise LivenessError(
-                f"opd: {TEACHER} did not reach the loss (there: {', '.join(report.arrived) or 'none of its columns'}). "
-                f"Something selects the columns that go to the workers, and leaves those of opd out."
-            )
+            raise LivenessError(describe_missing(report.arrived))
         if dtype != "torch.float32":
             raise LivenessError(f"opd: {TEACHER} arrived as {dtype} and not as float32: it was rounded on its way.")
     seen = Counter(number for report in reports for number in report.hashes)

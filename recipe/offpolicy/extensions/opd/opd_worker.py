@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ...batch.checksums import hash_rows
+from ...proof.verify import LivenessError
 from ..extension import BoundLoss, WorkerExtension
 from ..loss_rows import LossRows
-from .columns import ROW, SCALE, TEACHER, find_scored
+from .columns import ROW, SCALE, TEACHER, describe_missing, find_scored
 from .settings import OpdSettings
 from .signal import advantages, compute_gaps, k2_loss
 
@@ -69,6 +70,9 @@ class OpdWorker(WorkerExtension):
         def with_term(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
             loss, metrics = base_loss(model_output, data, dp_group)
             rows = LossRows(model_output, data)
+            arrived = [name for name in (TEACHER, ROW) if name in rows]
+            if len(arrived) < 2:
+                raise LivenessError(describe_missing(arrived))
             return loss + self.compute_term(rows, rows.log_prob, rows.column(TEACHER), actor_config), metrics
 
         return with_term

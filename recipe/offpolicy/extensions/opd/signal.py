@@ -7,6 +7,8 @@ itself does not depend on the teacher, so that K1 is an advantage here and never
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,13 @@ SMALLEST = 1e-6
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
-    """Find each row's first ``horizon`` of ``tokens`` (B, T) bool; None: all of them."""
+    """Find each row's first ``horizon`` of ``tokens`` (B, T) bool; None: all of them.
+
+    Raises:
+        ValueError: the horizon is not 1 or more.
+    """
+    if horizon is not None and horizon < 1:
+        raise ValueError(f"horizon={horizon}: not 1 or more, nor None for all tokens.")
     return tokens if horizon is None else tokens & (tokens.cumsum(-1) <= horizon)
 
 
@@ -23,8 +31,13 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
     """Compute s - t bounded to [-max_gap, max_gap], (B, T), 0 off ``tokens``; a teacher's -inf counts as max_gap.
 
     Raises:
-        ValueError: a log-prob of such a token is not a number.
+        ValueError: a log-prob of such a token is not a number, shapes differ, or ``max_gap`` is not above 0.
     """
+    shapes = [tuple(each.shape) for each in (student, teacher, tokens)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"student, teacher and mask have the shapes {shapes}: expected one shape.")
+    if not 0 < max_gap < math.inf:
+        raise ValueError(f"max_gap={max_gap}: not a finite number of nats above 0.")
     gap = torch.where(tokens, student - teacher, 0.0)
     if torch.isnan(gap).any():
         row, place = (int(index) for index in torch.isnan(gap).nonzero()[0])
@@ -47,7 +60,7 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
         values = gaps.double()[tokens]
         spread = float(values.std()) if len(values) > 1 else 0.0
         return spread if spread >= SMALLEST else 1.0
-    if isinstance(scale, str) or not 0 < scale < float("inf"):
+    if isinstance(scale, str) or not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: not std, none or a finite number above 0.")
     return float(scale)
 
@@ -76,7 +89,7 @@ def advantages(
             statistic.
 
     Raises:
-        ValueError: a log-prob that is needed is not a number, or ``scale`` is malformed.
+        ValueError: a log-prob that is needed is not a number, shapes differ, or a setting is malformed.
 
     Example:
         >>> base, t = torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[-1.0, -4.0, -2.0]])
@@ -84,6 +97,11 @@ def advantages(
         >>> advantages(base, torch.full((1, 3), -1.0), t, on, coef=1.0, max_gap=2.0, scale="none", horizon=1)
         tensor([[ 0.5000, -2.0000,  0.0000]])
     """
+    if not math.isfinite(coef):
+        raise ValueError(f"coef={coef}: not a finite number.")
+    if base.shape != eligible_tokens.shape:
+        raise ValueError(f"{tuple(base.shape)} advantages for a mask of {tuple(eligible_tokens.shape)}.")
+    eligible_tokens = eligible_tokens.bool()
     near = find_horizon(eligible_tokens, horizon)
     gaps = compute_gaps(student.detach(), teacher, near, max_gap=max_gap)
     signal = gaps * (-coef / compute_scale(gaps, near, scale))
@@ -97,15 +115,16 @@ def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -
     have as well. The gradient is in ``student`` alone.
 
     Raises:
-        ValueError: a log-prob on the mask is not a number.
+        ValueError: as ``compute_gaps``.
 
     Example:
         >>> k2_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -9.0]), torch.tensor([True, True]), max_gap=4.0)
         tensor([ 0.5000, 24.0000])
     """
+    mask = mask.bool()
     # Where the teacher excludes a token, s - t counts as max_gap.
     floor = student.detach() - max_gap
     near = torch.where(torch.isneginf(teacher), floor, teacher.detach())
-    bounded = compute_gaps(student.detach(), near, mask.bool(), max_gap=max_gap)
-    gap = torch.where(mask.bool(), student - near, 0.0)
+    bounded = compute_gaps(student.detach(), near, mask, max_gap=max_gap)
+    gap = torch.where(mask, student - near, 0.0)
     return bounded * (gap - bounded / 2)

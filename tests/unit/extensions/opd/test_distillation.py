@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,8 +16,9 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.opd import distillation
 from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
 from recipe.offpolicy.proof.verify import LivenessError
-from tests.support.corrections import TIS
-from tests.support.distilled import ELIGIBLE, Run, opinion
+from tests.support.corrections import TIS, band
+from tests.support.corrections import spec as correction
+from tests.support.distilled import ELIGIBLE, Batch, Run, drop, opinion, permute, rollout, round_off
 from tests.support.fake_teacher import FakeTeacher, serving
 
 
@@ -74,14 +76,27 @@ def test_the_loss_gains_coef_times_the_bounded_gap(spec: CorrectionSpec, teacher
     assert run.judge(packet)["opd/live/error"] < 1e-4
 
 
-@pytest.mark.parametrize("spec", [NONE, WEIGHTED], ids=["none", "tis"])
-def test_both_modes_are_one_gradient_where_pi_is_pi_old(spec: CorrectionSpec, teacher: FakeTeacher) -> None:
+SIGNLESS = {
+    "none": NONE,
+    "tis": WEIGHTED,
+    "mis": correction({"level": "sequence", "kind": "reject", "lower": 0.8, "upper": 1.5}),
+    "tokens": correction(band=band(0.85, 1.2, level="token", aggregate="product")),
+    "stacked": correction(TIS, band=band(0.9, 1.1)),
+}
+"""Corrections that do not look at the sign of the advantage, which is another in either mode."""
+
+
+@pytest.mark.parametrize("agg_mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("spec", SIGNLESS.values(), ids=SIGNLESS)
+def test_both_modes_are_one_gradient_where_pi_is_pi_old(
+    spec: CorrectionSpec, agg_mode: str, teacher: FakeTeacher
+) -> None:
     """With coef 1 and no scale: where the base advantages of eligible rows are 0, K2 adds what K1 puts there."""
-    advantage, _ = (run := Run(teacher.url, "advantage", coef=1.0)).update(spec)
+    advantage, _ = (run := Run(teacher.url, "advantage", coef=1.0)).update(spec, agg_mode=agg_mode)
     other = Run(teacher.url, "loss", coef=1.0)
     for row in ELIGIBLE:
         other.advantages[row] = 0.0
-    loss, _ = other.update(spec)
+    loss, _ = other.update(spec, agg_mode=agg_mode)
     torch.testing.assert_close(advantage, loss, atol=1e-6, rtol=1e-5)
     assert bool((run.advantages[0] != run.base[0]).any())
 
@@ -101,22 +116,6 @@ def test_the_proof_passes_and_says_so_once(mode: str, teacher: FakeTeacher, capl
     assert found["opd/live/proved"] == 1.0
     assert found["opd/num_eligible_samples"] == 2.0
     assert 0 < found["opd/share_of_loss"] < 1
-
-
-def drop(data: TensorDict) -> None:
-    del data[TEACHER]
-
-
-def round_off(data: TensorDict) -> None:
-    data[TEACHER] = data[TEACHER].to(torch.bfloat16)
-
-
-def permute(data: TensorDict) -> None:
-    rows = list(data[TEACHER].unbind())
-    a, b = rows[0].clone(), rows[1].clone()
-    width = min(len(a), len(b))
-    rows[0][:width], rows[1][:width] = b[:width], a[:width]
-    data[TEACHER] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def forget(data: TensorDict) -> None:
@@ -151,7 +150,7 @@ def test_each_fault_on_the_way_stops_the_run(
 
 
 def test_a_column_that_the_loss_needs_and_lacks_stops_before_the_backward_pass(teacher: FakeTeacher) -> None:
-    with pytest.raises(KeyError, match="offpolicy_opd_teacher is not in the micro-batch"):
+    with pytest.raises(LivenessError, match="offpolicy_opd_teacher did not reach the loss"):
         Run(teacher.url, "loss").update(WEIGHTED, drop)
 
 
@@ -208,6 +207,26 @@ def test_a_dominant_teacher_is_said_with_the_factor_that_halves_it(
         run.opd._watch(share)
     assert caplog.text.count("95 % of the loss's pull has been the teacher's for 3 updates") == 1
     assert "opd.coef=0.053" in caplog.text
+
+
+def test_scoring_goes_on_while_pi_old_is_computed(teacher: FakeTeacher) -> None:
+    settings = {"mode": "advantage", "teacher": {"url": teacher.url}, "eligible": {"max_pass_rate": 0.4}}
+    opd = distillation.OnPolicyDistillation("opd", settings)
+    batch = Batch(rollout()[0])
+    opd.begin(None)  # type: ignore[arg-type]
+    teacher.answering.clear()
+    opd.on_rollout(batch)  # returns, although the teacher holds its answer back
+    assert opd._scoring is not None
+    assert not any(answer.done() for answer in opd._scoring.answers)
+    time.sleep(1.0)
+    teacher.answering.set()
+    for answer in opd._scoring.answers:  # pi_old takes longer
+        answer.result(30)
+    opd.shape_advantages(batch, batch.advantages)
+    opd.end()
+    found = opd.metrics()
+    assert found["opd/teacher/seconds"] >= 1.0
+    assert found["opd/teacher/waited"] < 0.5
 
 
 def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,30 @@ def test_nothing_that_was_not_scored_is_trained_on() -> None:
     for wanted in (lambda: k2_loss(STUDENT, TEACHER, ~ON, max_gap=1.0), lambda: compute_scale(BASE, ON, "mean")):
         with pytest.raises(ValueError, match=r"token 0 of row 0|scale=mean"):
             wanted()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"coef": math.nan}, "coef=nan: not a finite number"),
+        ({"max_gap": 0.0}, "max_gap=0.0: not a finite number of nats above 0"),
+        ({"max_gap": math.inf}, "max_gap=inf"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"horizon": 0}, "horizon=0: not 1 or more"),
+        ({"teacher": TEACHER[:1]}, "shapes .*expected one shape"),
+        ({"base": BASE[:, :2]}, r"\(2, 2\) advantages for a mask of \(2, 3\)"),
+    ],
+)
+def test_bad_input_of_advantages(changes: dict[str, Any], said: str) -> None:
+    given = {"base": BASE, "student": STUDENT, "teacher": TEACHER, "eligible_tokens": ON}
+    with pytest.raises(ValueError, match=said):
+        advantages(**(given | {"coef": 1.0, "max_gap": 2.0, "scale": "none"} | changes))
+
+
+@pytest.mark.parametrize(("mask", "bound", "said"), [(ON[0], 1.0, "expected one shape"), (ON, -1.0, "max_gap=-1.0")])
+def test_bad_input_of_k2(mask: torch.Tensor, bound: float, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        k2_loss(STUDENT, TEACHER, mask, max_gap=bound)
 
 
 def test_k2_by_hand_with_a_bound_that_is_linear_beyond() -> None:

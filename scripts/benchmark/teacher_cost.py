@@ -1,0 +1,95 @@
+"""Cost of a teacher's log-probs, in microseconds a prompt position: of the server, and of the client beside training.
+
+    bash scripts/teacher.sh MODEL --port 8100 &
+    python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!
+
+Rows of random ids are asked about as ``opd`` asks; medians of the repeats, after one that is not counted. Client: CPU
+time of this process. Server: CPU time of the process ``--pid`` and its descendants; and the time that the answer took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from recipe.offpolicy.extensions.opd.settings import TeacherSettings  # noqa: E402
+from recipe.offpolicy.extensions.opd.teacher_checks import find_model  # noqa: E402
+from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient  # noqa: E402
+
+LEAST_ID, MOST_ID = 3, 20
+"""Ids that every vocabulary has."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds a prompt position.
+
+    Attributes:
+        answer: from the first request to the last answer.
+        client: CPU time of this process.
+        server: CPU time of the server's processes; None where they are not known.
+    """
+
+    answer: float
+    client: float
+    server: float | None
+
+
+def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
+    """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
+    settings = TeacherSettings(urls=(url,))
+    client = TeacherClient(settings, find_model(settings))
+    ids = random.Random(1)
+    seen: list[tuple[float, float, float]] = []
+    try:
+        for _ in range(repeats + 1):
+            drawn = [tuple(ids.randint(LEAST_ID, MOST_ID) for _ in range(tokens)) for _ in range(rows)]
+            asked = [Row(number, row[: tokens // 2], row[tokens // 2 :]) for number, row in enumerate(drawn)]
+            own, theirs = time.process_time(), _read_seconds(pid)
+            scoring = client.start(asked)
+            client.wait(scoring)
+            seen.append((scoring.seconds, time.process_time() - own, _read_seconds(pid) - theirs))
+    finally:
+        client.close()
+    answer, own, theirs = (statistics.median(each) * 1e6 / (rows * tokens) for each in zip(*seen[1:], strict=True))
+    return Cost(answer, own, None if pid is None else theirs)
+
+
+def _read_seconds(pid: int | None) -> float:
+    """Read the CPU time of a process and its descendants; 0 without one."""
+    if pid is None:
+        return 0.0
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="address of the server, which serves one model")
+    parser.add_argument("--rows", type=int, default=64, help="rows of one step (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="ids of a row (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps (default: %(default)s)")
+    parser.add_argument("--pid", type=int, help="process of the server, where it runs on this machine")
+    given = parser.parse_args(arguments)
+    cost = measure(given.url, rows=given.rows, tokens=given.tokens, repeats=given.repeats, pid=given.pid)
+    server = "not known without --pid" if cost.server is None else f"{cost.server:.1f} us of CPU"
+    print(f"{given.rows} rows of {given.tokens} ids; a prompt position: answered in {cost.answer:.1f} us")
+    print(f"  client {cost.client:.1f} us of CPU, server {server}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

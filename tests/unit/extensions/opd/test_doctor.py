@@ -1,0 +1,92 @@
+"""The doctor on launches with distillation: LIVE, INERT and WRONG, and overrides that mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
+from recipe.offpolicy.doctor.launch import OURS, Launch
+from tests.support.applications import NEEDED, application, changed
+from tests.support.fake_teacher import FakeTeacher, serving
+from tests.support.mended import with_overrides
+
+pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.usefixtures("each_actor_is_probed_once")]
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[DictConfig]:
+    overrides = (
+        "correction=tis_token",
+        "opd=advantage",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.n=8",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    )
+    with (
+        serving(FakeTeacher(length=8192)) as teacher,
+        application(*overrides, f"opd.teacher.url={teacher.url}", *NEEDED) as config,
+    ):
+        yield config
+
+
+def diagnosed(config: DictConfig) -> Diagnosis:
+    return judge(config, Launch(OURS, ()))
+
+
+def test_a_run_with_a_teacher_is_live(base: DictConfig) -> None:
+    diagnosis = diagnosed(base)
+    assert diagnosis.verdict == "LIVE"
+    (row,) = [row for row in diagnosis.rows if row.name == "opd"]
+    assert row.meaning.startswith("advantage, coef=1, failed rollouts of prompts with a pass rate of at most 0.25")
+    assert "; opd (advantage, coef=1" in diagnosis.headline
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "all prompts filtered": (
+        "INERT",
+        "opd",
+        {"algorithm.filter_groups.enable": True, "opd.eligible.max_pass_rate": 0.1},
+        "it drops prompts that no rollout passes",
+    ),
+    "below one of n": ("INERT", "opd.eligible.max_pass_rate", {"opd.eligible.max_pass_rate": 0.1}, "it acts as 0"),
+    "some prompts filtered": (
+        "WRONG",
+        "opd",
+        {"algorithm.filter_groups.enable": True},
+        "which are those that opd is for",
+    ),
+    "critic": ("WRONG", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
+    "temperature": ("WRONG", "opd", {f"{ROLLOUT}.temperature": 0.7}, "those at temperature 1"),
+    "verl's distillation": ("WRONG", "opd", {"distillation.enabled": True}, "verl's own distillation and opd are two"),
+    "no bound": ("WRONG", "", {"opd.max_gap": None}, "opd.max_gap=null: expected nats above 0"),
+    "horizon of 0": ("WRONG", "", {"opd.horizon": 0}, "opd.horizon=0: expected a number of tokens, 1 or more"),
+    "K1 as a loss": ("WRONG", "", {"opd.mode": "k1"}, "opd.mode=k1: expected one of"),
+    "alarm without a fallback": (
+        "WRONG",
+        "offpolicy.alarms.opd_overlap.action",
+        {"offpolicy.alarms.opd_overlap.action": "fallback"},
+        "another correction does not change what opd measures",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) -> None:
+    verdict, row, changes, said = CASES[name]
+    config = changed(base, changes)
+    diagnosis = diagnosed(config)
+    assert diagnosis.verdict == verdict
+    problems = [each for each in diagnosis.problems if said in str(each)]
+    assert problems, diagnosis.problems
+    assert row in ("", *(each.name for each in diagnosis.rows if problems[0] in each.problems))
+    for _ in range(2):  # what is mended may show what stood beside it
+        config = with_overrides(config, [override for each in diagnosis.problems for override in each.overrides])
+        diagnosis = diagnosed(config)
+    assert diagnosis.verdict == "LIVE", diagnosis.problems
