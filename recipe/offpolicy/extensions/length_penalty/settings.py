@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...correction import SpecError
 from ...correction.problem import format_value
-from ..setting_checks import check_keys, is_count, is_number, is_positive, optional
+from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive, optional
 from .penalties import KINDS
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
@@ -118,7 +118,7 @@ _ANCHOR = {
     "window": (is_count, "a number of answers, 1 or more", 64),
     "per": _one_of("prompt", "source"),
 }
-_KEYS = {
+_KEYS: dict[str, Rule] = {
     "kind": (lambda value: value in COEFFICIENT, f"one of {format_value(list(COEFFICIENT))}", "anchor"),
     "coefficient": (optional(lambda value: is_number(value) and value >= 0), "a number, 0 or more, or null", None),
     "place": _one_of("after", "before"),

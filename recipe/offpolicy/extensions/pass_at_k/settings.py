@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...correction import SpecError
 from ...correction.problem import format_value
-from ..setting_checks import check_keys, is_count, is_flag, is_number, optional
+from ..setting_checks import Rule, check_keys, is_count, is_flag, is_number, optional
 from .training import OBJECTIVES
 
 CHOICES = ("none", *OBJECTIVES)
@@ -76,7 +76,8 @@ class PassAtKSettings:
             raise SpecError("no objective is named.", fix, key=key, mend={key: "loo"})
         for name, known, build in _PARTS:
             part = check_keys(f"{section}.{name}", given.get(name) or {}, known)
-            given[name] = build(**{key: tuple(each) if isinstance(each, list) else each for key, each in part.items()})
+            values_of: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in part.items()}
+            given[name] = build(**values_of)
         if given.get("schedule") is not None:
             given["schedule"] = tuple((int(step), int(k)) for step, k in given["schedule"])
         budget = given["budget"]
@@ -134,7 +135,7 @@ _PARTS = (
     ("dynamic", _DYNAMIC, DynamicSettings),
     ("budget", _BUDGET, BudgetSettings),
 )
-_MAPPING = (optional(lambda value: isinstance(value, Mapping)), "a mapping", {})
+_MAPPING: Rule = (optional(lambda value: isinstance(value, Mapping)), "a mapping", {})
 _KEYS = {
     "objective": (lambda value: value in CHOICES, f"one of {format_value(list(CHOICES))}", "loo"),
     "k": (is_count, "a count of 1 or more", 4),
