@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,12 @@ LENGTHS = [4, 8, 6, 2, 9, 9, 9, 5]
 def metrics(path: Path, steps: int = 3, **more: float) -> Path:
     lines = [{"step": 0, "data": {"val-core/x": 1.0}}]
     for step in range(1, steps + 1):
-        data = {"response_length/mean": 10.0 + step, "critic/score/mean": 0.5, "length/right/mean": 5.0 * step} | more
+        data: dict[str, Any] = {
+            "response_length/mean": 10.0 + step,
+            "critic/score/mean": 0.5,
+            "length/right/mean": 5.0 * step,
+        } | more
+        data |= {"length/easy/mean": None, "note": "text"}  # as verl's logger writes NaN
         lines.append({"step": step, "data": data})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

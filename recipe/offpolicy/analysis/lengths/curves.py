@@ -70,8 +70,10 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
             ) from error
         if LENGTH not in data:
             continue
-        lengths = {name: float(data.get(f"{PREFIX}{name}/mean", math.nan)) for name in CLASSES}
-        reward = next((float(data[key]) for key in REWARD if key in data), math.nan)
+        # verl's logger writes null for NaN.
+        known = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
+        lengths = {name: known.get(f"{PREFIX}{name}/mean", math.nan) for name in CLASSES}
+        reward = next((known[key] for key in REWARD if key in known), math.nan)
         found.append(LengthStep(step, {"all": float(data[LENGTH])} | lengths, reward))
     if not found:
         raise CurveError(f"{path}: no step with {LENGTH}.")
