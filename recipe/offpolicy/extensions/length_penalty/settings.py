@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...correction import SpecError
 from ...correction.problem import format_value
-from ..setting_checks import check_keys, is_count, is_number, is_positive, optional
+from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive, optional
 from .penalties import KINDS
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
@@ -108,17 +108,17 @@ def _is_reference(value: object) -> bool:
     return is_positive(value)
 
 
-_WARMUP = {
+_WARMUP: dict[str, Rule] = {
     "from_step": (lambda value: is_count(value, 0), "a step, 0 or more", 0),
     "steps": (lambda value: is_count(value, 0), "a number of steps, 0 or more", 0),
 }
-_ANCHOR = {
+_ANCHOR: dict[str, Rule] = {
     "pass_rate": (lambda value: is_number(value) and 0 < value < 1, "a share between 0 and 1, both exclusive", 0.9),
     "min_samples": (is_count, "a number of answers, 1 or more", 16),
     "window": (is_count, "a number of answers, 1 or more", 64),
     "per": _one_of("prompt", "source"),
 }
-_KEYS = {
+_KEYS: dict[str, Rule] = {
     "kind": (lambda value: value in COEFFICIENT, f"one of {format_value(list(COEFFICIENT))}", "anchor"),
     "coefficient": (optional(lambda value: is_number(value) and value >= 0), "a number, 0 or more, or null", None),
     "place": _one_of("after", "before"),

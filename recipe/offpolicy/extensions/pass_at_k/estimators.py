@@ -72,7 +72,8 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
 @functools.lru_cache(maxsize=256)
 def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[tuple[int, int], int]:
     """Count the orders of samples that end at each (n, c), of those whose first samples are so many failures."""
-    open_paths, ended, before = {0: 1}, {}, 0
+    open_paths, before = {0: 1}, 0
+    ended: dict[tuple[int, int], int] = {}
     for look in looks:
         free = look - before - max(0, min(failures, look) - before)
         reached: dict[int, int] = {}
