@@ -45,7 +45,7 @@ def test_a_rate_is_the_prompts_own_over_all_prompts_as_a_prior() -> None:
 
 def test_many_prompts_make_a_prior() -> None:
     rates = PassRates(0.9)
-    rates.add({str(number): (8, number % 3) for number in range(60)})
+    rates.add({str(number): (8, 0 if number % 3 else 3) for number in range(60)})
     a, b = rates.prior
     assert a / (a + b) == pytest.approx(1 / 8, rel=0.3)
     assert rates.estimate("new") < 0.2
