@@ -200,12 +200,14 @@ def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: 
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo import ray_trainer
 
+    plain = trainer_v0.plain_advantage()
     monkeypatch.setattr(ray_trainer, "compute_advantage", ray_trainer.compute_advantage)
     seen: list[object] = []
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
     assert ray_trainer.compute_advantage("a batch") == ("second", "a batch")
     assert seen == []
+    assert trainer_v0.plain_advantage() is plain is not ray_trainer.compute_advantage
     assert "compute_advantage" in ray_trainer.RayPPOTrainer.fit.__code__.co_names
     assert ray_trainer.RayPPOTrainer.fit.__globals__ is vars(ray_trainer)
 

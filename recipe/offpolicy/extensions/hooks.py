@@ -73,6 +73,11 @@ class ExtensionHooks:
     def __bool__(self) -> bool:
         return bool(self._extensions)
 
+    @property
+    def estimates(self) -> bool:
+        """True if an extension may compute advantages in the place of verl's estimator."""
+        return any(type(each).estimate is not Extension.estimate for each in self._extensions)
+
     def _within(self, extension: Extension) -> AbstractContextManager[Any]:
         """Count the time of a hook as the extension's watchdog phase."""
         return self._phase(extension.phase or extension.section)

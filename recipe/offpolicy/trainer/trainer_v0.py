@@ -122,6 +122,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         view = self._view(data)
+        self._check_rewards(view)
 
         def estimator() -> None:
             view.batch = compute(view.batch, *args, **kwargs)

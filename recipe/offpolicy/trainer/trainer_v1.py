@@ -134,6 +134,7 @@ class OffPolicyTrainer(SupervisedRun):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         view = self._view(batch)
+        self._check_rewards(view)
         estimate = super()._compute_advantage  # type: ignore[misc]
 
         def estimator() -> None:
