@@ -25,10 +25,6 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 class TrainerBatch(BatchView, Protocol):
     """The part of a batch that the hooks need and extensions do not get."""
 
-    @property
-    def silent(self) -> Tensor | None:
-        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
-
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
         """Show verl's estimator these rewards (n, T) within the context; restore the raw ones after it, to the bit."""
 

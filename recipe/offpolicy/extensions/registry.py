@@ -17,7 +17,11 @@ from .extension import Extension
 
 KEY = "offpolicy.extensions"
 """Sections of a fork's own -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
-SHIPPED: dict[str, str] = {"opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation"}
+SHIPPED: dict[str, str] = {
+    "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
+    # Behind the other, whose advantages it replaces in the rows that are distilled.
+    "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
+}
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
 
 

@@ -20,6 +20,7 @@ UNMENDED = {
     "correction/validation.py": (2, "which tokens are decided together is for the user to say"),
     "doctor/": (3, "a program, a release, or an argument that no override can take back"),
     "extensions/opd/": (8, "what a teacher serves, and where, is for the user to say"),
+    "extensions/process_reward/": (1, "a note"),
     "monitor/alarms/alarm_settings.py": (1, "a program that was not prepared"),
     "monitor/bounds/bound_settings.py": (2, "a section that is null; the arguments of a helper are its overrides"),
     "preflight/auto_setup.py": (1, "what a cluster looks like is for the user to say"),
