@@ -132,8 +132,27 @@ fi
 if [[ -e $venv/bin/python ]] && ! is_supported "$venv/bin/python"; then
     die "$venv was made with another Python than 3.11 or 3.12." "Fix: remove it and run this script again."
 fi
+
+# Links the packages of another release's environment in this checkout, most of which are the same, as other
+# installers link theirs: pip replaces files and never writes into one.
+origin() { "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null; }
+link_packages() {
+    local python=$1 other
+    for other in "$root"/.venv "$root"/.venv-*; do
+        [[ -f $other/.offpolicy-cpu-stamp && $(origin "$other/bin/python") == "$(origin "$python")" ]] || continue
+        say "making $venv for verl $release with the packages of $other"
+        cp -al "$other/." "$venv" 2>/dev/null || return 1
+        find "$venv" -maxdepth 1 -type f ! -name pyvenv.cfg -delete
+        grep -lIr "$other" "$venv/bin" "$venv/pyvenv.cfg" | xargs sed -i -E "s#$other([/\"' ]|\$)#$venv\1#g"
+        return
+    done
+    return 1
+}
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
+    [[ -e $venv ]] || link_packages "$python" || rm -rf "$venv"
+fi
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "making $venv for verl $release with $("$python" -V 2>&1)"
     "$python" -m venv "$venv" || die "$python could not make a virtual environment." \
         "Fix: install its venv module (Debian, Ubuntu: apt-get install python3-venv), or set PYTHON."

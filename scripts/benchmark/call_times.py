@@ -51,8 +51,31 @@ def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., A
             return function(*args, **kwargs)
         finally:
             seconds, _within.call = time.perf_counter() - start, False
-            with file.open("a") as out:
-                out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
+            _write(file, name, seconds)
+
+    return noted
+
+
+def _write(file: Path, name: str, seconds: float) -> None:
+    with file.open("a") as out:
+        out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
+
+
+def note_added_read(check: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    """Wrap the check of a rollout to note what the limit's columns add to the read before it, by two more reads."""
+
+    @functools.wraps(check)
+    def noted(trainer: Any, batch: Any, rows: Any) -> Any:
+        from recipe.offpolicy.proof.rollout_checks import SAMPLED
+        from recipe.offpolicy.trainer.batch_view_v1 import read_columns
+
+        seconds = []
+        for names in (SAMPLED, trainer._names_to_check):
+            start = time.perf_counter()
+            read_columns(batch, *names)
+            seconds.append(time.perf_counter() - start)
+        _write(file, "staleness.read", seconds[1] - seconds[0])
+        return check(trainer, batch, rows)
 
     return noted
 
@@ -62,14 +85,16 @@ def install(folder: Path) -> None:
     file = folder / f"{os.getpid()}.jsonl"
     for name, target in CALLS.items():
         module, _, path = target.partition(":")
-        after_import(module, functools.partial(_replace, name, module, path, file))
+        after_import(module, functools.partial(_replace, module, path, functools.partial(note, name), file))
+    module = "recipe.offpolicy.trainer.bounded_trainer"
+    after_import(module, functools.partial(_replace, module, "BoundedTrainer._check_rollout", note_added_read, file))
 
 
-def _replace(name: str, module: str, path: str, file: Path) -> None:
+def _replace(module: str, path: str, wrap: Callable[[Callable[..., Any], Path], Any], file: Path) -> None:
     owner, _, attribute = path.rpartition(".")
     found: Any = importlib.import_module(module)
     found = getattr(found, owner) if owner else found
-    setattr(found, attribute, note(name, getattr(found, attribute), file))
+    setattr(found, attribute, wrap(getattr(found, attribute), file))
 
 
 if folder := os.environ.get("OFFPOLICY_CALL_TIMES"):

@@ -165,7 +165,7 @@ def test_the_table_shows_every_contract_and_that_it_holds() -> None:
 
 
 @needs_legacy
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_table_without_megatron_says_so_and_holds() -> None:
     done = python(TABLE.format(before=NO_MEGATRON))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -188,7 +188,7 @@ def test_the_table_shows_what_the_trainer_wraps() -> None:
     assert set(seams.values()) == {"calls", "in force"}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_table_says_that_a_group_which_it_had_to_import_is_off() -> None:
     done = python(TABLE.format(before=""), OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
     assert done.returncode == 1
@@ -209,7 +209,7 @@ def test_a_broken_contract_ends_with_1() -> None:
     assert "pin_memory" not in done.stderr, "what this process does not need does not matter"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_untested_release_ends_with_1() -> None:
     before = "import verl_patches.contract as c; real = c.installed_release; "
     before += "c.installed_release = lambda name: '0.6.0' if name == 'verl' else real(name); "

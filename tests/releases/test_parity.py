@@ -74,6 +74,8 @@ def test_the_cases_differ() -> None:
     assert len({round(loss, 5) for loss in losses.values()}) == len(CASES)
 
 
+SPLITS = [2, pytest.param(8, marks=pytest.mark.extended), "dynamic"]
+"""Micro-batches by rows or by tokens; 8 rows are the mini-batch whole."""
 LAYOUTS = [
     pytest.param(parity.batch_v0, id="v0"),
     pytest.param(parity.batch_v1, id="v1", marks=pytest.mark.verl("==0.9.1")),
@@ -81,7 +83,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_engine_makes_the_update_of_the_reference(
     worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
@@ -90,6 +92,43 @@ def test_the_engine_makes_the_update_of_the_reference(
     assert len(witness.losses) == {2: 4, 8: 1}.get(split, len(witness.losses))
     assert split != "dynamic" or len(witness.losses) > 2
     parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+
+
+TAUGHT = [
+    pytest.param("stacked", "token-mean", "loss", id="loss"),
+    pytest.param("kept", "token-mean", "loss", id="loss, kept"),
+    pytest.param("stacked", "seq-mean-token-mean", "loss", id="loss, by row"),
+    pytest.param("stacked", "token-mean", "advantage", id="advantage"),
+]
+taught = pytest.mark.parametrize(("name", "mode", "distilled"), TAUGHT)
+
+
+@pytest.mark.parametrize(
+    ("layout", "split"),
+    [
+        pytest.param(parity.batch_v0, "dynamic", id="v0"),
+        pytest.param(parity.batch_v1, 2, id="v1", marks=pytest.mark.verl("==0.9.1")),
+    ],
+)
+@taught
+def test_the_engine_makes_the_distilled_update_of_the_reference(
+    worker: Any,
+    case: parity.Case,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Any,
+    split: Any,
+    name: str,
+    mode: str,
+    distilled: str,
+) -> None:
+    """The teacher's term with weights, masks and denominators, and the hashes of what it was made of."""
+    asked = case.with_teacher(distilled)
+    found = parity.update_by_engine(worker, parity.register_witness(asked, monkeypatch), layout, name, mode, split)
+    demanded = parity.expected(asked, parity.CORRECTIONS[name], mode, range(parity.ROWS))
+    parity.assert_same(found, demanded)
+    without = parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS))
+    with pytest.raises(AssertionError):
+        parity.assert_same(found, without)
 
 
 ACTORS = [
@@ -128,17 +167,46 @@ def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
 
 @pytest.mark.verl("==0.7.1")
 @pytest.mark.parametrize(("kind", "packed"), ACTORS)
-@pytest.mark.parametrize("split", [2, 8, "dynamic"])
+@pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_legacy_actor_makes_the_update_of_the_reference(
     folder: Path, case: parity.Case, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
 ) -> None:
     """One mini-batch and one epoch, where verl's own actor would take the current log-probs for pi_old."""
+    found = update_by_legacy_actor(folder, witness, kind, packed, split, name, mode)
+    assert len(witness.losses) > 1 or split == 8
+    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+
+
+@pytest.mark.verl("==0.7.1")
+@pytest.mark.parametrize(("kind", "packed"), ACTORS)
+@taught
+def test_the_legacy_actor_makes_the_distilled_update_of_the_reference(
+    folder: Path,
+    case: parity.Case,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    packed: bool,
+    name: str,
+    mode: str,
+    distilled: str,
+) -> None:
+    asked = case.with_teacher(distilled)
+    witness = parity.register_witness(asked, monkeypatch)
+    found = update_by_legacy_actor(folder, witness, kind, packed, 2, name, mode)
+    parity.assert_same(found, parity.expected(asked, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+
+
+def update_by_legacy_actor(
+    folder: Path, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
+) -> parity.Update:
+    """What verl 0.7.1's actor does with the batch of the witness's case."""
     from verl import DataProto
 
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.worker.legacy_handover import Handover
+    from recipe.offpolicy.worker.legacy_handover import build_handover
+    from recipe.offpolicy.worker.metrics import take_packets
     from verl_patches.legacy.handover import HANDOVER
 
     verl_patches.install("legacy")
@@ -151,10 +219,10 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
         else dict(ppo_micro_batch_size_per_gpu=split)
     )
     actor = legacy_actor(folder, kind, packed, **parity.actor_settings(mode), **sizes)
-    correction = parity.CORRECTIONS[name]
-    spec = CorrectionSpec.from_mapping(correction)
-    plan, columns = parity.build_case_plan(case, spec, mode, parity.ROWS)
-    meta = {"temperature": parity.TEMPERATURE, "pad_token_id": 2, HANDOVER: Handover(spec, plan)}
+    spec = CorrectionSpec.from_mapping(parity.CORRECTIONS[name])
+    plan, columns = parity.build_case_plan(witness.case, spec, mode, parity.ROWS)
+    handover = build_handover(spec, plan, extensions=witness.case.extensions)
+    meta = {"temperature": parity.TEMPERATURE, "pad_token_id": 2, HANDOVER: handover}
     gradients: dict[str, torch.Tensor] = {}
 
     def hold() -> torch.Tensor:
@@ -166,6 +234,7 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
         return torch.zeros(())
 
     actor._optimizer_step = hold
-    actor.update_policy(DataProto.from_dict(columns, meta_info=meta))
-    assert len(witness.losses) > 1 or split == 8
-    parity.assert_same(witness.update(gradients), parity.expected(case, correction, mode, range(parity.ROWS)))
+    metrics = actor.update_policy(DataProto.from_dict(columns, meta_info=meta))
+    if witness.case.distilled:
+        witness.case.check_taught(take_packets(metrics))
+    return witness.update(gradients)

@@ -14,6 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.opd.columns import TEACHER
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
@@ -27,7 +28,7 @@ GATE = {"max_pass_rate": 0.4}
 
 @dataclass
 class Batch:
-    """A ``BatchView`` in memory."""
+    """A ``TrainerBatch`` in memory."""
 
     rollout: tw.Rollout
     step: int = 1
@@ -35,6 +36,7 @@ class Batch:
     uids: tuple[str, ...] = UIDS
     sessions: tuple[str, ...] = tuple("abcdef")
     is_padding: tuple[bool, ...] = (False,) * 6
+    silent: Tensor | None = None
 
     @property
     def scores(self) -> Tensor:
@@ -47,11 +49,30 @@ class Batch:
     def token_ids(self) -> list[tuple[list[int], list[int]]]:
         return [(p.tolist(), r.tolist()) for p, r in zip(self.rollout.prompts, self.rollout.responses, strict=True)]
 
+    @property
+    def advantages(self) -> Tensor:
+        return pad_sequence(self.rollout.advantages, batch_first=True)
+
+    def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
+        lengths = map(len, self.rollout.responses)
+        self.rollout.advantages = [row[:n] for row, n in zip(advantages, lengths, strict=True)]
+
     def rows(self, *names: str) -> dict[str, Any]:
         return {name: pad_sequence(getattr(self.rollout, name), batch_first=True) for name in names}
 
     def put(self, **columns: Tensor) -> None:
         self.put_columns |= columns
+
+    def ship(self) -> TensorDict:
+        """The rows as the V1 trainer sends them, with what was put, by token or by row."""
+        data = self.rollout.to_tensordict()
+        for name, column in self.put_columns.items():
+            if column.dim() == 2:
+                rows = [row[: len(ids)].clone() for row, ids in zip(column, self.rollout.responses, strict=True)]
+                column = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            data[name] = column
+        tu.assign_non_tensor(data, **{PLAN: SharedPlan(1)})
+        return data
 
 
 def opinion(ids: Any) -> list[float]:
@@ -100,26 +121,21 @@ class Run:
         self.advantages = self.base if shaped is None else shaped
 
     def data(self) -> TensorDict:
-        rows = [len(r) for r in self.made.responses]
-        self.made.advantages = [row[:n] for row, n in zip(self.advantages, rows, strict=True)]
-        data = self.made.to_tensordict()
-        for name, column in self.batch.put_columns.items():
-            by_token = column.dim() == 2
-            cut = [row[:n].clone() for row, n in zip(column, rows, strict=True)] if by_token else column
-            data[name] = torch.nested.as_nested_tensor(cut, layout=torch.jagged) if by_token else cut
+        self.batch.put_advantages(self.advantages, returns=False)
+        data = self.batch.ship()
         tokens = int(data["response_mask"].values().sum())
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6, **{PLAN: SharedPlan(1)})
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6)
         return data
 
     def update(
-        self, spec: CorrectionSpec, change: Callable[[TensorDict], None] = lambda data: None, *, prove: bool = False
+        self, spec: CorrectionSpec, change: Callable[[TensorDict], None] = lambda data: None, **settings: Any
     ) -> tuple[Tensor, Packet]:
-        """The gradient at the flat log-probs, and the packet."""
+        """The gradient at the flat log-probs, and the packet; ``settings`` are those of the loss."""
         leaf = self.flat.clone().requires_grad_()
         offsets = torch.tensor([0, *self.whole]).cumsum(0)
         data = self.data()
         change(data)
-        loss = OffPolicyLoss(spec, tw.actor_config(), prove=prove, extensions={"opd": self.opd.worker()})
+        loss = OffPolicyLoss(spec, tw.actor_config(), **settings, extensions={"opd": self.opd.worker()})
         value, metrics = loss({"log_probs": torch.nested.nested_tensor_from_jagged(leaf, offsets)}, data)
         value.backward()
         (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
@@ -133,3 +149,23 @@ class Run:
         """Of each row's response."""
         rows = torch.split(flat, self.whole)
         return [row[len(p) - 1 : -1] for row, p in zip(rows, self.made.prompts, strict=True)]
+
+
+# Faults between trainer and worker -------------------------------------------------------------------------------
+
+
+def drop(data: TensorDict) -> None:
+    del data[TEACHER]
+
+
+def round_off(data: TensorDict) -> None:
+    data[TEACHER] = data[TEACHER].to(torch.bfloat16)
+
+
+def permute(data: TensorDict) -> None:
+    """The first two rows swap what the teacher said of their first tokens."""
+    rows = list(data[TEACHER].unbind())
+    a, b = rows[0].clone(), rows[1].clone()
+    width = min(len(a), len(b))
+    rows[0][:width], rows[1][:width] = b[:width], a[:width]
+    data[TEACHER] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)

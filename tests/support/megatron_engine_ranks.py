@@ -54,7 +54,8 @@ class Engine:
         from recipe.offpolicy.worker.loss import OffPolicyLoss
         from recipe.offpolicy.worker.metrics import take_packets
 
-        witness = parity.Witness(self.case)
+        case = self.case.with_teacher(job.distilled)
+        witness = parity.Witness(case)
         witness.register()
         seen, engine = Seen(), self.worker.engine
         config = McoreActorConfig(
@@ -64,7 +65,7 @@ class Engine:
             **(loss_settings(job) | job.config),
         )
         spec, data = self._data(job)
-        self.worker.set_loss_fn(OffPolicyLoss(spec, config, prove=job.prove))
+        self.worker.set_loss_fn(OffPolicyLoss(spec, config, prove=job.prove, extensions=case.extensions))
         engine.optimizer_step = lambda: seen.gradients.append(whole_gradients(engine.module, engine.bridge)) or 0.0
         try:
             output = self.worker.train_mini_batch(data)

@@ -45,7 +45,7 @@ class Legacy:
 
         if job.patched:
             verl_patches.install("legacy")
-        witness = parity.Witness(self.case)
+        witness = parity.Witness(self.case.with_teacher(job.distilled))
         witness.register()
         actor, seen = self._actor(job), Seen()
         actor.actor_optimizer.step = lambda: (
@@ -90,13 +90,14 @@ class Legacy:
         """This rank's rows, with the handover for all of them."""
         from verl import DataProto
 
-        from recipe.offpolicy.worker.legacy_handover import Handover
+        from recipe.offpolicy.worker.legacy_handover import build_handover
         from verl_patches.legacy.handover import HANDOVER
 
         spec, plan, columns = share(self.case, job, self.layout)
         meta: dict[str, Any] = {"temperature": parity.TEMPERATURE, "micro_batch_size": job.micro_rows}
         if job.correction is not None:
-            meta[HANDOVER] = Handover(spec, plan, job.prove)
+            extensions = self.case.with_teacher(job.distilled).extensions
+            meta[HANDOVER] = build_handover(spec, plan, job.prove, extensions=extensions)
         return DataProto.from_dict(columns, meta_info=meta)
 
 

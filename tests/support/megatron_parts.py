@@ -67,7 +67,7 @@ def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[s
     from recipe.offpolicy.batch.plan import BatchSplit, build_plan
     from recipe.offpolicy.correction import CorrectionSpec
 
-    columns = dict(case.columns)
+    columns = dict(case.with_teacher(job.distilled).columns)
     columns["response_mask"] = columns["response_mask"].clone()
     columns["response_mask"][job.silent] = 0
     spec = CorrectionSpec.from_mapping(job.correction or {})

@@ -68,6 +68,7 @@ class Job:
         patched: install the patches of the legacy actors first.
         tokens: that a micro-batch may have, instead of ``micro_rows``.
         prove: ask for the proof, whose trials call the witness too.
+        distilled: mode of on-policy distillation, see ``parity.Case.with_teacher``.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Job:
     patched: bool = True
     tokens: int | None = None
     prove: bool = False
+    distilled: str = ""
 
 
 @dataclass
@@ -206,6 +208,8 @@ JOBS = [
     *(Job(f"stacked-{mode}", STACKED, mode=mode) for mode in parity.MODES[1:]),
     Job("mini_batches", parity.CORRECTIONS["tis"], mini_batches=2),
     Job("dynamic", STACKED, tokens=40),
+    Job("distilled by loss", STACKED, distilled="loss"),
+    Job("distilled by advantage", STACKED, distilled="advantage"),
     Job("proved", STACKED, witnessed=False, prove=True),
     Job("silent", STACKED, witnessed=False, prove=True, silent=SILENT),
 ]
@@ -271,10 +275,12 @@ def assert_same_in_bf16(found: parity.Update, case: parity.Case, job: Job) -> No
 def assert_makes_the_reference(ranks: list[Rank], job: Job, case: parity.Case) -> None:
     """Weights, masks, loss and gradients of all ranks are those of the reference, however the mini-batch is cut."""
     assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
-    made = updates(ranks, job)
+    made, asked = updates(ranks, job), case.with_teacher(job.distilled)
     assert sorted(row for _, rows in made for row in rows) == list(range(parity.ROWS))
     for update, rows in made:
-        parity.assert_same(update, parity.expected(case, job.correction, job.mode, rows))
+        parity.assert_same(update, parity.expected(asked, job.correction, job.mode, rows))
+    if job.distilled:
+        asked.check_taught([packet for rank in on_last_stage(ranks) for packet in rank.seen[job.name].packets])
 
 
 def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:

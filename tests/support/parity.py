@@ -16,6 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.extensions.opd.evidence import check_reports
+from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker
+from recipe.offpolicy.extensions.opd.settings import OpdSettings
 from tests.support import reference
 from tests.support import training_worker as tw
 
@@ -43,6 +48,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "bypass": {"proximal": "bypass", "masks": {"opsm": OPSM}},
     "kept": {"masks": {"gsm": GSM}, "denominator": "kept"},
 }
+TAUGHT = (1, 3, 4, 6)
+"""Rows that are eligible where a teacher is asked."""
+TEACHER_COEF, MAX_GAP = 0.3, 1.0
 
 
 def tiny_model(folder: Path) -> Path:
@@ -80,10 +88,12 @@ class Case:
     Attributes:
         model: the reference's, in float64.
         columns: float32 and int64 tensors by verl's names.
+        distilled: mode of on-policy distillation; empty where there is none.
     """
 
     model: Any
     columns: dict[str, Tensor]
+    distilled: str = ""
 
     @classmethod
     def of(cls, folder: Path) -> Case:
@@ -125,6 +135,37 @@ class Case:
         }.items():
             columns[name] = (values * mask).float()
         return case
+
+    def with_teacher(self, mode: str) -> Case:
+        """The case with a teacher up to some nats from pi_old, or itself without a mode; scale is none."""
+        if not mode:
+            return self
+        columns = dict(self.columns)
+        mask, student = columns["response_mask"].bool(), columns["old_log_probs"]
+        row = torch.zeros(ROWS, dtype=torch.int8)
+        row[list(TAUGHT)] = 1
+        scored = mask & row.bool()[:, None]
+        apart = 1.5 * torch.randn(student.shape, generator=torch.Generator().manual_seed(3))
+        teacher = (student + apart).masked_fill(~scored, math.nan)
+        columns |= {TEACHER: teacher, ROW: row, SCALE: torch.ones(ROWS)}
+        if mode == "advantage":
+            signal = TEACHER_COEF * (teacher - student).clamp(-MAX_GAP, MAX_GAP)
+            columns["advantages"] = torch.where(scored, signal, columns["advantages"])
+        return Case(self.model, columns, mode)
+
+    @property
+    def extensions(self) -> dict[str, OpdWorker]:
+        """The workers' half of the distillation."""
+        if not self.distilled:
+            return {}
+        values = {"mode": self.distilled, "coef": TEACHER_COEF, "max_gap": MAX_GAP, "teacher": {"url": "http://none:1"}}
+        return {"opd": OpdWorker(OpdSettings.from_mapping("opd", values))}
+
+    def check_taught(self, packets: list[Any]) -> None:
+        """Hold the reports of an update of all rows against what was shipped, as the trainer does."""
+        scored = ~self.columns[TEACHER].isnan()
+        numbers = hash_rows(self.columns["responses"], scored, self.columns[TEACHER])[scored.any(-1)].tolist()
+        check_reports([packet.reports["opd"] for packet in packets], numbers, self.distilled)
 
     def forward(self, row: int) -> tuple[Tensor, Tensor]:
         """log pi and entropy of a row's response, each (length,) float64."""
@@ -189,6 +230,8 @@ def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) 
         term = factor * ppo(pi, case.response(old, row), case.response("advantages", row))
         apart = case.response("ref_log_prob", row) - pi
         rest = KL_COEF * (apart.exp() - apart - 1) - ENTROPY_COEFF * entropy
+        if case.distilled == "loss":
+            rest = rest + TEACHER_COEF * factor * k2(pi, case.response(TEACHER, row))
         divisor = {
             "token-mean": len(counted),
             "seq-mean-token-sum": len(rows),
@@ -200,6 +243,12 @@ def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) 
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     found = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
     return Update(factors, float(policy.detach()), found)
+
+
+def k2(log_prob: Tensor, teacher: Tensor) -> Tensor:
+    """(s - t)^2 / 2 of a token, linear beyond ``MAX_GAP``; 0 where nothing scored it."""
+    gap = torch.where(teacher.isnan(), 0.0, log_prob - teacher.nan_to_num())
+    return torch.where(gap.abs() <= MAX_GAP, gap**2 / 2, MAX_GAP * (gap.abs() - MAX_GAP / 2))
 
 
 def ppo(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
@@ -276,8 +325,10 @@ def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
         ref_log_probs=by_row("ref_log_prob"),
     )
     data = rollout.to_tensordict()
-    for name in columns.keys() - case.columns.keys():
+    for name in columns.keys() - case.columns.keys() | columns.keys() & {ROW, SCALE}:
         data[name] = columns[name]
+    if case.distilled:
+        data[TEACHER] = torch.nested.as_nested_tensor(by_row(TEACHER), layout=torch.jagged)
     tu.assign_non_tensor(data, **{PLAN: plan})
     return data
 
@@ -313,10 +364,11 @@ class Witness:
         weights = ones if weights is None else weights
         self.losses.append(float(loss.detach()))
         self.factors.append({})
-        for line, advantages in enumerate(given["advantages"]):
-            # No two rows have one advantage.
-            value = float(advantages[mask[line]][0])
-            row = min(range(ROWS), key=lambda each: abs(ADVANTAGES[each] - value))
+        # No two rows have one advantage, unless a teacher gave them.
+        theirs, name = ("old_log_prob", "old_log_probs") if self.case.distilled else ("advantages", "advantages")
+        known = self.case.columns[name][:, 0]
+        for line, values in enumerate(given[theirs]):
+            row = int((known.to(values.device) - values[mask[line]][0]).abs().argmin())
             for t in range(LENGTHS[row]):
                 if mask[line, t]:
                     self.factors[-1][row, t] = float(weights[line, t])
@@ -337,18 +389,21 @@ def update_by_engine(worker: Any, witness: Witness, layout: Any, name: str, mode
     """What an engine's worker does with the batch in ``layout``; ``split``: rows of a micro-batch, or dynamic."""
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
 
     spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
     dynamic = split == "dynamic"
-    _, gradients = tw.gradients(
+    metrics, gradients = tw.gradients(
         worker,
-        OffPolicyLoss(spec, tw.actor_config(**actor_settings(mode))),
+        OffPolicyLoss(spec, tw.actor_config(**actor_settings(mode)), extensions=witness.case.extensions),
         layout(witness.case, spec, mode, ROWS),
         micro_batch_size=None if dynamic else split,
         max_token_len=24 if dynamic else None,
         calculate_entropy=True,
         temperature=TEMPERATURE,
     )
+    if witness.case.distilled:
+        witness.case.check_taught(take_packets(metrics))
     return witness.update(gradients)
 
 

@@ -125,6 +125,31 @@ def test_the_installer_says_what_it_cannot_do(arguments: list[str], message: str
     assert not list(tmp_path.iterdir()), "nothing was made"
 
 
+def test_an_environment_takes_the_packages_of_another_release(tmp_path: Path) -> None:
+    """They are one file in both; what says where it lies is its own, and so is what the installer writes."""
+    installer = (ROOT / "scripts" / "install_cpu.sh").read_text()
+    functions = re.search(r"^origin\(\).*?^}\n", installer, re.M | re.S)
+    assert functions is not None
+    other, made = tmp_path / ".venv", tmp_path / ".venv-0.7.1"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
+    packages = f"lib/python3.{sys.version_info.minor}/site-packages"
+    (other / packages / "torch.py").write_text("release = 2\n")
+    (other / "bin" / "ray").write_text(f"#!{other}/bin/python3\n")
+    for name in (".offpolicy-cpu-stamp", "install.log"):
+        (other / name).write_text("of the other\n")
+    program = (
+        f'root={tmp_path} venv={made} release=0.7.1\nsay() {{ :; }}\n{functions[0]}link_packages "{sys.executable}"'
+    )
+    subprocess.run(["bash", "-euc", program], check=True)
+    assert (made / packages / "torch.py").samefile(other / packages / "torch.py")
+    assert (made / "bin" / "ray").read_text() == f"#!{made}/bin/python3\n"
+    assert (other / "bin" / "ray").read_text() == f"#!{other}/bin/python3\n"
+    assert f"-m venv --without-pip {made}\n" in (made / "pyvenv.cfg").read_text()
+    assert sorted(path.name for path in made.iterdir() if path.is_file()) == ["pyvenv.cfg"]
+    prefix = [str(made / "bin" / "python"), "-c", "import sys, torch; print(sys.prefix, torch.release)"]
+    assert subprocess.run(prefix, check=True, capture_output=True, text=True).stdout == f"{made} 2\n"
+
+
 @pytest.mark.slow
 def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:

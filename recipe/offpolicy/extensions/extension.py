@@ -1,12 +1,14 @@
 """The extension interface: trainer-side hooks that do nothing by default, and a half that travels to the workers.
 
-The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate`` and
-``shape_advantages``, then in the workers ``wrap_loss`` and ``report``, and ``judge`` of what these reported.
+The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
+``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and ``judge`` of what
+these reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """A loss of verl's that takes (model_output, data, dp_group)."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """One batch's advantages, (n, T) each.
+
+    Attributes:
+        rewards: what verl's estimator saw.
+        own: what it made of them.
+        final: what goes to the workers.
+    """
+
+    rewards: Tensor
+    own: Tensor
+    final: Tensor
 
 
 class WorkerExtension:
@@ -72,6 +89,11 @@ class Extension:
         return ", ".join(f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, Mapping))
 
     @property
+    def replay_note(self) -> str:
+        """A sentence on what a replay of the recorded run leaves out or takes as it was; empty: nothing."""
+        return ""
+
+    @property
     def reads_old_log_prob(self) -> bool:
         """True if pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
         return False
@@ -110,6 +132,9 @@ class Extension:
         """Change the estimator's advantages, (n, T)."""
         return None
 
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        """See the advantages that go to the workers, after all extensions."""
+
     def worker(self) -> WorkerExtension | None:
         """Make the half that travels to the workers; None: there is none, and nothing is reported."""
         return None
@@ -123,7 +148,7 @@ class Extension:
         return {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics by their full names, such as ``opd/pass_rate``; called once an update."""
+        """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
         return {}
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:

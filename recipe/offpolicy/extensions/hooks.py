@@ -15,7 +15,7 @@ from torch import Tensor
 from ..fault_tolerance.checkpoints import find_changes
 from ..proof.verify import LivenessError
 from .batch_view import BatchView, PromptView
-from .extension import Extension, WorkerExtension
+from .extension import Advantages, Extension, WorkerExtension
 from .registry import load_extensions
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -69,11 +69,6 @@ class ExtensionHooks:
     def __bool__(self) -> bool:
         return bool(self._extensions)
 
-    @property
-    def estimates(self) -> bool:
-        """True if an extension may compute advantages in the place of verl's estimator."""
-        return any(type(each).estimate is not Extension.estimate for each in self._extensions)
-
     def _within(self, extension: Extension) -> AbstractContextManager[Any]:
         """Count the time of a hook as the extension's watchdog phase."""
         return self._phase(extension.phase or extension.section)
@@ -82,6 +77,18 @@ class ExtensionHooks:
         """Return, by section, the worker half of each extension that has one."""
         halves = {extension.section: extension.worker() for extension in self._extensions}
         return {section: half for section, half in halves.items() if half is not None}
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Describe each section for a recording: ``meaning``, ``replay`` and ``columns``, which are recorded."""
+        halves = self.worker_halves()
+        return {
+            extension.section: {
+                "meaning": extension.meaning,
+                "replay": extension.replay_note,
+                "columns": dict(halves[extension.section].columns) if extension.section in halves else {},
+            }
+            for extension in self._extensions
+        }
 
     # Of a step ----------------------------------------------------------------------------------------------
 
@@ -113,6 +120,7 @@ class ExtensionHooks:
                 rewards = _changed(extension.shape_rewards(batch, rewards.clone()), rewards, extension, "shape_rewards")
         with batch.shaped(rewards) if rewards is not raw else nullcontext():
             estimator()
+        own = found = batch.advantages
         for extension in self._extensions:
             with self._within(extension):
                 estimated = extension.estimate(batch, rewards.clone())
@@ -121,7 +129,7 @@ class ExtensionHooks:
                     if batch.silent is not None:
                         advantages = advantages.masked_fill(batch.silent[:, None], 0.0)
                     batch.put_advantages(advantages, returns=True)
-        found = batch.advantages
+                    found = batch.advantages
         advantages = found
         for extension in self._extensions:
             with self._within(extension):
@@ -129,6 +137,9 @@ class ExtensionHooks:
                 advantages = _changed(shaped, advantages, extension, "shape_advantages")
         if advantages is not found:
             batch.put_advantages(advantages, returns=False)
+        for extension in self._extensions:
+            with self._within(extension):
+                extension.on_advantages(batch, Advantages(rewards, own, advantages))
         self._advantages_seen = True
 
     def judge(self, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -18,6 +18,8 @@ from .extension import Extension
 KEY = "offpolicy.extensions"
 """Sections of a fork's own -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
 SHIPPED: dict[str, str] = {
+    "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
+    "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
     # Behind the other, whose advantages it replaces in the rows that are distilled.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",

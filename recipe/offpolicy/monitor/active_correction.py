@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -56,12 +57,18 @@ class ActiveCorrection:
         """Part -> its bounds at the next update, for those of ``moving``."""
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
-    def after_update(self, values: Mapping[str, float], histograms: Mapping[str, Statistic]) -> bool:
+    def after_update(
+        self,
+        values: Mapping[str, float],
+        histograms: Mapping[str, Statistic],
+        extensions: Mapping[str, float] = MappingProxyType({}),
+    ) -> bool:
         """Evaluate one update's statistics, and decide correction and bounds of the next.
 
         Args:
             values: statistics below ``offpolicy/``.
             histograms: of the parts in ``moving``, see ``bounds.bound_measurement``.
+            extensions: their metrics, by full names.
 
         Returns:
             Whether another correction is in force, which has to reach the workers and to be proved.
@@ -70,7 +77,7 @@ class ActiveCorrection:
             AlarmError: an alarm ends the run.
         """
         moving = bool(self.moving)
-        switched = self._alarms.judge(self.spec, values)
+        switched = self._alarms.judge(self.spec, values, extensions)
         if self._calibration is not None and moving and not switched:
             self._calibration.observe(histograms)
         elif self._calibration is not None:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import SpecError
 from ..correction.problem import CheckError
+from ..extensions.registry import SHIPPED
 from .similar_keys import find_similar_keys
 
 GROUP = "correction"
@@ -36,8 +37,8 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     instead of the advice to append an unknown one.
 
     Raises:
-        SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, of which
-            Hydra would take the last.
+        SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, or options
+            of an extension, of which Hydra would take the last.
         CheckError: keys that resemble ours, which Hydra advises to append.
     """
     if similar := list(find_similar_keys(arguments, _list_shipped_options())):
@@ -49,7 +50,24 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     if len(chosen) > 1:
         reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
         raise SpecError(reason, "Stack options as 'correction=[one,other]'.")
+    for section in SHIPPED:
+        _refuse_several(section, bare)
     return [f"++{a}" if a.startswith(_OURS) else a for a in arguments]
+
+
+def _refuse_several(section: str, bare: Sequence[str]) -> None:
+    """Check that an extension has one option: they are modes of it, and do not stack.
+
+    Raises:
+        SpecError: there are several, of which Hydra would let the last win.
+    """
+    values = [
+        argument.lstrip("+").partition("=")[2] for argument in bare if argument.lstrip("+").startswith(f"{section}=")
+    ]
+    options = [option for value in values for option in (value[1:-1].split(",") if value.startswith("[") else [value])]
+    if len(options) > 1:
+        reason = f"options of {section} do not stack, and Hydra would let the last win."
+        raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
 
 
 def _list_shipped_options() -> list[str]:

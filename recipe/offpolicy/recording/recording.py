@@ -147,6 +147,24 @@ class Recording:
         return read_json(self.directory / PROOF)
 
 
+def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Read what a card says of each extension's section: ``meaning`` and ``replay``, and what its ``columns`` are.
+
+    Empty for a run without extensions, and for one that was recorded before cards said it.
+    """
+    found = card.get("extensions")
+    sections = found.items() if isinstance(found, Mapping) else ()
+    return {
+        str(section): {
+            "meaning": str(each.get("meaning") or ""),
+            "replay": str(each.get("replay") or ""),
+            "columns": dict(columns) if isinstance(columns := each.get("columns"), Mapping) else {},
+        }
+        for section, each in sections
+        if isinstance(each, Mapping)
+    }
+
+
 def _alike(one: Step, other: Step) -> bool:
     return one.spec == other.spec and one.reasons == other.reasons
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -37,6 +38,7 @@ class RunRecord:
         config: composed and checked.
         spec: the correction.
         shadows: corrections that are reported on, by name.
+        extensions: description of each section that is on, for the card.
 
     Attributes:
         settings: what is recorded; None for nothing.
@@ -45,7 +47,13 @@ class RunRecord:
         RecordingError: the directory holds another run's recording, or cannot be written.
     """
 
-    def __init__(self, config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        spec: CorrectionSpec,
+        shadows: Mapping[str, CorrectionSpec],
+        extensions: Mapping[str, Any] | None = None,
+    ) -> None:
         self.settings = RecordSettings.from_config(config)
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._step: int | None = None
@@ -58,7 +66,7 @@ class RunRecord:
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {trouble} {FOREIGN}")
         try:
             self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            write_json(self._directory / CARD, build_card(config, spec, shadows), mode=PRIVATE)
+            write_json(self._directory / CARD, build_card(config, spec, shadows, extensions), mode=PRIVATE)
         except OSError as error:
             raise RecordingError(f"{SECTION}.dir={self.settings.dir}: {error.strerror}. Give another.") from error
         logger.info("recording goes to %s.", self._directory)

@@ -24,12 +24,21 @@ _ENGINE = f"{_ROLLOUT}.engine_kwargs.vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
 
 
-def build_card(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> dict[str, Any]:
+def build_card(
+    config: DictConfig,
+    spec: CorrectionSpec,
+    shadows: Mapping[str, CorrectionSpec],
+    extensions: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Build the card of a run.
+
+    Args:
+        extensions: description of each section that is on.
 
     Returns:
         ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
-        ``model``, ``sampling``, ``checkpoints`` and the resolved ``config``, without environment variables and secrets.
+        ``model``, ``sampling``, ``checkpoints`` and the resolved ``config``, without environment variables and secrets;
+        ``extensions`` where there are any.
     """
     path = live_path(config)
     return {
@@ -44,6 +53,7 @@ def build_card(config: DictConfig, spec: CorrectionSpec, shadows: Mapping[str, C
         "sampling": read_sampling(config),
         "checkpoints": str(CheckpointFolder.from_config(config).path),
         "config": redact(_plain(OmegaConf.to_container(config, resolve=True))),
+        **({"extensions": redact(_plain(extensions))} if extensions else {}),
     }
 
 

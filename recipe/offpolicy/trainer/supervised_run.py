@@ -113,9 +113,8 @@ class SupervisedRun:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
     def _check_rewards(self, batch: ScoredRows) -> None:
-        """Stop a run whose rewards by token the estimator sums, unless an extension computes the advantages."""
-        if not self.extensions.estimates:
-            self._dense_rewards.check(batch)
+        """Stop a run whose rewards by token the estimator sums."""
+        self._dense_rewards.check(batch)
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
         self._validating = True

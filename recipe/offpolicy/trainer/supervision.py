@@ -120,7 +120,9 @@ class Supervision:
         merged = merge_all(packet.statistics for packet in packets)
         self._step = merge_all([self._step, merged])
         measured = {name: statistic.value() for name, statistic in merged.items()}
-        switched = self.active_correction.after_update(measured, merge_all(packet.histograms for packet in packets))
+        switched = self.active_correction.after_update(
+            measured, merge_all(packet.histograms for packet in packets), self._extensions.metrics()
+        )
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
         self._floor.add(merged)

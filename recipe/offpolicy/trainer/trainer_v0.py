@@ -67,7 +67,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         self.shadows = read_shadows(self.config)
         spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.extensions)
-        self.recording = RunRecord(self.config, spec, self.shadows)
+        self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
         self._by_engine = live_path(self.config).worker == "engine"
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self._hand_over_loss()

@@ -69,7 +69,7 @@ class OffPolicyTrainer(SupervisedRun):
         self.supervision = Supervision(spec, self.config, self.extensions)
         if self._resumed is not None:
             self.supervision.active_correction.restore(self._resumed)
-        self.recording = RunRecord(self.config, spec, self.shadows)
+        self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
         self._hand_over_loss()
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)

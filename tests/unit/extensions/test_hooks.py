@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from verl import DataProto
 
-from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.extension import Advantages, Extension
 from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
@@ -139,6 +139,24 @@ def test_an_estimate_takes_the_place_of_verls_and_leaves_silent_rows_at_zero(bat
     ExtensionHooks([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
     torch.testing.assert_close(view.advantages, torch.tensor([[2.0, 2.0, 2.0], [0, 0, 0], [0, 0, 0]]))
     assert list(view.uids) == ["a", "b", "c"]
+
+
+class Sees(Extension):
+    seen: Advantages
+
+    def on_advantages(self, batch: Any, advantages: Advantages) -> None:
+        self.seen = advantages
+
+
+def test_what_goes_to_the_workers_is_seen_beside_verls_own(batch: Any) -> None:
+    """Rewards 1, 0, 3 and a bonus of 0.5 a token: 2.5, 0.5, 4; estimated anew they are 2 x, tilted by 0.25."""
+    view, store = batch
+    sees = Sees("sees", {})
+    ExtensionHooks([sees, Nudge("one", {}), Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
+    assert sees.seen.rewards.sum(-1).tolist() == [2.5, 0.5, 4.0]
+    assert sees.seen.own[:, 0].tolist() == [2.5, 0.5, 4.0]
+    assert sees.seen.final[:, 0].tolist() == [5.25, 1.25, 8.25]
+    assert torch.equal(sees.seen.final, view.advantages)
 
 
 def test_hooks_that_change_nothing_write_nothing(batch: Any) -> None:

@@ -250,6 +250,17 @@ def test_a_group_given_twice_is_refused() -> None:
         force_own_keys(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
 
 
+@pytest.mark.parametrize(
+    "given", [["opd=advantage", "x=1", "opd=loss"], ["opd=[advantage,loss]"], ["opd=loss", "opd=loss"]]
+)
+def test_modes_of_an_extension_do_not_stack(given: list[str]) -> None:
+    with pytest.raises(
+        SpecError, match=r"opd=\[\w+,loss\]: options of opd do not stack.*Choose one of them: opd=loss\."
+    ):
+        force_own_keys(given)
+    assert force_own_keys(["opd=loss", "opd.coef=1"]) == ["opd=loss", "opd.coef=1"]
+
+
 def test_only_our_keys_are_forced() -> None:
     theirs = ["correction=none", "trainer.x=null", "+correction.masks.a=null"]
     ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]

@@ -1,4 +1,4 @@
-"""Both trainers stop before the estimator where it would sum rewards by token, unless an extension estimates."""
+"""Both trainers stop before the estimator where it would sum rewards by token."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ class Verls:
         return batch
 
 
-def trainer(version: str, extensions: ExtensionHooks) -> Any:
+def trainer(version: str, extensions: ExtensionHooks, estimator: str) -> Any:
     module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
     made: Any = object.__new__(module.build_corrected(Verls))
-    made.config = OmegaConf.create({"algorithm": {"adv_estimator": "rloo", "gamma": 1.0, "lam": 1.0}})
+    made.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
     made.supervision, made.global_steps = SimpleNamespace(spec=CorrectionSpec()), 1
     made.extensions = extensions
     return made
 
 
-def advantage(version: str, extensions: ExtensionHooks, monkeypatch: pytest.MonkeyPatch) -> int:
+def advantage(
+    version: str, extensions: ExtensionHooks, monkeypatch: pytest.MonkeyPatch, estimator: str = "rloo"
+) -> int:
     """The times that verl's estimator ran on the batch."""
-    made = trainer(version, extensions)
+    made = trainer(version, extensions, estimator)
     Verls.estimated = 0
     if version == "v0":
         batch = DataProto.from_dict(
@@ -87,7 +89,13 @@ def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
-def test_an_extension_that_estimates_may_have_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = ExtensionHooks([Estimates("e", {})])
-    hooks._rollout_seen = True
-    assert advantage(version, hooks, monkeypatch) == 1
+def test_rewards_by_token_train_under_an_estimator_that_sees_them(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus") == 1
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_an_extension_does_not_hide_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DenseRewardError):
+        advantage(version, ExtensionHooks([Estimates("e", {})]), monkeypatch)

@@ -75,13 +75,16 @@ def _kept(axis: Axes, timeline: Timeline) -> None:
 def _length(axis: Axes, timeline: Timeline) -> None:
     axis.set_title("Response length")
     axis.set_ylabel("mean T, tokens")
-    _line(axis, timeline, {"": timeline.get_column("length")})
+    names = {"all answers": "length", "right answers": "length_right", "wrong answers": "length_wrong"}
+    lines = {label: timeline.get_column(name) for label, name in names.items()}
+    graded = all(np.isfinite(lines[f"{name} answers"]).any() for name in ("right", "wrong"))
+    _line(axis, timeline, lines if graded else {"": lines["all answers"]})
     if np.nanmax(timeline.get_column("staleness"), initial=0.0) > 0:
         other = axis.twinx()
-        _line(other, timeline, {"": timeline.get_column("staleness")}, first=1)
+        _line(other, timeline, {"": timeline.get_column("staleness")}, first=3)
         other.grid(False)
         other.spines["right"].set_visible(True)
-        other.set_ylabel("staleness, steps", color=get_line_style(1)["color"])
+        other.set_ylabel("staleness, steps", color=get_line_style(3)["color"])
         axis.yaxis.label.set_color(get_line_style(0)["color"])
         axis.set_title("Response length and staleness")
 

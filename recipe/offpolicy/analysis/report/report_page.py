@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
+from ...recording.recording import read_extensions
 from ..attribution import attribution_figures, attribution_tables
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_page import METHOD
@@ -76,7 +77,7 @@ def build_page(found: ReportContents) -> Page:
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
     if names := found.timeline.extensions:
-        page.add_section("Extensions", *_extensions(found.timeline, names))
+        page.add_section("Extensions", *_extensions(found, names))
     page.add_section("Kept share by length", *_by_length(found.timeline))
     page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
     page.add_section("Calibration", *_calibration(found.studies))
@@ -150,6 +151,8 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("responses"),
         Column("reward"),
         Column("T", digits=1),
+        Column("T, right", digits=1),
+        Column("T, wrong", digits=1),
         Column("KL(mu, pi_old)", "nats", digits=6),
         Column("|log pi / pi_old|", "nats", digits=6),
         Column("staleness", digits=2),
@@ -160,7 +163,10 @@ def _over_time(timeline: Timeline) -> list[Markup]:
     # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [
-        (s.step, s.rows, s.reward, s.length, s.kl, s.drift, s.staleness, s.kept_tokens, s.kept_rows, s.ess)
+        (
+            *(s.step, s.rows, s.reward, s.length, s.length_right, s.length_wrong, s.kl, s.drift, s.staleness),
+            *(s.kept_tokens, s.kept_rows, s.ess),
+        )
         for s in shown
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
@@ -170,12 +176,17 @@ def _over_time(timeline: Timeline) -> list[Markup]:
     ]
 
 
-def _extensions(timeline: Timeline, names: Sequence[str]) -> list[Markup]:
+def _extensions(found: ReportContents, names: Sequence[str]) -> list[Markup]:
+    timeline, described = found.timeline, read_extensions(found.card)
+    known = {name: what for each in described.values() for name, what in each["columns"].items()}
+    facts = {section: each["meaning"] for section, each in described.items()}
+    facts |= {name.removeprefix("offpolicy_"): str(known[name]) for name in names if name in known}
     shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
     rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in shown]
     columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
     sentence = "Means over response tokens of the columns that extensions sent."
-    return [render_paragraph(sentence), render_table(Table(columns, rows))]
+    keys = [render_keys({escape(name): escape(text) for name, text in facts.items()})] if facts else []
+    return [*keys, render_paragraph(sentence), render_table(Table(columns, rows))]
 
 
 def _by_length(timeline: Timeline) -> list[Markup]:

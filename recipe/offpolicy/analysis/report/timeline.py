@@ -16,6 +16,8 @@ from ...recording import Rows, Step
 from ...recording.pi_old import find_scored_rows, get_trainers_pi_old
 
 Floats = NDArray[np.float64]
+RIGHT = 1.0
+"""Reward from which an answer counts as right."""
 _GEOMETRIC = (math.log(0.99), math.log(1.01))
 _PRODUCT = (math.log(0.5), math.log(2.0))
 REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
@@ -33,6 +35,7 @@ class StepNumbers:
         compared: response tokens with a finite mu and a known and finite pi_old.
         reward: mean over rows whose reward is known.
         length: mean T.
+        length_right, length_wrong: of responses with a reward of at least 1, and with less.
         kl: KL(mu, pi_old), k3 in nats a token, over ``compared``.
         kl_fresh, fresh_tokens: KL over tokens that fresh weights sampled (staleness 0 or unknown); their count.
         copied: whether mu is pi_old to the bit in all of ``compared``.
@@ -51,6 +54,8 @@ class StepNumbers:
     compared: int
     reward: float
     length: float
+    length_right: float
+    length_wrong: float
     kl: float
     kl_fresh: float
     fresh_tokens: int
@@ -168,6 +173,8 @@ def _of_step(step: Step) -> StepNumbers:
         compared=int(compared.sum()),
         reward=_mean(rows.reward[np.isfinite(rows.reward)]),
         length=_mean(rows.length[has_tokens]),
+        length_right=_mean(rows.length[has_tokens & (rows.reward >= RIGHT)]),
+        length_wrong=_mean(rows.length[has_tokens & (rows.reward < RIGHT)]),
         kl=_mean(k3[compared]),
         kl_fresh=_mean(k3[fresh]),
         fresh_tokens=int(fresh.sum()),

@@ -11,6 +11,7 @@ import torch
 
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
+from ...recording.recording import read_extensions
 from .agreement import AgreementCounter
 from .base_loss import BaseLoss
 from .blocks import SIZE, iterate_blocks
@@ -151,10 +152,18 @@ def run_study(
         fidelity=seen.fidelity,
         notes=(
             *([base_loss.note] if base_loss.note else []),
+            *_of_extensions(recording),
             *seen.format_notes(sampled=sampled, needs_batch=needs_batch),
             *_few_rows(outcomes),
         ),
     )
+
+
+def _of_extensions(recording: Recording) -> Iterator[str]:
+    """Yield what extensions of the run mean for its replay."""
+    for section, each in read_extensions(recording.card).items():
+        if each["replay"]:
+            yield f"{section}: {each['replay']}"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,17 @@ class OnPolicyDistillation(Extension):
         )
 
     @property
+    def replay_note(self) -> str:
+        if self.opd.mode == "loss":
+            return (
+                f"its term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: figures are of the policy term."
+            )
+        return (
+            "advantages of eligible tokens are the teacher's, made with log pi_old of the run, and are replayed as "
+            "they were: with another correction.proximal training would have had others."
+        )
+
+    @property
     def reads_old_log_prob(self) -> bool:
         return True
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...correction import SpecError
 from ...correction.problem import format_value
+from ..setting_checks import check_keys, is_count, is_flag, is_number, is_positive, optional
 
 Mode = Literal["advantage", "loss"]
 COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
@@ -79,8 +79,8 @@ class OpdSettings:
         Raises:
             SpecError: an unknown key, or a value that cannot be what was meant.
         """
-        given = _checked(section, values, _KEYS)
-        teacher = _checked(f"{section}.teacher", given.pop("teacher", None) or {}, _TEACHER)
+        given = check_keys(section, values, _KEYS)
+        teacher = check_keys(f"{section}.teacher", given.pop("teacher", None) or {}, _TEACHER)
         urls = teacher.pop("url", None)
         if urls is None:
             raise SpecError(
@@ -88,7 +88,7 @@ class OpdSettings:
                 f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT.",
                 key=f"{section}.teacher.url",
             )
-        eligible = _checked(f"{section}.eligible", given.pop("eligible", None) or {}, _ELIGIBLE)
+        eligible = check_keys(f"{section}.eligible", given.pop("eligible", None) or {}, _ELIGIBLE)
         if "mode" not in given:
             fix, mode = "Set opd=advantage or opd=loss.", f"{section}.mode"
             raise SpecError("neither advantage nor loss.", fix, key=mode, mend={mode: "advantage"})
@@ -120,75 +120,40 @@ class OpdSettings:
             )
 
 
-def _checked(section: str, values: Any, known: Mapping[str, tuple[Callable[[Any], bool], str, Any]]) -> dict[str, Any]:
-    """Return the values of known keys after checking them; what is null and may not be is left out."""
-    if not isinstance(values, Mapping):
-        raise SpecError("not a mapping.", f"Set {section}.KEY=VALUE.", key=section, value=values)
-    for name, value in values.items():
-        key = f"{section}.{name}"
-        if name not in known:
-            fix = f"Known under {section}: {', '.join(known)}."
-            raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
-        fits, wanted, default = known[name]
-        if not fits(value):
-            raise SpecError(f"expected {wanted}.", key=key, value=value, mend={key: default})
-    return dict(values)
-
-
 def _addresses(given: str | list[str]) -> tuple[str, ...]:
     return tuple(each.rstrip("/").removesuffix("/v1") for each in ([given] if isinstance(given, str) else given))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_address(value: object) -> bool:
     return isinstance(value, str) and urlsplit(value).scheme in ("http", "https") and bool(urlsplit(value).netloc)
 
 
-def _positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
-def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 _TEACHER = {
     "url": (
-        _optional(lambda value: all(map(_is_address, value if isinstance(value, list) and value else [value]))),
+        optional(lambda value: all(map(_is_address, value if isinstance(value, list) and value else [value]))),
         "an address such as http://127.0.0.1:8100, or a list of them",
         "http://127.0.0.1:8100",
     ),
-    "model": (_optional(lambda value: isinstance(value, str)), "a served name or null", None),
-    "tokenizer": (_optional(lambda value: isinstance(value, str)), "a folder, a hub name or null", None),
-    "concurrency": (_is_count, "a number of requests, 1 or more", 32),
-    "timeout": (_positive, "seconds above 0", 600),
-    "retries": (lambda value: value == 0 or _is_count(value), "a number of times, 0 or more", 2),
-    "other_template": (_is_flag, "true or false", False),
+    "model": (optional(lambda value: isinstance(value, str)), "a served name or null", None),
+    "tokenizer": (optional(lambda value: isinstance(value, str)), "a folder, a hub name or null", None),
+    "concurrency": (is_count, "a number of requests, 1 or more", 32),
+    "timeout": (is_positive, "seconds above 0", 600),
+    "retries": (lambda value: value == 0 or is_count(value), "a number of times, 0 or more", 2),
+    "other_template": (is_flag, "true or false", False),
 }
 _ELIGIBLE = {
-    "passed_above": (_is_number, "a reward", 0.0),
-    "max_pass_rate": (lambda value: _is_number(value) and 0 <= value <= 1, "a share in [0, 1]", 0.25),
+    "passed_above": (is_number, "a reward", 0.0),
+    "max_pass_rate": (lambda value: is_number(value) and 0 <= value <= 1, "a share in [0, 1]", 0.25),
     "rows": (lambda value: value in ("failed", "all"), "failed or all", "failed"),
 }
 _KEYS = {
     "mode": (lambda value: value in COEF, f"one of {format_value(list(COEF))}", "advantage"),
-    "teacher": (_optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
-    "eligible": (_optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
-    "coef": (_optional(_positive), "a number above 0, or null", None),
-    "horizon": (_optional(_is_count), "a number of tokens, 1 or more, or null", None),
-    "max_gap": (_positive, "nats above 0: failed rows of a far teacher have gaps of many nats", 5.0),
-    "scale": (lambda value: value in ("std", "none") or _positive(value), "std, none or a number above 0", "std"),
-    "corrected": (_is_flag, "true or false", True),
-    "extreme": (_positive, "nats above 0", 5.0),
+    "teacher": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
+    "eligible": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
+    "coef": (optional(is_positive), "a number above 0, or null", None),
+    "horizon": (optional(is_count), "a number of tokens, 1 or more, or null", None),
+    "max_gap": (is_positive, "nats above 0: failed rows of a far teacher have gaps of many nats", 5.0),
+    "scale": (lambda value: value in ("std", "none") or is_positive(value), "std, none or a number above 0", "std"),
+    "corrected": (is_flag, "true or false", True),
+    "extreme": (is_positive, "nats above 0", 5.0),
 }

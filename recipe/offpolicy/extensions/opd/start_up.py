@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from .teacher_client import TeacherError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "algorithm.filter_groups.enable"
+_ESTIMATOR = "algorithm.adv_estimator"
 CONVERSATIONS = 8
+LOOKED_AT = 64
+"""Rows of the training data that are searched for pictures, sounds and videos."""
 
 
 def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
@@ -48,9 +52,27 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
         reason = "the teacher's log-probs are those at temperature 1, and the student's are not."
         fix = f"Set {key}=1.0, or {section}=null."
         yield Problem(key, temperature, reason, fix, parts=parts, overrides=(set_to(key, 1.0),))
+    if settings.mode == "advantage" and OmegaConf.select(config, _ESTIMATOR) == "gae":
+        reason = (
+            "the critic predicts rewards, and the advantages of eligible tokens would be the teacher's log-probs, "
+            "which it knows nothing of."
+        )
+        fix = f"Set {section}=loss, or an estimator without a critic, such as grpo."
+        yield Problem(_ESTIMATOR, "gae", reason, fix, parts=parts, overrides=(set_to(f"{section}.mode", "loss"),))
+    for key, column in _find_media(config):
+        reason = f"the training data has {column}, and the teacher is asked about token ids alone."
+        yield Problem(key, column, reason, f"Set {section}=null.", parts=parts, overrides=(set_to(section, None),))
+    rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
+    gate = settings.eligible
+    if rollouts > 1 and 0 < gate.max_pass_rate * rollouts < 1:
+        key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
+        reason = (
+            f"of {rollouts} rollouts a prompt either none passes or a share of {least:g} and more, so that it acts "
+            f"as 0: prompts that no rollout passes are eligible."
+        )
+        fix = f"Set {key}={least:g} for prompts that one rollout passes, or 0 if they are not meant."
+        yield Problem(key, gate.max_pass_rate, reason, fix, "INERT", (), (set_to(key, least),))
     if OmegaConf.select(config, _FILTER):
-        rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
-        gate = settings.eligible
         never = gate.rows == "failed" and gate.max_pass_rate * rollouts < 1
         reason = (
             f"it drops prompts that no rollout passes, and no other has a pass rate of at most {gate.max_pass_rate:g}."
@@ -117,6 +139,22 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
             yield Problem(key, url, reason, fix, parts=(section,))
 
 
+def _find_media(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Find the columns of pictures, videos and sounds that training prompts have: (key that names it, column)."""
+    first = _first_file(config)
+    if first is None:
+        return
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(first)
+    for key in ("data.image_key", "data.video_key", "data.audio_key"):
+        column = OmegaConf.select(config, key)
+        if column in file.schema_arrow.names:
+            head = next(file.iter_batches(LOOKED_AT, columns=[column]), None)
+            if head is not None and any(head.column(0).to_pylist()):
+                yield key, column
+
+
 def _load_tokenizer(path: str) -> Any:
     """Load a tokenizer that lies on this machine or in its cache; None where it does not."""
     from transformers import AutoTokenizer
@@ -131,10 +169,16 @@ def _read_conversations(config: DictConfig) -> list[Any]:
     """Read the first prompts of the training data; none where its files are not at hand."""
     import pandas
 
-    files = OmegaConf.select(config, "data.train_files")
-    first = str(files if isinstance(files, str) else next(iter(files or []), ""))
-    if not first.endswith(".parquet") or not Path(first).is_file():
+    first = _first_file(config)
+    if first is None:
         return []
     column = str(OmegaConf.select(config, "data.prompt_key") or "prompt")
     prompts = pandas.read_parquet(first, columns=[column])[column].head(CONVERSATIONS)
     return [[dict(message) for message in prompt] for prompt in prompts]
+
+
+def _first_file(config: DictConfig) -> str | None:
+    """Return the first file of the training data, where it is one that is at hand."""
+    files = OmegaConf.select(config, "data.train_files")
+    first = str(files if isinstance(files, str) else next(iter(files or []), ""))
+    return first if first.endswith(".parquet") and Path(first).is_file() else None

@@ -80,10 +80,17 @@ def _decode(tokenizer: Any, token: int) -> str:
 
 
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` whose tokens, one by one, do not read as the whole does; None: all do."""
+    """Find the first of ``texts`` whose tokens, one by one, do not read as the whole does; None: all do.
+
+    Only ASCII is compared: a token may be a part of another character, which is no text by itself.
+    """
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if "".join(list_pieces(tokenizer, ids)).lstrip() != str(whole).lstrip():
+        if _keep_ascii("".join(list_pieces(tokenizer, ids))) != _keep_ascii(str(whole)):
             return text
     return None
+
+
+def _keep_ascii(text: str) -> str:
+    return text.encode("ascii", "ignore").decode().lstrip()

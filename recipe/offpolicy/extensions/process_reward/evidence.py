@@ -101,14 +101,14 @@ def check_forward(
     return apart[worst]
 
 
-def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int] | None, *, exact: bool = True) -> None:
+def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int], *, exact: bool = True) -> None:
     """Check the workers' advantages against those of the trainer, by row.
 
     With several epochs each row is seen as many times.
 
     Args:
         reports: of one update.
-        wanted: hashes of the trainer's rows; None: others change advantages after these.
+        wanted: hashes of the trainer's rows.
         exact: every row has to be seen; False where a limit on staleness takes rows out of the loss.
 
     Raises:
@@ -119,8 +119,6 @@ def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int] | None,
             raise LivenessError(
                 f"{SECTION}: {UTILITY} did not reach the loss. Something selects the columns that go to the workers."
             )
-    if wanted is None:
-        return
     seen = Counter(number for report in reports for number in report.hashes)
     times = max(seen.total() // max(wanted.total(), 1), 1)
     every = Counter({number: times * count for number, count in wanted.items()})

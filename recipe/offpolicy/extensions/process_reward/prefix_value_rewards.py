@@ -24,8 +24,7 @@ from ...batch.checksums import hash_rows
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
 from ..batch_view import BatchView, PromptView
-from ..extension import Extension
-from ..registry import load_extensions
+from ..extension import Advantages, Extension
 from .advantages import normalize_utilities, token_advantages
 from .columns import FIELD, UTILITY
 from .evidence import (
@@ -59,7 +58,7 @@ class PrefixValueRewards(Extension):
         super().__init__(section, settings)
         self.process = ProcessSettings.from_mapping(section, settings)
         self._by_token = self._synchronous = False
-        self._exact = self._last = True
+        self._exact = True
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
         self._sent: Counter[int] = Counter()
@@ -76,6 +75,10 @@ class PrefixValueRewards(Extension):
             f"log p(answer | prefix), {process.normalize}, coef={process.coef:g}, at most {process.max_episodes} "
             f"episodes of {process.max_tokens} tokens"
         )
+
+    @property
+    def replay_note(self) -> str:
+        return "advantages are those of the run, its process part included, and are replayed as they were."
 
     def configure(self, config: DictConfig) -> Sequence[str]:
         if OmegaConf.select(config, MANAGER):  # a user's own is refused by ``problems``
@@ -95,8 +98,6 @@ class PrefixValueRewards(Extension):
     def begin(self, config: DictConfig) -> None:
         self._synchronous, self._exact = is_synchronous(config), not takes_rows_out(config)
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
-        shaping = [each.section for each in load_extensions(config) if _shapes(each)]
-        self._last = shaping[-1:] == [self.section]
         self._by_token = bool(sees_positions(config, plain_advantage()))
 
     def next_batch(self, prompts: PromptView) -> None:
@@ -175,33 +176,30 @@ class PrefixValueRewards(Extension):
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
         assert self._utilities is not None
-        columns = batch.rows("responses", "response_mask")
-        mask = columns["response_mask"]
+        mask = batch.rows("response_mask")["response_mask"]
         dealt = self._deal(batch, mask, self._utilities.values)
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
             self._moved = check_moved(self._utilities, lambda values: self._deal(batch, mask, values), order)
-        shaped = advantages if self._by_token else advantages + dealt.to(advantages.dtype)
         self._metrics |= summarize_advantages(advantages, dealt, mask)
-        hashes = hash_rows(columns["responses"], mask, shaped.to(torch.float32))
+        return None if self._by_token else advantages + dealt.to(advantages.dtype)
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        columns = batch.rows("responses", "response_mask")
+        mask = columns["response_mask"]
+        hashes = hash_rows(columns["responses"], mask, advantages.final.to(torch.float32))
         self._sent = Counter(hashes[mask.bool().any(-1)].tolist())
-        return None if self._by_token else shaped
 
     def worker(self) -> ProcessWorker:
         return ProcessWorker()
 
     def judge(self, reports: Sequence[ProcessReport]) -> Mapping[str, float]:
-        # What another extension makes of the advantages is its own to prove.
-        check_reports(reports, self._sent if self._last else None, exact=self._exact)
+        check_reports(reports, self._sent, exact=self._exact)
         live = {"moved_rows": self._moved, "compared_prefixes": self._compared, "forward_error": self._apart}
         return {f"{self.section}/live/{name}": float(value) for name, value in live.items()}
 
     def metrics(self) -> Mapping[str, float]:
         return {f"{self.section}/{name}": value for name, value in self._metrics.items()}
-
-
-def _shapes(extension: Extension) -> bool:
-    return type(extension).shape_advantages is not Extension.shape_advantages
 
 
 def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
-from ...correction import SpecError
+from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive
 from .advantages import Normalize
 
 MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
@@ -50,45 +49,27 @@ class ProcessSettings:
         Raises:
             SpecError: an unknown key, or a value that cannot be what was meant.
         """
-        for name, value in values.items():
-            key = f"{section}.{name}"
-            if name not in _KEYS:
-                fix = f"Known under {section}: {', '.join(_KEYS)}."
-                raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
-            fits, wanted = _KEYS[name]
-            if not fits(value):
-                default = next(each.default for each in fields(cls) if each.name == name)
-                mend = list(default) if isinstance(default, tuple) else default
-                raise SpecError(f"expected {wanted}.", key=key, value=value, mend={key: mend})
-        given = dict(values)
+        given = check_keys(section, values, _KEYS)
         if "markers" in given:
             given["markers"] = tuple(given["markers"])
         return cls(**given)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _are_markers(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
 
 
-_KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "force_prompt": (lambda value: isinstance(value, str) and value != "", "a text"),
-    "think_end": (lambda value: isinstance(value, str), "a text, which may be empty"),
-    "markers": (_are_markers, "a list of texts, none of them empty"),
-    "max_tokens": (_is_count, "a number of tokens, 1 or more"),
-    "max_episodes": (_is_count, "a number of episodes, 1 or more"),
-    "max_answer_tokens": (_is_count, "a number of tokens, 1 or more"),
-    "max_answers": (_is_count, "a number of answers, 1 or more"),
-    "floor": (lambda value: _is_number(value) and value < 0, "nats below 0"),
-    "prefix_cache": (lambda value: value in ("auto", "off"), "auto or off"),
-    "normalize": (lambda value: value in get_args(Normalize), f"one of {', '.join(get_args(Normalize))}"),
-    "coef": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "max_unscored_share": (lambda value: _is_number(value) and 0 <= value < 1, "a share in [0, 1)"),
+_KEYS: Mapping[str, Rule] = {
+    "force_prompt": (lambda value: isinstance(value, str) and value != "", "a text", ProcessSettings.force_prompt),
+    "think_end": (lambda value: isinstance(value, str), "a text, which may be empty", "</think>"),
+    "markers": (_are_markers, "a list of texts, none of them empty", list(MARKERS)),
+    "max_tokens": (is_count, "a number of tokens, 1 or more", 256),
+    "max_episodes": (is_count, "a number of episodes, 1 or more", 16),
+    "max_answer_tokens": (is_count, "a number of tokens, 1 or more", 32),
+    "max_answers": (is_count, "a number of answers, 1 or more", 4),
+    "floor": (lambda value: is_number(value) and value < 0, "nats below 0", -20.0),
+    "prefix_cache": (lambda value: value in ("auto", "off"), "auto or off", "auto"),
+    "normalize": (lambda value: value in get_args(Normalize), f"one of {', '.join(get_args(Normalize))}", "zscore"),
+    "coef": (is_positive, "a number above 0", 1.0),
+    "max_unscored_share": (lambda value: is_number(value) and 0 <= value < 1, "a share in [0, 1)", 0.0),
 }

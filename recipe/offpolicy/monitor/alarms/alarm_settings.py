@@ -13,7 +13,7 @@ from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, Problem, SpecError
 from ...correction.problem import remove, set_to
 from .alarm import Action, AlarmRule, Band
-from .alarm_statistics import GROWTH, NAMES, RANGES, explain_constant
+from .alarm_statistics import GROWTH, NAMES, OF_EXTENSIONS, RANGES, explain_constant
 
 SECTION = "offpolicy.alarms"
 DEFAULTS: Final[Mapping[str, dict[str, Any]]] = read_shipped_defaults("alarms")
@@ -58,9 +58,14 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are not off, by name, of a configuration without problems (``find_problems``)."""
+    """Read the alarms that are not off, by name, of a configuration without problems (``find_problems``).
+
+    An alarm on an extension's metric is off where the extension is.
+    """
     return {
-        name: _read_alarm(name, values) for name, values in _read_values(config).items() if values["action"] != "off"
+        name: _read_alarm(name, values)
+        for name, values in _read_values(config).items()
+        if values["action"] != "off" and _is_measured(name, config)
     }
 
 
@@ -84,7 +89,17 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
                 yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
     for name, alarm in _read_values(config).items():
         found = list(_find_malformed(name, alarm))
-        yield from found or _find_pointless(name, alarm, spec, config)
+        if found:
+            yield from found
+        elif name in OF_EXTENSIONS:
+            yield from _find_pointless_of_extension(name, alarm, config)
+        else:
+            yield from _find_pointless(name, alarm, spec, config)
+
+
+def _is_measured(name: str, config: DictConfig) -> bool:
+    """Return True if what the alarm is on is part of the run."""
+    return name not in OF_EXTENSIONS or isinstance(OmegaConf.select(config, OF_EXTENSIONS[name][0]), DictConfig)
 
 
 def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
@@ -233,6 +248,23 @@ def _find_pointless(
     elif reason := explain_constant(name, spec):
         fix = f"Set {key}.action=warn, or off."
         yield _problem(f"{key}.action", action, reason, fix, set_to(f"{key}.action", "warn"))
+
+
+def _find_pointless_of_extension(name: str, values: Mapping[str, Any], config: DictConfig) -> Iterator[Problem]:
+    key, section = f"{SECTION}.{name}", OF_EXTENSIONS[name][0]
+    given = {part: values[part] for part in ("fallback", "return_after") if values[part] is not None}
+    if values["action"] == "fallback":
+        reason, fix = f"another correction does not change what {section} measures.", f"Set {key}.action=warn, or stop."
+        unset = [set_to(f"{key}.{part}", None) for part in given]
+        yield _problem(f"{key}.action", "fallback", reason, fix, set_to(f"{key}.action", "warn"), *unset)
+        return
+    for part, value in given.items():
+        shown = value["options"] if isinstance(value, Mapping) else value
+        reason = f"this alarm has no fallback: another correction does not change what {section} measures."
+        yield _problem(f"{key}.{part}", shown, reason, "Set null.", set_to(f"{key}.{part}", None))
+    if values["action"] == "stop" and not _is_measured(name, config):
+        reason, fix = f"with {section}=null there is nothing to measure.", f"Set {key}.action=warn, or off."
+        yield _problem(f"{key}.action", "stop", reason, fix, set_to(f"{key}.action", "warn"))
 
 
 def _float(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from typing import Final
 from ...correction import CorrectionSpec
 from ...correction.proximal import OF_THE_TRAINER
 
-NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth")
+NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth", "opd_overlap")
 GROWTH: Final = "mismatch_growth"
 RANGES: Final = {
     "ess": (0.0, 1.0),
@@ -18,13 +18,16 @@ RANGES: Final = {
     "kept_share": (0.0, 1.0),
     "nonfinite": (0.0, math.inf),
     "mismatch_growth": (0.0, math.inf),
+    "opd_overlap": (0.0, 1.0),
 }
 """Least and greatest value that each alarm's statistic can take."""
+OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
+"""Alarms on an extension's metric -> the section that has to be on, and the metric; NaN there counts as no update."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
-    """Return the name, below ``offpolicy/``, of the statistic that an alarm reads under a correction.
+    """Return the name of the statistic that an alarm reads under a correction: below ``offpolicy/``, or an extension's.
 
     Without a weight it is the statistic of the ratio that a weight would be made of: pi_old / mu, or pi / mu where
     pi_old does not come from the trainer's weights and pi_old / mu shows no mismatch.
@@ -45,6 +48,8 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
             return "nonfinite"
         case "mismatch_growth":
             return "kl/k3" if trainers_own else f"{ratio}/chi2"
+        case _ if name in OF_EXTENSIONS:
+            return OF_EXTENSIONS[name][1]
         case _:
             raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
 

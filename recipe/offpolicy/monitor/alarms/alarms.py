@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 from ...correction import CorrectionSpec
 from .alarm import AlarmState
 from .alarm_settings import GROWTH, SECTION, AlarmSettings, read_settings
-from .alarm_statistics import compute_growth, find_statistic, read_value
+from .alarm_statistics import OF_EXTENSIONS, compute_growth, find_statistic, read_value
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -24,6 +25,8 @@ _MEANINGS = {
     "kept_share": "most of the batch is rejected",
     "nonfinite": "log-probs arrive that are no numbers",
     "mismatch_growth": "the mismatch of the two engines has grown, as with stale weights or caches",
+    "opd_overlap": "the teacher takes most sampled tokens for all but impossible, as one with another vocabulary, chat "
+    "template or task does",
 }
 
 
@@ -59,11 +62,14 @@ class Alarms:
         alarm = self._alarms.get(self.in_force)
         return None if alarm is None else alarm.fallback
 
-    def judge(self, spec: CorrectionSpec, values: Mapping[str, float]) -> bool:
+    def judge(
+        self, spec: CorrectionSpec, values: Mapping[str, float], extensions: Mapping[str, float] = MappingProxyType({})
+    ) -> bool:
         """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
-            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm advances.
+            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm on them advances.
+            extensions: their metrics, by full names.
 
         Returns:
             True if another correction is in force now.
@@ -72,12 +78,13 @@ class Alarms:
             AlarmError: an alarm with ``action=stop`` fired.
         """
         before = self._ran = self.in_force
-        if not values:
+        if not values and not extensions:
             return False
         self._updates += 1
         fired = []
         for name, alarm in self._alarms.items():
-            value = self._read_value(alarm, spec, values)
+            found = extensions if name in OF_EXTENSIONS else values
+            value = self._read_value(alarm, spec, found) if found else None
             if value is None:
                 continue
             state, event = self._states[name].advance(alarm.rule, value)
@@ -146,6 +153,8 @@ class Alarms:
 
     def _read_value(self, alarm: AlarmSettings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
         value = read_value(alarm.name, spec, values)
+        if alarm.name in OF_EXTENSIONS and math.isnan(value):
+            return None  # as opd has without an eligible token
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
@@ -189,11 +198,16 @@ class Alarms:
     def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
         sentence = _describe(alarm, state, spec, self._updates)
         if alarm.action == "stop":
+            other = (
+                ""
+                if alarm.name in OF_EXTENSIONS
+                else f", with a safer correction and offpolicy.resume_changed_correction=true, or with "
+                f"{SECTION}.{alarm.name}.action=fallback"
+            )
             raise AlarmError(
                 f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
                 f"these updates, and no checkpoint was written since the last of them: resume one from before they "
-                f"began, with the cause mended, with a safer correction and offpolicy.resume_changed_correction=true, "
-                f"or with {SECTION}.{alarm.name}.action=fallback. If such values are meant, widen its bounds."
+                f"began, with the cause mended{other}. If such values are meant, widen its bounds."
             )
         logger.warning("%s", sentence)
 

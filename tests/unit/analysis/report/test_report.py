@@ -260,6 +260,7 @@ def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
     assert step.kl == pytest.approx((1 - np.log(2)) / 3, abs=1e-6)
     assert step.drift == pytest.approx(0.1, abs=1e-6)
     assert step.reward == 0.5
+    assert (step.length_right, step.length_wrong) == (rows.length[0], rows.length[1])
     assert (step.kept_tokens, step.kept_rows) == (0.5, pytest.approx(1 / 3))
     assert step.ess == pytest.approx(0.6)
     assert step.nonfinite == 1
@@ -324,9 +325,10 @@ def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) ->
     """Uncorrected, everything is kept: three shares of 1."""
     timeline = build_timeline(Recording(made(tmp_path)))
     figure = draw_panels(report_figures.build_step_panels(timeline), columns=2)
-    reward, _, kept, _ = figure.axes
+    reward, _, kept, length = figure.axes
     assert reward.get_ylabel() == "mean reward of a response"
     assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
+    assert [line.get_label() for line in length.get_lines()] == ["all answers", "right answers", "wrong answers"]
     shares, _ = draw_panels(report_figures.build_length_panels(timeline), columns=2).axes
     assert [(line.get_label(), line.get_linestyle()) for line in shares.get_lines()] == [
         ("rows kept, tokens kept, had a product mask [0.5, 2] been on: rows kept", "-"),

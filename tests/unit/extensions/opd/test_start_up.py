@@ -65,10 +65,15 @@ def teacher() -> Iterator[FakeTeacher]:
 
 def problems(url: str, student: Path, *, teacher: dict[str, Any] | None = None, **changes: Any) -> list[Problem]:
     settings = OpdSettings.from_mapping(
-        "opd", {"mode": "advantage", "teacher": {"url": url} | (teacher or {}), "eligible": changes.pop("eligible", {})}
+        "opd",
+        {
+            "mode": changes.pop("mode", "advantage"),
+            "teacher": {"url": url} | (teacher or {}),
+            "eligible": changes.pop("eligible", {}),
+        },
     )
     data = student / "train.parquet"
-    pandas.DataFrame({"prompt": PROMPTS}).to_parquet(data)
+    pandas.DataFrame({"prompt": PROMPTS} | changes.pop("columns", {})).to_parquet(data)
     config = OmegaConf.create(
         {
             "data": {"train_files": str(data), "max_prompt_length": 20, "max_response_length": 10},
@@ -183,11 +188,44 @@ def test_without_the_students_tokenizer_it_is_said_that_nothing_was_compared(
             "INERT",
             "algorithm.filter_groups.enable=false",
         ),
+        ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator", "WRONG", "opd.mode=loss"),
+        (
+            {"eligible": {"max_pass_rate": 0.12}},
+            "opd.eligible.max_pass_rate",
+            "INERT",
+            "opd.eligible.max_pass_rate=0.125",
+        ),
     ],
 )
 def test_keys_that_it_cannot_stand_beside(
     changes: dict[str, Any], key: str, verdict: str, override: str, teacher: FakeTeacher, student: Path
 ) -> None:
     found = problems(teacher.url, student, **changes)
-    (problem,) = found
+    (problem,) = [each for each in found if each.key == key]
     assert (problem.key, problem.verdict, problem.overrides) == (key, verdict, (override,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm__adv_estimator": "grpo"},
+        {"eligible": {"max_pass_rate": 0.0}},
+        {"eligible": {"max_pass_rate": 0.125}},
+        {"actor_rollout_ref__rollout__n": 1, "eligible": {"max_pass_rate": 0.5}},
+        {"data__image_key": "images"},
+    ],
+)
+def test_keys_that_it_can_stand_beside(changes: dict[str, Any], teacher: FakeTeacher, student: Path) -> None:
+    assert problems(teacher.url, student, **changes) == []
+
+
+def test_a_critic_may_stay_where_the_term_is_in_the_loss(teacher: FakeTeacher, student: Path) -> None:
+    assert problems(teacher.url, student, algorithm__adv_estimator="gae", mode="loss") == []
+
+
+@pytest.mark.parametrize(("images", "said"), [([None, []], 0), ([[], [b"png"]], 1)])
+def test_rows_with_pictures_are_refused(images: list[Any], said: int, teacher: FakeTeacher, student: Path) -> None:
+    found = problems(teacher.url, student, columns={"images": images}, data__image_key="images")
+    assert [(each.key, each.verdict, each.overrides) for each in found] == said * [
+        ("data.image_key", "WRONG", ("opd=null",))
+    ]

@@ -70,10 +70,6 @@ def test_rows_may_be_missing_where_a_limit_on_staleness_takes_them_out() -> None
         check_reports([ProcessReport(ARRIVED, (7, 8, 9))], Counter([1, 2, 2, 3]), exact=False)
 
 
-def test_nothing_is_compared_where_another_extension_shapes_later() -> None:
-    check_reports([ProcessReport(ARRIVED, (7,))], None)
-
-
 def test_prefixes_are_chosen_of_values_above_the_floor() -> None:
     rows = [RowValues(ends=[1], values=[-1.0, -20.0]), RowValues(error="why"), RowValues(ends=[2], values=[-2.0, -3.0])]
     assert set(choose_prefixes(rows, -20.0, seed=1)) == {(0, 0), (2, 0), (2, 1)}

@@ -45,7 +45,6 @@ def config(**changed: Any) -> DictConfig:
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of bytes, in which the force prompt has 24 tokens."""
     monkeypatch.setattr(start_up, "_load_tokenizer", lambda path: build_byte_tokenizer([]))
-    monkeypatch.setattr(start_up, "TEXTS", ("So 4.",))
 
 
 def problems(made: DictConfig, **settings: Any) -> list[Any]:
@@ -106,8 +105,8 @@ def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatc
     assert found.overrides == ("process_reward=null",)
 
 
-def test_a_tokenizer_whose_tokens_have_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_up, "TEXTS", ("数",))
+def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
     (found,) = problems(config())
     assert "read otherwise one by one" in str(found)
 

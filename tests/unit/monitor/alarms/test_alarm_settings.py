@@ -40,8 +40,9 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
 
 
 def test_defaults_are_those_of_practice() -> None:
-    alarms = read_settings(config())
+    alarms = read_settings(config({"opd": {"mode": "loss"}}))
     assert {name: alarm.action for name, alarm in alarms.items()} == dict.fromkeys(DEFAULTS, "warn")
+    assert alarms["opd_overlap"].rule.band == Band(None, 0.5)
     assert alarms["ess"].rule.band == Band(0.3, None)
     assert alarms["mean_weight"].rule.band == Band(0.5, 2.0)
     assert alarms["nonfinite"].rule.band == Band(None, 0.0)
@@ -49,7 +50,7 @@ def test_defaults_are_those_of_practice() -> None:
 
 @pytest.mark.parametrize("off", ["off", False])  # YAML reads a bare off as false
 def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
-    assert list(read_settings(config({f"{KEY}.ess.action": off}))) == [name for name in DEFAULTS if name != "ess"]
+    assert list(read_settings(config({f"{KEY}.ess.action": off, "opd": {}}))) == [n for n in DEFAULTS if n != "ess"]
     assert found({f"{KEY}.ess.action": off}) == []
 
 
@@ -138,6 +139,31 @@ def test_without_rollout_log_probs_nothing_can_stop_the_run() -> None:
     changes = {f"{KEY}.ess.action": "stop", "actor_rollout_ref.rollout.calculate_log_probs": False}
     (problem,) = found(changes, {"weight": None, "masks": {}})
     assert "there is nothing to measure. Set actor_rollout_ref.rollout.calculate_log_probs=true" in problem
+
+
+def test_an_alarm_on_an_extension_that_is_off_is_not_there() -> None:
+    assert "opd_overlap" not in read_settings(config())
+    (problem,) = found({f"{KEY}.opd_overlap.action": "stop"})
+    assert "with opd=null there is nothing to measure. Set offpolicy.alarms.opd_overlap.action=warn, or off" in problem
+    assert found({f"{KEY}.opd_overlap.action": "stop", "opd": {"mode": "loss"}}) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{KEY}.opd_overlap.action": "fallback", f"{KEY}.opd_overlap.fallback": ["gsm"]},
+        {f"{KEY}.opd_overlap.fallback": ["gsm"]},
+        {f"{KEY}.opd_overlap.return_after": 9},
+    ],
+)
+def test_another_correction_is_no_remedy_for_a_teacher(changes: dict[str, Any]) -> None:
+    made = config(changes | {"opd": {"mode": "loss"}})
+    (problem,) = find_problems(made, read_spec(made))
+    assert "another correction does not change what opd measures" in problem.reason
+    for override in problem.overrides:
+        key, _, value = override.partition("=")
+        OmegaConf.update(made, key, None if value == "null" else value)
+    assert list(find_problems(made, read_spec(made))) == []
 
 
 def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:

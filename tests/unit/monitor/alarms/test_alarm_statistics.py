@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.monitor.alarms.alarm_statistics import NAMES, explain_constant, find_statistic, read_value
+from recipe.offpolicy.monitor.alarms.alarm_statistics import (
+    NAMES,
+    OF_EXTENSIONS,
+    explain_constant,
+    find_statistic,
+    read_value,
+)
 from tests.support.corrections import GSM, TIS, opsm, run, values
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -39,7 +45,7 @@ def test_the_stages_give_what_alarms_look_at(name: str) -> None:
     mu = [[-1.0, -1.0]]
     old = mu if name == "bypass" else [[-0.7, -1.0]]
     shown = values(run(spec, mu=mu, old=old, pi=[[-0.7, -1.0]], advantages=-1.0))
-    found = {alarm: read_value(alarm, spec, shown) for alarm in NAMES if alarm != "kept_share"}
+    found = {alarm: read_value(alarm, spec, shown) for alarm in NAMES if alarm not in ("kept_share", *OF_EXTENSIONS)}
     assert all(math.isfinite(value) for value in found.values())
     # Two weights 1 and e^0.3 = 1.34986: mean 1.17493, ess (2.34986)^2 / (2 x 2.82212) = 0.97831; normalised the
     # same ess. k3 = (1.34986 - 1 - 0.3) / 2 = 0.02493; chi2 = (2.82212) / 2 - 1 = 0.41106.
@@ -70,6 +76,12 @@ def test_without_anything_that_rejects_the_kept_share_stays(mapping: dict[str, A
     spec = CorrectionSpec.from_mapping(mapping)
     assert (explain_constant("kept_share", spec) == "") is moves
     assert explain_constant("ess", spec) == ""
+
+
+def test_an_extensions_metric_is_read_by_its_full_name() -> None:
+    spec = CorrectionSpec.from_mapping({"weight": TIS})
+    assert find_statistic("opd_overlap", spec) == "opd/gap/extreme_share"
+    assert read_value("opd_overlap", spec, {"opd/gap/extreme_share": 0.25}) == 0.25
 
 
 def test_an_unknown_alarm_is_an_error() -> None:

@@ -60,6 +60,21 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
+def test_an_extensions_metric_advances_its_alarm_alone_and_nan_none() -> None:
+    values = {name: {"action": "off"} for name in DEFAULTS} | {"ess": {}, "opd_overlap": {"patience": 2}}
+    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": values}, "opd": {"mode": "loss"}}))
+    firing = []
+    for share in (0.6, math.nan, 0.6, 0.45, math.nan, 0.4, 0.3, math.nan, 0.2):
+        assert not made.judge(SPEC, {}, {"opd/gap/extreme_share": share})
+        firing.append(made.metrics()["alarm/opd_overlap"])
+    # It fires with the second 0.6, and re-arms with the third value of at most 0.4.
+    assert firing == [0, 0, 1, 1, 1, 1, 1, 1, 0]
+    assert made.metrics()["alarm/ess"] == 0.0
+    for _ in range(3):
+        made.judge(SPEC, HEALTHY | {"weight/ess": math.nan}, {"opd/gap/extreme_share": 0.0})
+    assert made.metrics() == {"alarm/ess": 1.0, "alarm/opd_overlap": 0.0, "alarm/active_correction": 0.0}
+
+
 @pytest.mark.parametrize(
     ("name", "beyond"),
     [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +77,20 @@ def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: 
     assert metrics == [step["data"]]
     assert [call["name"] for call in calls] == ["worker.leave"]
     assert calls[0]["seconds"] > 0
+
+
+def test_a_read_is_noted_by_what_the_limit_adds_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A column takes a second: the limit adds one to the three of the check of log-probs."""
+    from recipe.offpolicy.trainer import batch_view_v1
+
+    monkeypatch.syspath_prepend(FOLDER)
+    call_times = importlib.import_module("call_times")
+    clock = [0.0]
+    monkeypatch.setattr(call_times, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        batch_view_v1, "read_columns", lambda batch, *names: clock.__setitem__(0, clock[0] + len(names))
+    )
+    trainer = SimpleNamespace(_names_to_check=("responses", "response_mask", "rollout_log_probs", "extra_fields"))
+    check = call_times.note_added_read(lambda trainer, batch, rows: (batch, rows), tmp_path / "calls.jsonl")
+    assert check(trainer, "batch", "rows") == ("batch", "rows")
+    assert json.loads((tmp_path / "calls.jsonl").read_text()) == {"name": "staleness.read", "seconds": 1.0}

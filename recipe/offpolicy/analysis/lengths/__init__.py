@@ -1,0 +1,1 @@
+"""Length of answers by correctness over steps, from a run's metrics or from a recording."""

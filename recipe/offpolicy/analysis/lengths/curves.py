@@ -1,0 +1,149 @@
+"""Curves of length by correctness and difficulty: read from metrics or a recording, as a table and a figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...extensions.length_penalty.lengths import CLASSES, summarize_lengths
+from ...extensions.sessions import round_threshold
+from ...recording import Recording, Rows
+from ...recording.rows import concatenate
+from ..pages import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+LENGTH = "response_length/mean"
+PREFIX = "length/"
+NAMES = ("all", *CLASSES)
+TITLES = {
+    "all": "all answers",
+    "right": "right answers",
+    "wrong": "wrong answers",
+    "easy": "easy prompts (0.9 or more right)",
+    "hard": "hard prompts (0.1 or less right)",
+}
+
+
+class CurveError(ValueError):
+    """Neither metrics with lengths nor a recording."""
+
+
+@dataclass(frozen=True)
+class LengthStep:
+    """Mean length of each of ``NAMES`` at one step, NaN where there is none, and the mean reward."""
+
+    step: int
+    lengths: Mapping[str, float]
+    reward: float
+
+
+def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
+    """Read the curves of a file of metrics (verl's logger ``file``), or of a recording's directory.
+
+    Raises:
+        CurveError: there are none in it.
+        RecordingError, OSError: it cannot be read.
+    """
+    if path.is_dir():
+        recording = Recording(path)
+        whole = (concatenate([part.rows for part in recording.parts(step)]) for step in recording.steps)
+        return [measure_rows(rows, correct_at_least) for rows in whole]
+    found: list[LengthStep] = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            step, data = int(line["step"]), dict(line["data"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise CurveError(
+                f"{path}, line {number}: no line of verl's file logger ({error!r}). Name its metrics, or the directory "
+                f"of a recording."
+            ) from error
+        if LENGTH not in data:
+            continue
+        lengths = {name: float(data.get(f"{PREFIX}{name}/mean", math.nan)) for name in CLASSES}
+        reward = next((float(data[key]) for key in REWARD if key in data), math.nan)
+        found.append(LengthStep(step, {"all": float(data[LENGTH])} | lengths, reward))
+    if not found:
+        raise CurveError(f"{path}: no step with {LENGTH}.")
+    return found
+
+
+def measure_rows(rows: Rows, correct_at_least: float) -> LengthStep:
+    """Measure one recorded step."""
+    tokens = torch.zeros(len(rows), dtype=torch.float64)
+    tokens.index_add_(0, torch.from_numpy(rows.row_of_token), torch.from_numpy(rows.response_mask).double())
+    known = [row for row, reward in enumerate(rows.reward.tolist()) if not math.isnan(reward)]
+    groups: dict[str, list[int]] = {}
+    for row in known:
+        groups.setdefault(str(rows.uid[row]), []).append(row)
+    rewards = torch.from_numpy(rows.reward).double()
+    found = summarize_lengths(tokens, rewards >= round_threshold(correct_at_least), groups)
+    lengths = {name: found[f"{name}/mean"] for name in CLASSES}
+    whole = float(tokens.mean()) if len(rows) else math.nan
+    reward = float(rewards[known].mean()) if known else math.nan
+    return LengthStep(int(rows.step[0]) if len(rows) else 0, {"all": whole} | lengths, reward)
+
+
+def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -> Table:
+    """Build a table of evenly spread steps, first and last among them."""
+    chosen = sorted({round(at * (len(curves) - 1) / max(min(most, len(curves)) - 1, 1)) for at in range(most)})
+    rows = [
+        [curves[at].step, *(_number(curves[at].lengths[name]) for name in NAMES), _number(curves[at].reward)]
+        for at in chosen
+        if at < len(curves)
+    ]
+    columns = [Column("step"), *(Column(name, "tokens", digits=1) for name in NAMES), Column("reward")]
+    return Table(columns, rows, title)
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def build_json(curves: Sequence[LengthStep]) -> list[dict[str, Any]]:
+    """Build the JSON of the curves."""
+    return [
+        {
+            "step": each.step,
+            "lengths": {name: _number(value) for name, value in each.lengths.items()},
+            "reward": _number(each.reward),
+        }
+        for each in curves
+    ]
+
+
+def draw_curves(curves: Mapping[str, Sequence[LengthStep]]) -> Figure:
+    """Draw length by correctness over steps, and the reward beside it, a row of panels for each run."""
+    from ..pages.plotting import FigurePanel, add_legend, draw_panels
+
+    def lengths(name: str, steps: Sequence[LengthStep]) -> FigurePanel:
+        def draw(axes: Axes) -> None:
+            for curve in NAMES:
+                values = [each.lengths[curve] for each in steps]
+                if not all(map(math.isnan, values)):
+                    axes.plot([each.step for each in steps], values, label=TITLES[curve])
+            axes.set(title=name, xlabel="step", ylabel="mean response tokens")
+            axes.set_ylim(bottom=0)
+            add_legend(axes)
+
+        return FigurePanel(draw, "Mean length by correctness over steps")
+
+    def reward(steps: Sequence[LengthStep]) -> FigurePanel:
+        def draw(axes: Axes) -> None:
+            axes.plot([each.step for each in steps], [each.reward for each in steps])
+            axes.set(title="Reward", xlabel="step", ylabel="mean reward of an answer")
+
+        return FigurePanel(draw, "Mean reward over steps")
+
+    panels = [panel for name, steps in curves.items() for panel in (lengths(name, steps), reward(steps))]
+    return draw_panels(panels, columns=2)

@@ -1,0 +1,1 @@
+"""pass@k from verl's validation dumps."""

@@ -1,0 +1,85 @@
+"""Anchor lengths: mean length of the right answers to a prompt once it is solved reliably, frozen for the whole run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Answer = tuple[bool, float]
+"""Right or wrong, and response tokens."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A frozen anchor.
+
+    Attributes:
+        length: mean tokens of the right answers in the window.
+        step: at which it was frozen.
+        answers: right answers that it is the mean of.
+    """
+
+    length: float
+    step: int
+    answers: int
+
+
+@dataclass
+class Anchors:
+    """Anchors of a run, by prompt or by data source.
+
+    Answers of a prompt are kept, step by step, until the share of right ones among at least ``min_samples`` exceeds
+    ``pass_rate``. Then the anchor is frozen and the answers are dropped; nothing changes it any more. The order of a
+    step's answers has no influence: steps enter and leave the window whole.
+
+    Attributes:
+        pass_rate: in (0, 1), exclusive.
+        min_samples: answers until the share counts.
+        window: answers that are kept at least, if there were so many.
+    """
+
+    pass_rate: float
+    min_samples: int
+    window: int
+    frozen: dict[str, Anchor] = field(default_factory=dict)
+    _open: dict[str, list[list[Answer]]] = field(default_factory=dict)
+
+    def add(self, step: int, answers: Iterable[tuple[str, bool, float]]) -> int:
+        """Add one step's answers as (prompt, right, tokens); return how many anchors were frozen."""
+        by_prompt: dict[str, list[Answer]] = {}
+        for name, right, tokens in answers:
+            if name not in self.frozen:
+                by_prompt.setdefault(name, []).append((right, tokens))
+        before = len(self.frozen)
+        for name, new in by_prompt.items():
+            steps = self._open.setdefault(name, [])
+            steps.append(new)
+            while sum(map(len, steps)) - len(steps[0]) >= self.window:
+                steps.pop(0)
+            lengths = [tokens for each in steps for right, tokens in each if right]
+            total = sum(map(len, steps))
+            if total >= self.min_samples and len(lengths) > self.pass_rate * total:
+                # Sums of rounded floats depend on their order.
+                self.frozen[name] = Anchor(math.fsum(lengths) / len(lengths), step, len(lengths))
+                del self._open[name]
+        return len(self.frozen) - before
+
+    def length_of(self, name: str) -> float | None:
+        """Return the anchor of a prompt; None while it has none."""
+        anchor = self.frozen.get(name)
+        return None if anchor is None else anchor.length
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        return {"frozen": {name: asdict(anchor) for name, anchor in self.frozen.items()}, "open": self._open}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``to_json`` returned."""
+        self.frozen = {name: Anchor(**values) for name, values in state["frozen"].items()}
+        self._open = {name: [_answers(step) for step in steps] for name, steps in state["open"].items()}
+
+
+def _answers(step: Sequence[Sequence[Any]]) -> list[Answer]:
+    return [(bool(right), float(tokens)) for right, tokens in step]

@@ -1,0 +1,244 @@
+"""The length penalty as an extension: on rewards before verl's normalisation in the group, or on advantages after."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from ...correction import Problem
+from ...proof.verify import LivenessError
+from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, hash_advantages
+from ..batch_view import BatchView
+from ..extension import Advantages, Extension
+from .anchors import Anchors
+from .evidence import bound_error, state_advantages, state_penalties, state_shift
+from .lengths import summarize_lengths
+from .measure import Measured, measure
+from .place import compute_shift
+from .settings import LengthSettings
+
+logger = logging.getLogger("verl.offpolicy")
+
+FILE = "anchors.json"
+BY_STD = ("grpo", "grpo_vectorized")
+"""Estimators that divide by the standard deviation of a group, unless they are told not to."""
+
+
+class LengthPenalty(Extension):
+    """The length penalty of one run; see ``settings.LengthSettings`` for its section."""
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.length = LengthSettings.from_mapping(section, settings)
+        anchor = self.length.anchor
+        self.anchors = Anchors(anchor.pass_rate, anchor.min_samples, anchor.window)
+        self._acts = self.length.kind != "none" and self.length.coefficient > 0
+        self._estimator, self._by_std = "grpo", True
+        self._most_tokens: int | None = None
+        self._measured: Measured | None = None
+        self._shipped: tuple[int, ...] = ()
+        self._changed = 0
+        self._demanded = ""
+        self._proved = self._warned = False
+        self._found: dict[str, float] = {}
+
+    # Before Ray starts --------------------------------------------------------------------------------------
+
+    @property
+    def meaning(self) -> str:
+        length = self.length
+        if length.kind == "none":
+            return "none, lengths are measured"
+        reference = f" {length.reference}" if length.kind == "reference" else ""
+        return f"{length.kind}{reference}, coefficient={length.coefficient:g}, {length.place} normalisation"
+
+    def problems(self, config: DictConfig) -> Sequence[Problem]:
+        from .start_up import find_problems
+
+        return tuple(find_problems(self.section, self.length, config))
+
+    # In the trainer -----------------------------------------------------------------------------------------
+
+    def begin(self, config: DictConfig) -> None:
+        self._estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
+        by_std = OmegaConf.select(config, "algorithm.norm_adv_by_std_in_grpo")
+        replaced = OmegaConf.select(config, "pass_at_k.objective") not in (None, "none")
+        self._by_std = self._estimator in BY_STD and by_std is not False and not replaced
+        self._most_tokens = OmegaConf.select(config, "data.max_response_length")
+
+    def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        self._measured = measured = measure(self.section, self.length, self.anchors, batch, self._most_tokens)
+        self._note(measured)
+        if not self._acts or self.length.place == "after":
+            return None
+        sessions = measured.sessions
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        # Of a row without a token, its first place.
+        ends = (torch.arange(mask.shape[1]) * mask).amax(-1)
+        before = rewards.sum(-1)
+        rewards[torch.arange(len(rewards)), ends] -= measured.penalty[sessions.of_row].to(rewards.dtype)
+        lost = (before - rewards.sum(-1))[sessions.last].tolist()
+        for name, members in measured.groups.items():
+            rows = measured.rows(members)
+            stated = state_penalties(rows, self.length, measured.weight)
+            error = 1e-6 * (1 + max(abs(row.score) for row in rows))
+            self._compare(name, [lost[s] for s in members], stated, error, "rewards are lowered by")
+        return rewards
+
+    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
+        measured = self._measured
+        assert measured is not None
+        self._changed, self._demanded = 0, ""
+        if not self._acts or self.length.place == "before":
+            return None
+        sessions = measured.sessions
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        shift = compute_shift(measured.penalty, sessions.scores, measured.groups, by_std=self._by_std)
+        shaped = advantages - shift[sessions.of_row].to(advantages.dtype)[:, None] * mask
+        self._changed = int((shaped != advantages).any(-1).sum())
+        lowered = _by_row(advantages.double() - shaped.double(), mask)[sessions.last].tolist()
+        there = mask.any(-1)[sessions.last].tolist()
+        size = float(advantages.abs().max()) if advantages.numel() else 0.0
+        for name, members in measured.groups.items():
+            stated = state_shift(measured.rows(members), self.length, measured.weight, by_std=self._by_std)
+            seen = [lowered[s] if there[s] else stated[at] for at, s in enumerate(members)]
+            error = 1e-6 * (1 + size + max(map(abs, stated)))
+            self._compare(name, seen, stated, error, "advantages are lowered by")
+            self._demand(name, stated, [0.0] * len(stated), error)
+        self._note_share(shift, _by_row(advantages, mask)[sessions.last])
+        return shaped if self._changed else None
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        if not self._acts:
+            return
+        self._shipped = hash_advantages(batch, advantages.final)
+        if self.length.place == "before":
+            self._check_estimator(batch, advantages)
+
+    def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
+        """Hold verl's advantages of the lowered rewards against a second statement of its estimator.
+
+        GRPO compares sessions by their last rows; to the others each row is a sample.
+        """
+        measured = self._measured
+        assert measured is not None
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        own = _by_row(advantages.own.double(), mask)
+        there, rewards = mask.any(-1).tolist(), advantages.rewards.sum(-1).tolist()
+        raw = batch.scores.sum(-1).tolist()
+        moved, without = torch.zeros(len(own), dtype=torch.float64), torch.zeros(len(own), dtype=torch.float64)
+        of_row = measured.sessions.of_row
+        for name, members in measured.groups.items():
+            rows = measured.sessions.last[torch.tensor(members)]
+            if self._estimator != "grpo":
+                rows = torch.isin(of_row, torch.tensor(members)).nonzero()[:, 0]
+            numbers = rows.tolist()
+            lowered = [rewards[row] for row in numbers]
+            stated = state_advantages(lowered, estimator=self._estimator, by_std=self._by_std)
+            plain = state_advantages([raw[row] for row in numbers], estimator=self._estimator, by_std=self._by_std)
+            error = bound_error(lowered, by_std=self._by_std)
+            seen = [float(own[row]) if there[row] else stated[at] for at, row in enumerate(numbers)]
+            self._compare(name, seen, stated, error, f"the advantage that {self._estimator} made of lowered rewards is")
+            self._demand(name, stated, plain, error)
+            without[rows] = torch.tensor(plain, dtype=torch.float64)
+            moved[rows] = torch.tensor(seen, dtype=torch.float64) - without[rows]
+        self._changed = int((moved.abs() > 1e-6).sum())
+        self._note_share(moved, without)
+
+    def _compare(self, group: str, seen: Sequence[float], stated: Sequence[float], error: float, what: str) -> None:
+        """Hold what was done to a group against the second statement.
+
+        Raises:
+            LivenessError: they differ.
+        """
+        for at, (found, wanted) in enumerate(zip(seen, stated, strict=True)):
+            if not abs(found - wanted) <= error:
+                raise LivenessError(
+                    f"{self.section}: in group {group}, rollout {at}, {what} {found:.6g}, and {self.length.kind} "
+                    f"{self.length.place} normalisation demands {wanted:.6g}."
+                )
+
+    def _demand(self, group: str, stated: Sequence[float], without: Sequence[float], error: float) -> None:
+        """Note a group whose advantages have to change."""
+        at = max(range(len(stated)), key=lambda place: abs(stated[place] - without[place]))
+        if abs(stated[at] - without[at]) > 2 * error and not self._demanded:
+            self._demanded = f"group {group}, rollout {at}: {without[at]:.6g} without it, {stated[at]:.6g} with it"
+
+    def worker(self) -> AdvantageWorker | None:
+        return AdvantageWorker() if self._acts else None
+
+    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
+        if self._demanded and self._changed == 0:
+            raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
+        check_arrival(self.section, self._shipped, reports)
+        if self._demanded and not self._proved:
+            self._proved = True
+            logger.info("length penalty LIVE on %d rows: %s", self._changed, self.meaning)
+        return {"length/live/changed_rows": float(self._changed), "length/live/proved": float(self._proved)}
+
+    # Metrics ------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._found
+
+    def _note(self, measured: Measured) -> None:
+        sessions = measured.sessions
+        lengths = summarize_lengths(sessions.tokens, measured.right, measured.groups)
+        held = [
+            (anchor, tokens)
+            for anchor, tokens in zip(measured.anchors, sessions.tokens.tolist(), strict=True)
+            if anchor is not None
+        ]
+        self._found = {f"length/{name}": value for name, value in lengths.items()} | {
+            "length/truncated_share": float(sessions.truncated.double().mean()),
+            "length/zero_variance_groups": float(len(measured.equal)),
+            "length/penalty/mean": float(measured.penalty.mean()),
+            "length/penalty/warmup": measured.weight,
+            "length/penalty/share_of_advantage": 0.0,
+            "length/anchor/frozen": float(len(self.anchors.frozen)),
+            "length/anchor/new": float(measured.new),
+            "length/anchor/mean": sum(anchor for anchor, _ in held) / len(held) if held else math.nan,
+            "length/anchor/over_share": sum(tokens > anchor for anchor, tokens in held) / max(len(sessions.last), 1),
+        }
+        cut = int((sessions.truncated & measured.right).sum())
+        if cut and not self._warned:
+            self._warned = True
+            logger.warning("%d answers were cut off at data.max_response_length, and count as right.", cut)
+
+    def _note_share(self, moved: Tensor, without: Tensor) -> None:
+        total = float(without.abs().sum())
+        share = float(moved.abs().sum()) / total if total > 0 else math.nan
+        self._found["length/penalty/share_of_advantage"] = share
+
+    # Checkpoints --------------------------------------------------------------------------------------------
+
+    def state(self, folder: Path) -> Mapping[str, Any]:
+        if self.length.kind != "anchor":
+            return {}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(self.anchors.to_json()))
+        return {"anchors": len(self.anchors.frozen)}
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        if self.length.kind != "anchor" or "anchors" not in state:
+            return
+        if not (folder / FILE).is_file():
+            raise FileNotFoundError(
+                f"{self.section}: the checkpoint notes {state['anchors']} anchors, and {folder / FILE} is not there. "
+                f"Fix: restore the file, or resume another checkpoint."
+            )
+        self.anchors.restore(json.loads((folder / FILE).read_text()))
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Tensor:
+    """Read the value of each row at its first token, (n,) float64; 0 of a row without one."""
+    first = mask.int().argmax(-1)
+    return torch.where(mask.any(-1), values[torch.arange(len(values)), first].double(), 0.0)

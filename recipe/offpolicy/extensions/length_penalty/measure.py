@@ -1,0 +1,116 @@
+"""Lengths, anchors and penalties of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch_view import BatchView
+from ..sessions import Sessions, identify_prompts, read_sessions
+from .anchors import Anchors
+from .evidence import Row
+from .penalties import penalties
+from .place import find_equal_groups
+from .settings import COLUMN, LengthSettings
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch as the penalty sees it; S sessions.
+
+    Attributes:
+        right: (S,) bool.
+        anchors: (S,) lengths that they are held against.
+        new: anchors that this batch has frozen.
+        groups: sessions of each group, without silent ones.
+        equal: groups whose rewards are all equal.
+        penalty: (S,) float64, with warm-up; 0 outside of groups.
+        weight: of the warm-up.
+    """
+
+    sessions: Sessions
+    right: Tensor
+    anchors: list[float | None]
+    new: int
+    groups: dict[str, list[int]]
+    equal: set[str]
+    penalty: Tensor
+    weight: float
+
+    def rows(self, members: Sequence[int]) -> list[Row]:
+        """Collect the rows of one group for the second statement."""
+        tokens, scores, right = (each.tolist() for each in (self.sessions.tokens, self.sessions.scores, self.right))
+        return [Row(tokens[s], right[s], scores[s], self.anchors[s]) for s in members]
+
+
+def measure(
+    section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, most_tokens: int | None
+) -> Measured:
+    """Measure a batch, with its answers added to the anchors first.
+
+    Raises:
+        ValueError: a row has no reference length.
+    """
+    sessions = read_sessions(batch, most_tokens)
+    right = sessions.find_right(settings.correct_at_least)
+    groups = sessions.groups()
+    equal = find_equal_groups(sessions.scores, groups)
+    held, new = _find_anchors(section, settings, anchors, batch, sessions, right)
+    weight = settings.compute_warmup(batch.step)
+    penalty = torch.zeros_like(sessions.tokens)
+    for name, members in groups.items():
+        if settings.kind == "none" or (settings.zero_variance == "skip" and name in equal):
+            continue
+        at = torch.tensor(members)
+        found = penalties(
+            settings.kind, sessions.tokens[at], right[at], coefficient=settings.coefficient, anchor=held[members[0]]
+        )
+        penalty[at] = weight * found.clamp(-settings.most, settings.most)
+    if settings.applies_to == "correct":
+        penalty = torch.where(right, penalty, 0.0)
+    return Measured(sessions, right, held, new, groups, equal, penalty, weight)
+
+
+def _find_anchors(
+    section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, sessions: Sessions, right: Tensor
+) -> tuple[list[float | None], int]:
+    """Find the length that each session is held against, and count the anchors that are frozen by this batch."""
+    count = len(sessions.last)
+    if settings.kind == "reference":
+        return _read_references(section, settings.reference, batch, sessions), 0
+    if settings.kind != "anchor":
+        return [None] * count, 0
+    if settings.anchor.per == "source":
+        sources = batch.rows("data_source")["data_source"]
+        names = [str(sources[row]) for row in sessions.last.tolist()]
+    else:
+        names = identify_prompts(batch, sessions)
+    new = anchors.add(batch.step, zip(names, right.tolist(), sessions.tokens.tolist(), strict=True))
+    return [anchors.length_of(name) for name in names], new
+
+
+def _read_references(
+    section: str, reference: float | str | None, batch: BatchView, sessions: Sessions
+) -> list[float | None]:
+    """Read the reference length of each session.
+
+    Raises:
+        ValueError: a row of the data set has none.
+    """
+    if not isinstance(reference, str):
+        return [reference] * len(sessions.last)
+    name = reference.removeprefix(COLUMN)
+    infos = batch.rows("extra_info")["extra_info"]
+    found: list[float | None] = []
+    for row in sessions.last.tolist():
+        value = (infos[row] or {}).get(name)
+        if value is None or not float(value) > 0:
+            raise ValueError(
+                f"{section}.reference={reference}: row {row} of step {batch.step} has {value!r} there, and no length "
+                f"above 0. Fix: fill the column, or set {section}.reference to tokens."
+            )
+        found.append(float(value))
+    return found

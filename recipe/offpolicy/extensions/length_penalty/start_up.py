@@ -1,0 +1,128 @@
+"""Start-up checks of the length penalty: keys of verl's beside which it does not do what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import Problem
+from ...correction.problem import set_to
+from .settings import COLUMN, LengthSettings
+
+ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")
+"""Of verl's, those that compare a row's reward with its group's, and nothing else."""
+_OVERLONG = {
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.reward_manager.name",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward_model.reward_manager",
+}
+"""DAPO's soft punishment of long answers, with the key of the reward manager that reads it."""
+_ROLLOUTS = "actor_rollout_ref.rollout.n"
+_FILTER = "algorithm.filter_groups.enable"
+_KL = "algorithm.use_kl_in_reward"
+
+
+def find_problems(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong around the settings."""
+    if settings.kind == "none":
+        return
+    if settings.coefficient == 0:
+        key = f"{section}.coefficient"
+        reason, mend = "a penalty of nothing.", (set_to(key, None),)
+        yield Problem(key, settings.coefficient, reason, verdict="INERT", parts=(section,), overrides=mend)
+        return
+    yield from _find_conflicts(section, settings, config)
+    yield from _find_idle(section, settings, config)
+    yield from _check_column(section, settings, config)
+
+
+def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+    parts, place = (section,), f"{section}.place"
+
+    def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
+        return Problem(key, value, reason, parts=parts, overrides=(override,), beside=beside or {})
+
+    for key, manager in _OVERLONG.items():
+        if OmegaConf.select(config, key) and OmegaConf.select(config, manager) == "dapo":
+            reason = "verl's own price of length is in the same score, and right answers fall below 1."
+            yield wrong(key, True, reason, set_to(key, False), {manager: "dapo"})
+    estimator = OmegaConf.select(config, "algorithm.adv_estimator")
+    if estimator not in ESTIMATORS:
+        reason = "advantages that are not made of the rewards within a group alone; the penalty is held against those."
+        yield wrong("algorithm.adv_estimator", estimator, reason, set_to("algorithm.adv_estimator", "grpo"))
+    objective = OmegaConf.select(config, "pass_at_k.objective")
+    if settings.place == "before":
+        if OmegaConf.select(config, _FILTER):
+            reason = "groups that are all right leave before a penalty acts, and easy prompts are what it is for."
+            yield wrong(_FILTER, True, reason, set_to(_FILTER, False), {place: "before"})
+        if OmegaConf.select(config, _KL):
+            reason = "the KL is in the rewards that are normalised with the penalty."
+            yield wrong(place, "before", reason, set_to(place, "after"), {_KL: True})
+        if objective not in (None, "none"):
+            reason = "the best of several penalised rewards is no pass@k."
+            yield wrong(place, "before", reason, set_to(place, "after"), {"pass_at_k.objective": objective})
+    elif settings.zero_variance == "skip" and OmegaConf.select(config, _FILTER):
+        key = f"{section}.zero_variance"
+        reason = "groups whose rewards are equal are dropped: the length of easy prompts has no price."
+        yield Problem(key, "skip", reason, "", "NOTE", parts, beside={_FILTER: True})
+    rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+    if settings.kind == "group" and rollouts == 1:
+        key = f"{section}.kind"
+        yield wrong(key, "group", "a group of one has no other length.", set_to(key, "uniform"), {_ROLLOUTS: 1})
+    longest = OmegaConf.select(config, "data.max_response_length")
+    if settings.kind == "uniform" and longest and settings.coefficient * longest > 1:
+        key = f"{section}.coefficient"
+        reason = (
+            f"a right answer of {longest} tokens loses {settings.coefficient * longest:g}, and scores below an empty "
+            f"one: lengths collapse."
+        )
+        mend = set_to(key, float(f"{0.5 / longest:.2g}"))
+        yield wrong(key, settings.coefficient, reason, mend, {"data.max_response_length": longest})
+
+
+def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find what would never act in this run."""
+    parts = (section,)
+    steps = OmegaConf.select(config, "trainer.total_training_steps")
+    warmup = settings.warmup
+    if steps and warmup.from_step + warmup.steps > steps:
+        key = f"{section}.warmup.steps"
+        reason = f"the warm-up ends at step {warmup.from_step + warmup.steps}, after the run."
+        mend = (set_to(key, 0), *((set_to(f"{section}.warmup.from_step", 0),) if warmup.from_step >= steps else ()))
+        beside = {"trainer.total_training_steps": steps}
+        yield Problem(key, warmup.steps, reason, parts=parts, overrides=mend, beside=beside)
+    if settings.kind != "anchor" or settings.anchor.per == "source":
+        return
+    epochs = OmegaConf.select(config, "trainer.total_epochs")
+    rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+    if epochs and rollouts * epochs < settings.anchor.min_samples:
+        key = f"{section}.anchor.min_samples"
+        reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so that none ever has an anchor."
+        mend = (set_to(f"{section}.anchor.per", "source"),)
+        yield Problem(key, settings.anchor.min_samples, reason, verdict="INERT", parts=parts, overrides=mend)
+
+
+def _check_column(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+    """Check that each row of the training data has a reference length, where its files are at hand."""
+    if not isinstance(settings.reference, str):
+        return
+    import pandas
+
+    name = settings.reference.removeprefix(COLUMN)
+    files = OmegaConf.select(config, "data.train_files")
+    for file in [files] if isinstance(files, str) else list(files or []):
+        if not str(file).endswith(".parquet") or not Path(str(file)).is_file():
+            continue
+        frame = pandas.read_parquet(str(file))
+        infos = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
+        for row, info in enumerate(infos):
+            value = (info or {}).get(name)
+            if value is None or not float(value) > 0:
+                key = f"{section}.reference"
+                fix = f"Fill {settings.reference}, or set {section}=anchor."
+                reason = f"row {row} of {file} has no length above 0 there."
+                mend = (set_to(f"{section}.kind", "anchor"), set_to(key, None))
+                yield Problem(key, settings.reference, reason, fix, parts=(section,), overrides=mend)
+                break

@@ -1,0 +1,95 @@
+"""Group sizes of a step that have the most chance to hold both right and wrong answers, within a fixed sum."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .beta_binomial import maximise_likelihood
+
+
+def allocate(rates: Sequence[float], total: int, *, least: int, most: int) -> list[int]:
+    """Deal ``total`` rollouts to prompts so that sum of 1 - p^n - (1 - p)^n, the chance of a mixed group, is largest.
+
+    Each further rollout of a prompt adds less than the one before, so that giving the next one to where it adds most is
+    optimal.
+
+    Args:
+        rates: p of each prompt.
+        total: of all prompts.
+        least, most: of each prompt.
+
+    Raises:
+        ValueError: no deal lies within these bounds.
+
+    Example:
+        >>> allocate([0.5, 0.05], 8, least=2, most=8)
+        [3, 5]
+    """
+    count = len(rates)
+    if not 1 <= least <= most or not least * count <= total <= most * count:
+        raise ValueError(f"{total} rollouts for {count} prompts: not within {least} to {most} of each.")
+
+    def gain(prompt: int, n: int) -> float:
+        p = rates[prompt]
+        return p**n * (1 - p) + (1 - p) ** n * p
+
+    sizes = [least] * count
+    heap = [(-gain(prompt, least), prompt) for prompt in range(count) if least < most]
+    heapq.heapify(heap)
+    for _ in range(total - least * count):
+        _, prompt = heapq.heappop(heap)
+        sizes[prompt] += 1
+        if sizes[prompt] < most:
+            heapq.heappush(heap, (-gain(prompt, sizes[prompt]), prompt))
+    return sizes
+
+
+def identify_chat(prompt: Any) -> str:
+    """Compute an identity of a prompt's messages that lasts over epochs."""
+    return hashlib.blake2b(json.dumps(prompt, default=str, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@dataclass
+class PassRates:
+    """Rates of success of prompts, from their own answers and from all prompts' as a prior.
+
+    Attributes:
+        decay: what earlier answers count as, each time that a prompt is answered again.
+        counts: prompt -> (answers, right ones), decayed.
+    """
+
+    decay: float
+    counts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    prior: tuple[float, float] = (1.0, 1.0)
+
+    def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
+        """Add answers of prompts, (answers, right ones) each, and fit the prior anew."""
+        for name, (n, c) in answers.items():
+            before_n, before_c = self.counts.get(name, (0.0, 0.0))
+            self.counts[name] = (self.decay * before_n + n, self.decay * before_c + c)
+        pairs = torch.tensor(list(self.counts.values()), dtype=torch.float64)
+        # Decayed counts are no whole numbers; the likelihood takes them as they are.
+        pairs, times = torch.unique(pairs, dim=0, return_counts=True)
+        a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], times.double()[None])
+        self.prior = (float(a[0]), float(b[0])) if len(self.counts) > 1 and bool(found[0]) else (1.0, 1.0)
+
+    def estimate(self, name: str) -> float:
+        """Estimate a prompt's rate: the mean of Beta(a + right, b + wrong)."""
+        (a, b), (n, c) = self.prior, self.counts.get(name, (0.0, 0.0))
+        return (a + c) / (a + b + n)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        return {"counts": self.counts, "prior": self.prior}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``to_json`` returned."""
+        self.counts = {name: (float(n), float(c)) for name, (n, c) in state["counts"].items()}
+        self.prior = (float(state["prior"][0]), float(state["prior"][1]))

@@ -1,0 +1,56 @@
+"""A second statement of the training forms, by products of chances, for the proof alone: it asks no other code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+ERROR = 1e-6
+"""Relative to the largest advantage of a group, in float32."""
+
+
+def state_none_right(n: int, c: int, k: int) -> float:
+    """State the chance that k rows, drawn from n with c right without putting back, are all wrong."""
+    return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
+
+
+def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, objective: str) -> str | None:
+    """Compare one group's advantages with what the objective demands; None where they agree."""
+    n, c = len(right), sum(right)
+    if objective == "groups":
+        return _find_in_deal(seen, right, k)
+    others = n - 1
+    if objective == "loo":
+        of_right = k * state_none_right(others, c - 1, k) if c else 0.0
+        of_wrong = k * (state_none_right(others, c, k) - state_none_right(others, c, k - 1)) if c < n else 0.0
+    elif objective == "loo_minus_one":
+        of_right, of_wrong = (k * state_none_right(others, c - 1, k - 1) if c else 0.0), 0.0
+    else:
+        missed = state_none_right(n, c, k)
+        spread = math.sqrt(missed * (1 - missed))
+        of_right = missed / spread if spread > 0 else 0.0
+        of_wrong = (missed - state_none_right(others, c, k - 1)) / spread if spread > 0 else 0.0
+    allowed = ERROR * max(1.0, abs(of_right), abs(of_wrong))
+    for at, (value, is_right) in enumerate(zip(seen, right, strict=True)):
+        wanted = of_right if is_right else of_wrong
+        if not abs(value - wanted) <= allowed:
+            return f"rollout {at} of {n}, {c} of them right, has {value:.6g}, and {objective} demands {wanted:.6g}"
+    return None
+
+
+def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str | None:
+    """A deal of n rows, w groups of which hold a right one: k w rows get 1 - w k / n, the others -w k / n."""
+    n = len(right)
+    if not any(right) or (k * sum(right) >= n and all(abs(value) <= ERROR for value in seen)):
+        # No deal holds a right one, or each does.
+        return next(
+            (f"rollout {at} of {n} has {value:.6g}" for at, value in enumerate(seen) if abs(value) > ERROR), None
+        )
+    winners = sum(value > 0 for value in seen)
+    if winners % k or any(is_right and not value > 0 for value, is_right in zip(seen, right, strict=True)):
+        return f"{winners} of {n} rows are above the mean, and groups of {k} with each right row in one demand others"
+    for at, value in enumerate(seen):
+        wanted = float(value > 0) - winners / n
+        if not abs(value - wanted) <= ERROR:
+            return f"rollout {at} of {n} has {value:.6g}, and groups demands {wanted:.6g}"
+    return None

@@ -1,0 +1,230 @@
+"""pass@k as an extension: advantages in the place of verl's estimator, group sizes, and validation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from ...correction import Problem
+from ...proof.verify import LivenessError
+from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, hash_advantages
+from ..batch_view import BatchView, PromptView
+from ..extension import Advantages, Extension
+from ..sessions import Sessions, read_sessions
+from .budget import PassRates, allocate, identify_chat
+from .estimators import unbiased
+from .evidence import find_difference
+from .settings import PassAtKSettings
+from .training import advantages, find_impossible
+from .validation import Validation
+
+logger = logging.getLogger("verl.offpolicy")
+
+FILE = "pass_rates.json"
+
+
+class PassAtK(Extension):
+    """pass@k of one run; see ``settings.PassAtKSettings`` for its section."""
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.pass_at_k = PassAtKSettings.from_mapping(section, settings)
+        self.rates = PassRates(self.pass_at_k.budget.decay)
+        self._validation = Validation(self.pass_at_k)
+        self._rollouts = 1
+        self._identities: dict[str, str] = {}
+        self._sessions: Sessions | None = None
+        self._estimated: Tensor | None = None
+        self._shipped: tuple[int, ...] = ()
+        self._changed = 0
+        self._demanded = ""
+        self._proved = False
+        self._found: dict[str, float] = {}
+
+    # Before Ray starts --------------------------------------------------------------------------------------
+
+    @property
+    def meaning(self) -> str:
+        settings = self.pass_at_k
+        parts = []
+        if settings.objective != "none":
+            later = f", then {', '.join(f'{k} from step {step}' for step, k in settings.schedule or ())}"
+            parts.append(f"{settings.objective}, k={settings.k}{later if settings.schedule else ''}")
+        if settings.budget.mode != "none":
+            parts.append(f"groups of {settings.budget.least} to {settings.budget.most}")
+        if settings.dynamic.successes is not None:
+            parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are right")
+        return "; ".join(parts) or "validation"
+
+    def problems(self, config: DictConfig) -> Sequence[Problem]:
+        from .start_up import find_problems
+
+        return tuple(find_problems(self.section, self.pass_at_k, config))
+
+    # In the trainer -----------------------------------------------------------------------------------------
+
+    @property
+    def _trains(self) -> bool:
+        return self.pass_at_k.objective != "none"
+
+    @property
+    def _deals(self) -> bool:
+        return self.pass_at_k.budget.mode == "group_size"
+
+    def begin(self, config: DictConfig) -> None:
+        self._rollouts = int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1)
+
+    def next_batch(self, prompts: PromptView) -> None:
+        if not self._deals:
+            return
+        names = [identify_chat(prompt) for prompt in prompts.rows("raw_prompt")["raw_prompt"]]
+        self._identities = dict(zip(prompts.uids, names, strict=True))
+        budget = self.pass_at_k.budget
+        rates = [self.rates.estimate(name) for name in names]
+        sizes = allocate(rates, self._rollouts * len(names), least=budget.least, most=budget.most)
+        prompts.put(__rollout_n__=sizes)
+
+    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        self._sessions = sessions = read_sessions(batch)
+        right = sessions.find_right(self.pass_at_k.correct_at_least)
+        groups = sessions.groups()
+        k = self.pass_at_k.get_k(batch.step)
+        self._estimated, self._demanded = None, ""
+        self._note(right, groups, k if self._trains else 1)
+        if not self._trains or k == 1:
+            return None
+        dealt = torch.zeros(len(right), dtype=torch.float64)
+        objective = self.pass_at_k.objective
+        for name, members in groups.items():
+            if find_impossible(len(members), k, objective) is not None:
+                continue
+            at = torch.tensor(members)
+            dealt[at] = advantages(right[at], k, objective=objective, seed=self._seed(batch.step, name))
+            difference = find_difference(dealt[at].tolist(), right[at].tolist(), k, objective)
+            if difference is not None:
+                raise LivenessError(f"{self.section}: in group {name} {difference}.")
+            if bool(dealt[at].any()) and not self._demanded:
+                self._demanded = f"group {name}: {dealt[at].tolist()}"
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        self._found["pass_at_k/winner_share"] = _share(dealt > 0)
+        self._found["pass_at_k/zero_groups"] = float(
+            sum(not bool(dealt[torch.tensor(m)].any()) for m in groups.values())
+        )
+        self._estimated = dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
+        return self._estimated
+
+    def _seed(self, step: int, uid: str) -> int:
+        text = f"{self.pass_at_k.seed}/{step}/{uid}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
+        """Weigh groups of other sizes than ``rollout.n`` so that each prompt counts as much."""
+        if not self._deals:
+            return None
+        sessions = self._sessions
+        assert sessions is not None
+        right = sessions.find_right(self.pass_at_k.correct_at_least)
+        groups: dict[str, list[int]] = {}
+        for session, uid in enumerate(sessions.uids):
+            groups.setdefault(uid, []).append(session)
+        answers = {
+            self._identities[uid]: (len(members), int(right[torch.tensor(members)].sum()))
+            for uid, members in groups.items()
+            if uid in self._identities
+        }
+        self.rates.add(answers)
+        sizes = [len(members) for members in groups.values()]
+        self._found |= {
+            "pass_at_k/budget/spread": float(torch.tensor(sizes).double().std(correction=0)),
+            "pass_at_k/budget/least_rows": float(min(sizes)),
+            "pass_at_k/budget/most_rows": float(max(sizes)),
+        }
+        if not self.pass_at_k.budget.equal_prompts:
+            return None
+        weights = torch.ones(len(right), dtype=torch.float64)
+        for members in groups.values():
+            weights[torch.tensor(members)] = self._rollouts / len(members)
+        return advantages * weights[sessions.of_row].to(advantages.dtype)[:, None]
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        if self.worker() is None:
+            return
+        self._shipped = hash_advantages(batch, advantages.final)
+        self._changed = int((advantages.final != advantages.own).any(-1).sum())
+
+    def worker(self) -> AdvantageWorker | None:
+        return AdvantageWorker() if self._trains or self._deals else None
+
+    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
+        if self._demanded and self._changed == 0:
+            raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
+        check_arrival(self.section, self._shipped, reports)
+        if self._demanded and not self._proved:
+            self._proved = True
+            logger.info("pass@k LIVE on %d rows: %s", self._changed, self.meaning)
+        return {"pass_at_k/live/changed_rows": float(self._changed), "pass_at_k/live/proved": float(self._proved)}
+
+    def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:
+        counts = [(len(members), int(right[torch.tensor(members)].sum())) for members in groups.values()]
+        self._found = {
+            "pass_at_k/k": float(k),
+            "pass_at_k/right_share": _share(right),
+            "pass_at_k/winner_share": math.nan,
+            "pass_at_k/zero_groups": math.nan,
+            "pass_at_k/silent_groups": float(
+                sum(find_impossible(n, k, self.pass_at_k.objective) is not None for n, _ in counts)
+                if self._trains and k > 1
+                else 0
+            ),
+        }
+        for each in self.pass_at_k.metric.k:
+            known = [unbiased(n, c, each) for n, c in counts if n >= each]
+            self._found[f"pass_at_k/train/pass@{each}"] = sum(known) / len(known) if known else math.nan
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._found
+
+    # Validation and checkpoints -----------------------------------------------------------------------------
+
+    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        return self._validation.run(trainer, run)
+
+    def validation_metrics(
+        self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
+    ) -> Mapping[str, float]:
+        return self._validation.collect(sources, uids, values["reward"])
+
+    @property
+    def noted(self) -> Mapping[str, Any]:
+        """All settings but those of validation."""
+        return {name: value for name, value in self.settings.items() if name not in ("metric", "dynamic")}
+
+    def state(self, folder: Path) -> Mapping[str, Any]:
+        if not self._deals:
+            return {}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(self.rates.to_json()))
+        return {"prompts": len(self.rates.counts)}
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        if not self._deals or "prompts" not in state:
+            return
+        if not (folder / FILE).is_file():
+            raise FileNotFoundError(
+                f"{self.section}: the checkpoint notes {state['prompts']} prompts, and {folder / FILE} is not there. "
+                f"Fix: restore the file, or resume another checkpoint."
+            )
+        self.rates.restore(json.loads((folder / FILE).read_text()))
+
+
+def _share(marks: Tensor) -> float:
+    return float(marks.double().mean()) if len(marks) else math.nan

@@ -1,0 +1,126 @@
+"""Start-up checks of pass@k: k that groups have no value for, and keys of verl's beside which it is something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import Problem
+from ...correction.problem import set_to
+from .settings import PassAtKSettings
+from .training import find_impossible
+
+_ROLLOUTS = "actor_rollout_ref.rollout.n"
+_ESTIMATOR = "algorithm.adv_estimator"
+_KL = "algorithm.use_kl_in_reward"
+_VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
+
+
+def find_problems(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong around the settings."""
+    if settings.objective != "none":
+        yield from _check_objective(section, settings, config)
+    if settings.budget.mode != "none":
+        yield from _check_budget(section, settings, config)
+    yield from _check_validation(section, settings, config)
+
+
+def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    parts, objective = (section,), settings.objective
+
+    def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
+        return Problem(key, value, reason, parts=parts, overrides=(override,), beside=beside or {})
+
+    n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+    for k in sorted(set(settings.all_k)):
+        if k == 1:
+            continue
+        reason = find_impossible(n, k, objective)
+        if reason is None and k == n and objective in ("analytic", "groups"):
+            reason = f"k={k} of a group of {n}: {objective} gives nothing but zeros."
+        if reason is None:
+            continue
+        fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
+        key = f"{section}.schedule" if k != settings.k else f"{section}.k"
+        if fit is None:
+            mend = set_to(_ROLLOUTS, 2 * max(settings.all_k))
+        elif key.endswith("schedule"):
+            mend = set_to(key, [[step, min(each, fit)] for step, each in settings.schedule or ()])
+        else:
+            mend = set_to(key, fit)
+        value: Any = k if key.endswith(".k") else [list(pair) for pair in settings.schedule or ()]
+        yield wrong(key, value, reason, mend, {_ROLLOUTS: n})
+        break
+    estimator = OmegaConf.select(config, _ESTIMATOR)
+    if estimator != "grpo":
+        why = "is another pass@k" if estimator == "grpo_passk" else "is not computed, and what belongs to it is"
+        reason = f"{section} takes the place of verl's estimator; {estimator} {why}."
+        yield wrong(_ESTIMATOR, estimator, reason, set_to(_ESTIMATOR, "grpo"))
+    if OmegaConf.select(config, _KL):
+        reason = "the best of several rewards with a KL in them is no pass@k."
+        yield wrong(_KL, True, reason, set_to(_KL, False))
+    overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
+    if OmegaConf.select(config, overlong) and OmegaConf.select(config, manager) == "dapo":
+        reason = "long right answers fall below the score from which a row is right."
+        yield wrong(overlong, True, reason, set_to(overlong, False), {manager: "dapo"})
+    if settings.all_k == (1,):
+        key = f"{section}.k"
+        reason = "pass@1 is what verl's own estimator trains, which is left in its place."
+        yield Problem(key, 1, reason, verdict="INERT", parts=parts, overrides=(set_to(section, None),))
+    negative = [
+        name
+        for name, mask in (OmegaConf.select(config, "correction.masks") or {}).items()
+        if objective == "loo_minus_one" and mask.get("when") == "negative"
+    ]
+    for name in negative:
+        key = f"{section}.objective"
+        reason = f"no advantage is below 0, and the mask {name} looks at no other."
+        override = set_to(key, "loo")
+        yield Problem(key, objective, reason, verdict="INERT", parts=(name,), overrides=(override,))
+
+
+def _check_budget(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    parts, key, budget = (section,), f"{section}.budget.mode", settings.budget
+    off = (set_to(key, "none"),)
+    use_v1, mode = OmegaConf.select(config, "trainer.use_v1"), OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if not use_v1 or mode != "sync":
+        reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
+        beside = {"trainer.use_v1": use_v1} if not use_v1 else {"trainer.v1.trainer_mode": mode}
+        yield Problem(key, budget.mode, reason, parts=parts, overrides=off, beside=beside)
+    if OmegaConf.select(config, _ESTIMATOR) == "remax":
+        reason = "ReMax needs one greedy answer a prompt."
+        yield Problem(key, budget.mode, reason, parts=parts, overrides=off, beside={_ESTIMATOR: "remax"})
+    n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+    if not budget.least <= n <= budget.most:
+        name = "least" if n < budget.least else "most"
+        edge = f"{section}.budget.{name}"
+        reason = f"a step has {n} rollouts a prompt on average."
+        mend = (set_to(edge, n),)
+        yield Problem(edge, getattr(budget, name), reason, parts=parts, overrides=mend, beside={_ROLLOUTS: n})
+    if settings.objective != "none" and find_impossible(budget.least, max(settings.all_k), settings.objective):
+        edge, k = f"{section}.budget.least", max(settings.all_k)
+        reason = f"a group of {budget.least} has no advantage for k={k}."
+        yield Problem(edge, budget.least, reason, verdict="NOTE", parts=parts)
+
+
+def _check_validation(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    if settings.objective != "none" and settings.dynamic.successes is None:
+        return
+    parts = (section,)
+    n = int(OmegaConf.select(config, f"{_VALIDATION}.n") or 1)
+    temperature = OmegaConf.select(config, f"{_VALIDATION}.temperature")
+    most = max(settings.metric.k, default=1)
+    dynamic = settings.dynamic
+    rounds = 1 if dynamic.successes is None else max(min(dynamic.max_samples // n, dynamic.max_rounds), 1)
+    wanted = max(most, 2)
+    if not temperature:
+        key = f"{_VALIDATION}.temperature"
+        reason = "samples of a prompt are one answer, sampled as many times: pass@k is pass@1."
+        mend = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
+        yield Problem(key, temperature, reason, verdict="INERT", parts=parts, overrides=mend)
+    elif n * rounds < most and not settings.metric.extrapolate:
+        key = f"{_VALIDATION}.n"
+        reason = f"no prompt has the {most} samples that {section}.metric.k asks for."
+        yield Problem(key, n, reason, verdict="INERT", parts=parts, overrides=(set_to(key, most),))

@@ -1,0 +1,108 @@
+"""Advantages of one group whose mean over rows of A grad log p is the gradient of pass@k, or stands for it.
+
+N samples of a prompt, c of them right, rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .estimators import read_count
+
+Objective = Literal["loo", "loo_minus_one", "analytic", "groups"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+
+def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective | str, seed: int = 0) -> Tensor:
+    """Compute the advantages of one group for pass@k, (N,) float64.
+
+    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 of a right row, else rho(N - 1, c, k - 1): pass@k with the row
+    among the k, less pass@k without it. Unbiased for grad pass@k; at k = 1 it is RLOO. Needs k < N.
+
+    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) of right rows, 0 of wrong ones: how much the row adds to
+    k - 1 others (PKPO, arXiv 2505.15201). Unbiased; at k = N it is N times verl's ``grpo_passk`` without std.
+
+    ``analytic``: the mean over all subsets of k, by mean and std of their rewards (arXiv 2508.10751, eq. 11 to 14).
+    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective. 0 where any k hold a right one, or none does.
+
+    ``groups``: rows are dealt into N / k groups, each row gets its group's best reward, less the mean of groups; its
+    mean over deals is ``analytic`` before scaling, with much more variance. Needs a k that divides N.
+
+    Args:
+        right: (N,) bool, or 0 and 1.
+        k: samples of which one has to be right.
+        seed: of the deal.
+
+    Raises:
+        ValueError: an unknown objective, a k that the objective has no value for, or marks other than 0 and 1.
+
+    Example:
+        >>> advantages([1, 0, 0, 0], 2, objective="loo_minus_one").tolist()
+        [2.0, 0.0, 0.0, 0.0]
+    """
+    marks = _marks(right)
+    k = read_count(k, "k")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective}: not one of {', '.join(OBJECTIVES)}.")
+    if (reason := find_impossible(len(marks), k, objective)) is not None:
+        raise ValueError(reason)
+    n, c = len(marks), int(marks.sum())
+    if objective == "groups":
+        return _deal(marks, k, seed)
+    of_right, of_wrong = {"loo": _loo, "loo_minus_one": _loo_minus_one, "analytic": _analytic}[objective](n, c, k)
+    return torch.tensor([of_wrong, of_right], dtype=torch.float64)[marks.long()]
+
+
+def find_impossible(n: int, k: int, objective: str) -> str | None:
+    """Explain why an objective has no value for k of n rows; None where it has one."""
+    most = n - 1 if objective == "loo" else n
+    if k < 1 or k > most:
+        return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."
+    if objective == "groups" and n % k:
+        return f"k={k} of a group of {n}: groups needs a k that divides it."
+    return None
+
+
+def _rho(n: int, c: int, k: int) -> float:
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets
+
+
+def _loo(n: int, c: int, k: int) -> tuple[float, float]:
+    of_right = k * (1 - _rho(n - 1, c - 1, k)) if c else 0.0
+    of_wrong = k * (_rho(n - 1, c, k - 1) - _rho(n - 1, c, k)) if c < n else 0.0
+    return of_right, of_wrong
+
+
+def _loo_minus_one(n: int, c: int, k: int) -> tuple[float, float]:
+    return (k * math.comb(n - c, k - 1) / math.comb(n - 1, k - 1) if c else 0.0), 0.0
+
+
+def _analytic(n: int, c: int, k: int) -> tuple[float, float]:
+    if c == 0 or n - c < k:
+        return 0.0, 0.0
+    best = _rho(n, c, k)
+    scale = math.sqrt(best * (1 - best))
+    return (1 - best) / scale, (1 - best - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / scale
+
+
+def _deal(marks: Tensor, k: int, seed: int) -> Tensor:
+    order = torch.randperm(len(marks), generator=torch.Generator().manual_seed(seed))
+    best = marks[order].view(-1, k).any(-1).double()
+    dealt = torch.empty(len(marks), dtype=torch.float64)
+    dealt[order] = (best - best.mean()).repeat_interleave(k)
+    return dealt
+
+
+def _marks(right: Tensor | Sequence[bool]) -> Tensor:
+    marks = torch.as_tensor(right).cpu()
+    if marks.dim() != 1 or len(marks) == 0:
+        raise ValueError(f"marks of shape {tuple(marks.shape)}: expected one a row of a group.")
+    if not bool(((marks == 0) | (marks == 1)).all()):
+        raise ValueError(f"marks {marks.tolist()}: expected right or wrong, 1 or 0.")
+    return marks.bool()

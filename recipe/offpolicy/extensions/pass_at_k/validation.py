@@ -1,0 +1,217 @@
+"""pass@k of verl's validation: collected beside verl's own metrics, once or in rounds that sample unsolved prompts.
+
+Seams, the same from verl 0.7.1 to 0.9.1: ``_validate`` iterates ``trainer.val_dataloader``, dictionaries of columns,
+names each prompt's samples by a uid, and hands (source, uid, reward) of every sample to ``_val_metrics_update``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf, open_dict
+
+from ..sessions import round_threshold
+from .settings import PassAtKSettings
+from .summary import Stopping, Summary, summarize
+
+UID = "uid"
+
+
+@dataclass
+class Prompt:
+    """One prompt of the data set: its place in the batches of the loader, and what was sampled of it."""
+
+    batch: int
+    row: int
+    source: str = "unknown"
+    n: int = 0
+    c: int = 0
+
+
+class Validation:
+    """Validation of one run."""
+
+    def __init__(self, settings: PassAtKSettings) -> None:
+        self._settings = settings
+        self._seen: dict[str, tuple[str, list[float]]] | None = None
+
+    def collect(self, sources: Sequence[Any], uids: Sequence[Any], rewards: Sequence[float]) -> dict[str, float]:
+        """Collect the samples of one validation of verl's; outside of ``run`` their metrics are returned at once."""
+        seen: dict[str, tuple[str, list[float]]] = {}
+        for source, uid, reward in zip(sources, uids, rewards, strict=True):
+            seen.setdefault(str(uid), (str(source), []))[1].append(float(reward))
+        if self._seen is not None:
+            self._seen = seen
+            return {}
+        prompts = [
+            Prompt(0, 0, source, len(scores), self._count(scores)) for source, scores in seen.values() if len(scores)
+        ]
+        return build_metrics(prompts, self._settings, None)
+
+    def _count(self, scores: Sequence[float]) -> int:
+        least = round_threshold(self._settings.correct_at_least)
+        return sum(score >= least for score in scores)
+
+    def run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Run verl's validation, and further rounds for prompts that are not solved often enough.
+
+        verl's own metrics are those of the first round; numpy's random state, which verl seeds anew at each validation,
+        is left as it was.
+        """
+        state = np.random.get_state()
+        self._seen = {}
+        try:
+            return self._run(trainer, run)
+        finally:
+            self._seen = None
+            np.random.set_state(state)
+
+    def _run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        dynamic = self._settings.dynamic
+        batches = Batches(trainer.val_dataloader)
+        with replaced(trainer, batches):
+            metrics = run()
+        prompts = [Prompt(*place) for place in batches.places()]
+        each = int(OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.val_kwargs.n") or 1)
+        if not self._seen:
+            # verl merges the results of several trainers, and asks for their metrics later.
+            return metrics
+        self._add(prompts, batches, each)
+        if dynamic.successes is None:
+            return metrics | build_metrics(prompts, self._settings, None)
+        rounds = max(min(dynamic.max_samples // each, dynamic.max_rounds), 1)
+        stopping = Stopping(tuple(each * number for number in range(1, rounds + 1)), dynamic.successes)
+        for number in range(2, rounds + 1):
+            left = [prompt for prompt in prompts if prompt.c < dynamic.successes]
+            if not left:
+                break
+            again = batches.select(left)
+            with replaced(trainer, again), apart(trainer, number):
+                run()
+            self._add(left, again, each)
+        return metrics | build_metrics(prompts, self._settings, stopping)
+
+    def _add(self, prompts: Sequence[Prompt], batches: Batches, each: int) -> None:
+        """Add the samples of the last round; a session that failed counts as wrong."""
+        assert self._seen is not None
+        for prompt, uid in zip(prompts, batches.uids(), strict=True):
+            source, scores = self._seen.get(uid, (prompt.source, []))
+            prompt.source = source
+            prompt.n += each
+            prompt.c += self._count(scores[:each])
+        self._seen = {}
+
+
+class Batches:
+    """A loader of validation batches that keeps them, with the uid by which verl names each prompt.
+
+    verl's V0 trainer keeps a uid that is there, and its V1 trainer puts another in the same dictionary.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.kept: list[dict[str, Any]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.kept = []
+        for batch in self._loader:
+            names = [f"pass-at-k-{len(self.kept)}-{row}" for row in range(_count_rows(batch))]
+            kept = {**batch, UID: np.array(names, dtype=object)}
+            self.kept.append(kept)
+            yield kept
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def places(self) -> list[tuple[int, int]]:
+        """List (batch, row) of each prompt."""
+        return [(number, row) for number, batch in enumerate(self.kept) for row in range(_count_rows(batch))]
+
+    def uids(self) -> list[str]:
+        """List the uid of each prompt, as verl has left them."""
+        return [str(uid) for batch in self.kept for uid in batch[UID]]
+
+    def select(self, prompts: Sequence[Prompt]) -> Batches:
+        """Make a loader of these prompts alone, in batches of those that they come from."""
+        chosen: dict[int, list[int]] = {}
+        for prompt in prompts:
+            chosen.setdefault(prompt.batch, []).append(prompt.row)
+        return Batches([_select(self.kept[number], rows) for number, rows in sorted(chosen.items())])
+
+
+def _count_rows(batch: Mapping[str, Any]) -> int:
+    return len(next(values for name, values in batch.items() if name != UID))
+
+
+def _select(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    def of(values: Any) -> Any:
+        if isinstance(values, torch.Tensor | np.ndarray):
+            return values[list(rows)]
+        return [values[row] for row in rows]
+
+    return {name: of(values) for name, values in batch.items() if name != UID}
+
+
+@contextmanager
+def replaced(trainer: Any, loader: Any) -> Iterator[None]:
+    """Let verl's validation iterate another loader within the context."""
+    own = trainer.val_dataloader
+    trainer.val_dataloader = loader
+    try:
+        yield
+    finally:
+        trainer.val_dataloader = own
+
+
+@contextmanager
+def apart(trainer: Any, number: int) -> Iterator[None]:
+    """Keep a further round from writing over the first one's dump and table of samples."""
+    section = trainer.config.trainer
+    folder, shown = section.get("validation_data_dir"), section.get("log_val_generations")
+    with open_dict(section):
+        section.log_val_generations = 0
+        if folder:
+            section.validation_data_dir = os.path.join(str(folder), f"round_{number}")
+    try:
+        yield
+    finally:
+        with open_dict(section):
+            section.log_val_generations, section.validation_data_dir = shown, folder
+
+
+def build_metrics(prompts: Sequence[Prompt], settings: PassAtKSettings, stopping: Stopping | None) -> dict[str, float]:
+    """Build the metrics of each data source, ``pass_at_k/val/SOURCE/...``."""
+    found: dict[str, float] = {}
+    for source in sorted({prompt.source for prompt in prompts}):
+        of = [prompt for prompt in prompts if prompt.source == source]
+        metric = settings.metric
+        summary = summarize(
+            [prompt.n for prompt in of],
+            [prompt.c for prompt in of],
+            metric.k,
+            extrapolate=metric.extrapolate,
+            stopping=stopping,
+        )
+        found |= {f"pass_at_k/val/{source}/{name}": value for name, value in _named(summary, metric.extrapolate)}
+    return found
+
+
+def _named(summary: Summary, extrapolate: Sequence[int]) -> Iterator[tuple[str, float]]:
+    yield from (("prompts", float(summary.prompts)), ("samples", float(summary.samples)))
+    yield "unsolved_share", summary.unsolved
+    for k, (value, low, high) in summary.points.items():
+        yield from ((f"pass@{k}", value), (f"pass@{k}_low", low), (f"pass@{k}_high", high))
+    if not extrapolate:
+        return
+    fit = summary.fit
+    yield from (("beta_a", fit.a if fit else math.nan), ("beta_b", fit.b if fit else math.nan))
+    for k in extrapolate:
+        value, low, high = fit.points[k] if fit else (math.nan, math.nan, math.nan)
+        yield from ((f"extrapolated@{k}", value), (f"extrapolated@{k}_low", low), (f"extrapolated@{k}_high", high))

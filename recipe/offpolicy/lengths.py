@@ -1,0 +1,72 @@
+"""Show the length of answers by correctness over steps, of runs or recordings.
+
+python -m recipe.offpolicy.lengths metrics.jsonl [DIR ...] [--png lengths.png]
+
+A file is of verl's logger `file`: length_penalty=none adds the metrics by correctness. A directory is a recording. Exit
+status: 0, or 2 where an argument is invalid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .command_line import BAD_INPUT, list_output_modules, require_modules, run
+
+_PIPE_WIDTH = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = _parser().parse_args(arguments)
+    shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
+    require_modules("lengths", "torch", "numpy", "pyarrow", *shown)
+    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, read_curves
+    from .analysis.pages import PageError, check_target
+    from .recording import RecordingError
+
+    try:
+        if options.png is not None:
+            check_target("--png", options.png, "lengths.png")
+        curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
+        if options.png is not None:
+            from .analysis.pages.plotting import save
+
+            save(draw_curves(curves), options.png)
+    except (CurveError, PageError, RecordingError, OSError) as error:
+        print(f"lengths: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps({name: build_json(found) for name, found in curves.items()}, indent=2))  # noqa: T201
+        return 0
+    from rich.console import Console
+
+    from .analysis.pages import fit_to_width
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    for name, found in curves.items():
+        for part in fit_to_width(build_table(found, name), console.width):
+            console.print(part)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.lengths", description="Length of answers by correctness over steps."
+    )
+    parser.add_argument(
+        "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, or the directory of a recording"
+    )
+    parser.add_argument(
+        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="of a recording: right from here on (1.0)"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run("lengths", main))

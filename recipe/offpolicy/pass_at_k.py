@@ -1,0 +1,108 @@
+"""Estimate pass@k from verl's validation dumps, without bias, and extrapolate it by a fit.
+
+python -m recipe.offpolicy.pass_at_k DUMP... --k 1,8,64 --extrapolate 256,1024
+
+Exit status: 0, or 2 where a dump or an argument is invalid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .command_line import BAD_INPUT, list_output_modules, require_modules, run
+
+_PIPE_WIDTH = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = _parser().parse_args(arguments)
+    require_modules("pass_at_k", "torch", *list_output_modules(json=options.json, png=bool(options.png), html=False))
+    from .analysis.pages import PageError, check_target
+    from .analysis.pass_at_k.dumps import DumpError, read_dumps
+    from .analysis.pass_at_k.estimates import build_json, build_table, draw_curves, estimate
+    from .extensions.pass_at_k.summary import Stopping
+
+    try:
+        if options.png is not None:
+            check_target("--png", options.png, "pass_at_k.png")
+        if (options.looks is None) != (options.successes is None):
+            raise ValueError("--looks and --successes belong together: sampling ended at a look with so many right.")
+        stopping = None if options.looks is None else Stopping(tuple(options.looks), options.successes)
+        steps = read_dumps(options.dumps, correct_at_least=options.correct_at_least)
+        found = [
+            estimate(counts, options.k, extrapolate=options.extrapolate, stopping=stopping, ranking=options.rank)
+            for counts in steps
+        ]
+        if options.png is not None:
+            from .analysis.pages.plotting import save
+
+            save(draw_curves(found), options.png)
+    except (DumpError, PageError, ValueError, OSError) as error:
+        print(f"pass_at_k: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps([build_json(each) for each in found], indent=2))  # noqa: T201
+        return 0
+    from rich.console import Console
+
+    from .analysis.pages import fit_to_width
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    for each in found:
+        for part in fit_to_width(build_table(each), console.width):
+            console.print(part)
+        for note in each.notes:
+            console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+    return 0
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse counts that are separated by commas, in rising order.
+
+    Raises:
+        ArgumentTypeError: they are none.
+    """
+    try:
+        found = sorted({int(part) for part in text.split(",") if part})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected counts such as 1,8,64") from error
+    if not found or found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected counts such as 1,8,64")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.offpolicy.pass_at_k", description="pass@k from verl's validation dumps."
+    )
+    parser.add_argument(
+        "dumps", metavar="DUMP", nargs="+", type=Path, help="files of trainer.validation_data_dir, such as 100.jsonl"
+    )
+    parser.add_argument("--k", type=parse_counts, default=[1, 8], metavar="K,...", help="within the samples (1,8)")
+    parser.add_argument(
+        "--extrapolate",
+        type=parse_counts,
+        default=[],
+        metavar="K,...",
+        help="beyond the samples, by a Beta-binomial fit",
+    )
+    parser.add_argument(
+        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="score from which a sample is right (1.0)"
+    )
+    parser.add_argument(
+        "--looks", type=parse_counts, metavar="N,...", help="cumulative samples after which sampling could end early"
+    )
+    parser.add_argument("--successes", type=int, metavar="R", help="right ones with which it ended")
+    parser.add_argument("--rank", action="store_true", help="show 1 - (1 - c/n)^k as well, which is for ranking only")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curve")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run("pass_at_k", main))

@@ -1,0 +1,81 @@
+"""A batch of verl's V0 trainer in memory, advantages by verl's own estimators, and what the workers would report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl import DataProto
+from verl.trainer.ppo import core_algos
+
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.loss_rows import LossRows
+from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+
+WIDTH = 12
+"""Places of a response."""
+
+Rows = Sequence[tuple[str, int, float]]
+"""(group, tokens, score) of each row; the group is the prompt too."""
+
+
+def make_batch(rows: Rows, step: int = 1, **columns: Sequence[Any]) -> DataProtoBatch:
+    """A batch whose score lies on the last token; responses have a place more than tokens, of a tool."""
+    lengths = torch.tensor([tokens for _, tokens, _ in rows])
+    there = torch.arange(WIDTH) < lengths[:, None]
+    scores = torch.zeros(len(rows), WIDTH)
+    scores[torch.arange(len(rows)), (lengths - 1).clamp(min=0)] = torch.tensor([score for _, _, score in rows])
+    prompts = torch.tensor([[sum(map(ord, group)), 7] for group, _, _ in rows])
+    responses = torch.arange(len(rows) * WIDTH).view(len(rows), WIDTH) % 50
+    batch = DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "attention_mask": torch.cat([torch.ones_like(prompts), there.long()], -1),
+            "response_mask": there.long(),
+            "token_level_scores": scores,
+        }
+    )
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    batch.non_tensor_batch["uid"] = np.array([group for group, _, _ in rows], dtype=object)
+    for name, values in columns.items():
+        batch.non_tensor_batch[name] = np.array(values, dtype=object)
+    return DataProtoBatch(batch, step)
+
+
+def estimate(view: DataProtoBatch, name: str = "grpo", *, by_std: bool = True) -> Callable[[], None]:
+    """verl's estimator, as the V0 trainer calls it."""
+
+    def run() -> None:
+        tensors, config = view.batch.batch, {"norm_adv_by_std_in_grpo": by_std}
+        by_index: dict[str, Any] = {"index": np.array(view.uids, dtype=object)}
+        if name == "grpo":
+            by_index["norm_adv_by_std_in_grpo"] = by_std
+        found = getattr(core_algos, f"compute_{name}_outcome_advantage")(
+            tensors["token_level_rewards"].clone(), tensors["response_mask"].float(), **by_index, config=config
+        )
+        view.put_advantages(found[0], returns=True)
+
+    return run
+
+
+def shape(view: DataProtoBatch, *extensions: Extension, name: str = "grpo", by_std: bool = True) -> Tensor:
+    """The advantage of each row, (n,), after the hooks of these extensions."""
+    ExtensionHooks(extensions).compute_advantages(view, estimate(view, name, by_std=by_std))
+    return view.advantages[:, 0].double()
+
+
+def report(view: DataProtoBatch, extension: Extension, change: Callable[[TensorDict], None] = lambda data: None) -> Any:
+    """What the extension's half in the workers reports, of two micro-batches in another order."""
+    names = ("responses", "response_mask", "advantages")
+    data = TensorDict({name: view.batch.batch[name].clone() for name in names}, batch_size=len(view.batch))
+    change(data)
+    half = extension.worker()
+    assert half is not None
+    order = torch.arange(len(data)).flip(0)
+    return [half.report(LossRows({}, data[part])) for part in order.tensor_split(2)]

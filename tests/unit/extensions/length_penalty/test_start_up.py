@@ -1,0 +1,118 @@
+"""Keys beside which a length penalty is WRONG or INERT, with the override that mends it; and the shipped options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import Problem
+from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
+from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
+from recipe.offpolicy.extensions.length_penalty.start_up import find_problems
+from recipe.offpolicy.extensions.registry import load_extensions
+from tests.support.applications import NEEDED, application
+
+DEFAULTS = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 8,
+    "trainer.total_epochs": 10,
+    "trainer.total_training_steps": 100,
+    "data.max_response_length": 1000,
+}
+
+
+def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
+    config = OmegaConf.create({})
+    for key, value in (DEFAULTS | {name.replace("__", "."): value for name, value in changes.items()}).items():
+        OmegaConf.update(config, key, value)
+    return list(find_problems("length_penalty", LengthSettings.from_mapping("length_penalty", settings), config))
+
+
+@pytest.mark.parametrize("kind", ["none", "uniform", "group", "anchor"])
+@pytest.mark.parametrize("place", ["after", "before"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_nothing_is_wrong_by_default(kind: str, place: str, estimator: str) -> None:
+    assert problems({"kind": kind, "place": place}, algorithm__adv_estimator=estimator) == []
+
+
+BEFORE = {"kind": "group", "place": "before"}
+KL, FILTER = {"algorithm__use_kl_in_reward": True}, {"algorithm__filter_groups__enable": True}
+DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong_buffer_cfg__enable": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "verdict", "override"),
+    [
+        ({"kind": "group"}, DAPO, "WRONG", "reward.reward_kwargs.overlong_buffer_cfg.enable=false"),
+        ({"kind": "group"}, {"algorithm__adv_estimator": "gae"}, "WRONG", "algorithm.adv_estimator=grpo"),
+        ({"kind": "group"}, {"algorithm__adv_estimator": "gdpo"}, "WRONG", "algorithm.adv_estimator=grpo"),
+        (BEFORE, FILTER, "WRONG", "algorithm.filter_groups.enable=false"),
+        (BEFORE, KL, "WRONG", "length_penalty.place=after"),
+        (BEFORE, {"pass_at_k__objective": "loo"}, "WRONG", "length_penalty.place=after"),
+        ({"kind": "group"}, {"actor_rollout_ref__rollout__n": 1}, "WRONG", "length_penalty.kind=uniform"),
+        ({"kind": "uniform", "coefficient": 2e-3}, {}, "WRONG", "length_penalty.coefficient=0.0005"),
+        ({"kind": "group", "warmup": {"steps": 200}}, {}, "WRONG", "length_penalty.warmup.steps=0"),
+        ({"kind": "anchor"}, {"trainer__total_epochs": 1}, "INERT", "length_penalty.anchor.per=source"),
+        ({"kind": "group", "coefficient": 0}, {}, "INERT", "length_penalty.coefficient=null"),
+    ],
+)
+def test_what_it_cannot_stand_beside(
+    settings: dict[str, Any], changes: dict[str, Any], verdict: str, override: str
+) -> None:
+    (problem,) = problems(settings, **changes)
+    assert problem.verdict == verdict
+    assert problem.overrides == (override,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"kind": "group"}, KL),
+        ({"kind": "group"}, FILTER),
+        ({"kind": "group"}, {"pass_at_k__objective": "loo"}),
+        ({"kind": "none"}, DAPO | {"algorithm__adv_estimator": "gae"}),
+        ({"kind": "group"}, DAPO | {"reward__reward_manager__name": "naive"}),
+        ({"kind": "anchor", "anchor": {"per": "source"}}, {"trainer__total_epochs": 1}),
+    ],
+)
+def test_what_it_can_stand_beside(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert problems(settings, **changes) == []
+
+
+def test_dropped_groups_that_are_skipped_anyway_are_noted() -> None:
+    (problem,) = problems({"kind": "group", "zero_variance": "skip"}, **FILTER)
+    assert problem.verdict == "NOTE"
+    assert "the length of easy prompts has no price" in problem.reason
+
+
+def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pandas.DataFrame({"extra_info": [{"budget": 3.0}, {"budget": None}]}).to_parquet(path)
+    settings = {"kind": "reference", "reference": "extra_info.budget"}
+    (problem,) = problems(settings, data__train_files=str(path))
+    assert f"row 1 of {path} has no length" in problem.reason
+    assert "length_penalty.kind=anchor" in problem.overrides
+    pandas.DataFrame({"extra_info": [{"budget": 3.0}]}).to_parquet(path)
+    assert problems(settings, data__train_files=[str(path)]) == []
+
+
+@pytest.mark.parametrize("option", ["anchor", "uniform", "group", "none"])
+def test_each_option_is_shipped(option: str) -> None:
+    with application(f"length_penalty={option}", *NEEDED) as config:
+        (extension,) = load_extensions(config)
+    assert isinstance(extension, LengthPenalty)
+    assert extension.length == LengthSettings.from_mapping("length_penalty", {"kind": option})
+    assert (extension.worker() is None) == (option == "none")
+    assert option in extension.meaning
+
+
+def test_a_reference_is_to_be_given() -> None:
+    with application("length_penalty=reference", "length_penalty.reference=300", *NEEDED) as config:
+        (extension,) = load_extensions(config)
+    assert isinstance(extension, LengthPenalty)
+    assert extension.length.reference == 300
+    assert "reference 300" in extension.meaning

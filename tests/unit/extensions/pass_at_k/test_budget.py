@@ -1,0 +1,60 @@
+"""Group sizes against brute force, and the rates that they go by."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.offpolicy.extensions.pass_at_k.budget import PassRates, allocate, identify_chat
+
+
+def mixed(rates: list[float], sizes: tuple[int, ...] | list[int]) -> float:
+    return sum(1 - p**n - (1 - p) ** n for p, n in zip(rates, sizes, strict=True))
+
+
+@given(st.lists(st.floats(0.001, 0.999), min_size=6, max_size=6), st.integers(6, 24))
+@settings(max_examples=15)
+def test_optimal_against_all_deals(rates: list[float], total: int) -> None:
+    found = allocate(rates, total, least=1, most=4)
+    assert sum(found) == total
+    assert all(1 <= size <= 4 for size in found)
+    best = max(mixed(rates, sizes) for sizes in product(range(1, 5), repeat=6) if sum(sizes) == total)
+    assert mixed(rates, found) == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize(("total", "least", "most"), [(5, 1, 2), (1, 1, 4), (8, 4, 2), (8, 0, 8)])
+def test_bounds_that_cannot_be_kept(total: int, least: int, most: int) -> None:
+    with pytest.raises(ValueError, match=f"{total} rollouts for 2 prompts"):
+        allocate([0.5, 0.5], total, least=least, most=most)
+
+
+def test_a_rate_is_the_prompts_own_over_all_prompts_as_a_prior() -> None:
+    """Without a fit Beta(1, 1): (1 + 2) / (2 + 8). Decayed by half: 4 + 8 answers, 1 + 6 right."""
+    rates = PassRates(0.5)
+    assert rates.estimate("new") == 0.5
+    rates.add({"a": (8, 2)})
+    assert rates.estimate("a") == pytest.approx(3 / 10)
+    rates.add({"a": (8, 6)})
+    assert rates.counts["a"] == (12.0, 7.0)
+    assert rates.estimate("a") == pytest.approx(8 / 14)
+
+
+def test_many_prompts_make_a_prior() -> None:
+    rates = PassRates(0.9)
+    rates.add({str(number): (8, number % 3) for number in range(60)})
+    a, b = rates.prior
+    assert a / (a + b) == pytest.approx(1 / 8, rel=0.3)
+    assert rates.estimate("new") < 0.2
+    again = PassRates(0.9)
+    again.restore(json.loads(json.dumps(rates.to_json())))
+    assert again == rates
+
+
+def test_a_chat_keeps_its_identity() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    assert identify_chat(chat) == identify_chat([{"content": "x", "role": "user"}])
+    assert identify_chat(chat) != identify_chat([{"role": "user", "content": "y"}])

@@ -1,0 +1,154 @@
+"""Estimators of pass@k against enumeration in exact arithmetic."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.offpolicy.extensions.pass_at_k import unbiased, unbiased_dynamic
+from recipe.offpolicy.extensions.pass_at_k.estimators import RankingOnly, rank, read_count
+
+SCHEDULES = [([8, 16, 32, 64], 1), ([8, 16, 32, 64], 2), (list(range(1, 65)), 2), ([4, 8, 16, 24], 3)]
+
+
+def stops(looks: list[int], successes: int) -> dict[tuple[int, int], int]:
+    """Orders of samples that end at each (n, c), one sample at a time."""
+    at, found = {0: 1}, {}
+    for n in range(1, looks[-1] + 1):
+        at = {c: at.get(c, 0) + at.get(c - 1, 0) for c in range(n + 1) if at.get(c, 0) + at.get(c - 1, 0)}
+        if n in looks:
+            ending = {c for c in at if c >= successes or n == looks[-1]}
+            found |= {(n, c): at.pop(c) for c in ending}
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 33, 64])
+def test_unbiased_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            wanted = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+            assert unbiased(n, c, k) == pytest.approx(float(wanted), abs=1e-12)
+    if n == 7:
+        subsets = list(combinations([1, 1, 0, 0, 0, 0, 0], 3))
+        assert unbiased(7, 2, 3) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-15)
+
+
+def test_large_counts_are_finite() -> None:
+    """1 of 10 000 right: half of all subsets of 5 000 hold it."""
+    assert unbiased(10_000, 1, 5_000) == pytest.approx(0.5, abs=1e-12)
+    assert unbiased(10_000, 9_000, 5_000) == 1.0
+
+
+def test_one_of_four_is_1_and_c_over_k_is_nowhere() -> None:
+    """verl's best@4 of [1, 0, 0, 0] is 1 - (3/4)^4 = 0.684 up to its 1 000 draws."""
+    assert unbiased(4, 1, 4) == 1.0
+    assert unbiased(4, 2, 2) == pytest.approx(5 / 6)  # c / k would be 1
+
+
+@given(st.integers(1, 40), st.data())
+def test_more_right_and_more_tries_never_lower_it(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    value = unbiased(n, c, k)
+    assert 0 <= value <= 1
+    assert (value == 0) == (c == 0)
+    assert (value == 1) == (n - c < k)
+    assert c == n or unbiased(n, c + 1, k) >= value
+    assert k == n or unbiased(n, c, k + 1) >= value
+
+
+BAD: list[tuple[Any, Any, Any]] = [
+    *((4, 5, 2), (4, 2, 5), (0, 0, 1), (4, -1, 2), (4, 2, 0)),
+    *((4.0, 2, 1), (4, 1.5, 2), (4, 2, True)),
+]
+
+
+@pytest.mark.parametrize(("n", "c", "k"), BAD)
+def test_impossible_counts_are_named(n: Any, c: Any, k: Any) -> None:
+    with pytest.raises(ValueError, match=r"k=True|=\d|pass@\d"):
+        unbiased(n, c, k)
+
+
+def test_counts_of_other_libraries_count() -> None:
+    assert unbiased(torch.tensor(4), torch.tensor(1), 2) == 0.5  # type: ignore[arg-type]
+    assert read_count(torch.tensor(7), "n") == 7  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("looks", "successes"), SCHEDULES)
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.2, 0.5, 0.9])
+def test_under_stopping_the_mean_estimate_is_pass_at_k(looks: list[int], successes: int, p: float) -> None:
+    paths = stops(looks, successes)
+    chances = {(n, c): orders * p**c * (1 - p) ** (n - c) for (n, c), orders in paths.items()}
+    assert sum(chances.values()) == pytest.approx(1, abs=1e-12)
+    for k in (1, 2, 4, 8, 16, 24):
+        mean = sum(chance * unbiased_dynamic(looks, n, c, k, successes=successes) for (n, c), chance in chances.items())
+        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+def test_the_usual_formula_is_biased_there() -> None:
+    """Looks 8, 16, 32, 64, first success, p = 0.05, k = 8: 0.337 is true, and the usual formula gives 0.575."""
+    looks, p = [8, 16, 32, 64], 0.05
+    naive = sum(w * p**c * (1 - p) ** (n - c) * unbiased(n, c, 8) for (n, c), w in stops(looks, 1).items())
+    assert 1 - (1 - p) ** 8 == pytest.approx(0.337, abs=5e-4)
+    assert naive == pytest.approx(0.575, abs=5e-4)
+
+
+def test_one_look_is_the_usual_estimate() -> None:
+    for c in range(17):
+        for k in (1, 5, 16):
+            assert unbiased_dynamic([16], 16, c, k, successes=2) == pytest.approx(unbiased(16, c, k), abs=1e-15)
+
+
+def test_one_at_a_time_has_a_closed_form() -> None:
+    """At a stopped prompt 1 - C(N - 1 - k, r - 1) / C(N - 1, r - 1)."""
+    looks, r, k = list(range(1, 65)), 2, 8
+    for n in range(2, 64):
+        failures = math.comb(n - 1 - k, r - 1) if n - 1 >= k else 0
+        found = unbiased_dynamic(looks, n, r, k, successes=r)
+        assert found == pytest.approx(1 - failures / math.comb(n - 1, r - 1), abs=1e-14)
+
+
+def test_k_may_exceed_the_samples_that_were_taken() -> None:
+    assert unbiased_dynamic([8, 16], 8, 1, 16, successes=1) == 1.0
+    with pytest.raises(ValueError, match="at most n"):
+        unbiased(8, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("looks", "n", "c", "k", "successes", "said"),
+    [
+        ([8, 16], 8, 1, 17, 1, "pass@17 with a last look at 16"),
+        ([8, 16], 12, 1, 4, 1, "12 samples: sampling ends at one of"),
+        ([8, 16], 8, 0, 4, 1, "sampling goes on until 1"),
+        ([8, 16], 16, 9, 4, 1, "would have ended at an earlier look"),
+        ([8, 16], 8, 9, 4, 1, "0 <= c <= n"),
+        ([16, 8], 8, 1, 4, 1, "that rise"),
+        ([], 8, 1, 4, 1, "that rise"),
+        ([8, 16], 8, 1, 4, 0, "successes=0"),
+    ],
+)
+def test_points_that_sampling_cannot_end_at_are_named(
+    looks: list[int], n: int, c: int, k: int, successes: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        unbiased_dynamic(looks, n, c, k, successes=successes)
+
+
+def test_what_ranks_is_no_number() -> None:
+    """1 - 0.95^10 = 0.401, 1 - 0.85^10 = 0.803."""
+    low, high = rank(20, 1, 10), rank(20, 3, 10)
+    assert isinstance(low, RankingOnly)
+    assert (str(low), str(high)) == ("0.401", "0.803")
+    assert low < high
+    with pytest.raises(TypeError):
+        float(low)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        low + high  # type: ignore[operator]
+    with pytest.raises(ValueError, match="c <= n"):
+        rank(4, 5, 2)

@@ -1,0 +1,218 @@
+"""The extension on verl's own batches: what goes to the workers, schedules, silent groups, and the proof."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
+from recipe.offpolicy.extensions.pass_at_k import advantages, pass_at_k
+from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
+from recipe.offpolicy.proof.verify import LivenessError
+from tests.support.shaped import Rows, make_batch, report, shape
+
+ONE: Rows = [("a", 3 + row, float(row == 2)) for row in range(8)]
+TWO: Rows = [("b", 4, float(row < 2)) for row in range(8)]
+
+
+def made(objective: str, **settings: Any) -> PassAtK:
+    extension = PassAtK("pass_at_k", {"objective": objective} | settings)
+    extension.begin(OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 8}}}))
+    return extension
+
+
+def wanted(rows: Rows, k: int, objective: str) -> Tensor:
+    return advantages([score >= 1 for _, _, score in rows], k, objective=objective)
+
+
+@pytest.mark.parametrize("objective", ["loo", "loo_minus_one", "analytic"])
+def test_each_group_gets_its_own_objective(objective: str) -> None:
+    found = shape(make_batch([*ONE, *TWO]), made(objective))
+    torch.testing.assert_close(found[:8], wanted(ONE, 4, objective), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[8:], wanted(TWO, 4, objective), atol=1e-6, rtol=0)
+
+
+def test_advantages_are_of_response_tokens_alone() -> None:
+    view = make_batch(ONE)
+    shape(view, made("loo"))
+    assert bool((view.advantages[:, 0] != 0).all())
+    assert not bool((view.advantages * (1 - view.batch.batch["response_mask"])).any())
+    assert torch.equal(view.batch.batch["returns"], view.advantages)
+
+
+def test_a_graded_score_is_right_from_the_threshold_on() -> None:
+    graded: Rows = [("a", 3, score) for score in (0.9, 0.5, 0.89, 0.0)]
+    found = shape(make_batch(graded), made("loo", k=2, correct_at_least=0.9))
+    torch.testing.assert_close(found, advantages([1, 0, 0, 0], 2, objective="loo"), atol=1e-6, rtol=0)
+
+
+def test_the_schedule_goes_back_to_verls_own_to_the_bit() -> None:
+    extension = made("loo", k=4, schedule=[[5, 2], [9, 1]])
+    for step, k in ((1, 4), (4, 4), (5, 2), (8, 2)):
+        found = shape(make_batch(TWO, step=step), extension)
+        torch.testing.assert_close(found, wanted(TWO, k, "loo"), atol=1e-6, rtol=0)
+    again = made("loo", k=4, schedule=[[5, 2], [9, 1]])
+    for one in (extension, again):  # also after a resume
+        assert torch.equal(shape(make_batch(TWO, step=9), one), shape(make_batch(TWO)))
+    assert extension.metrics()["pass_at_k/k"] == 1.0
+
+
+def test_groups_are_dealt_by_step_and_uid_alone() -> None:
+    one, other = (shape(make_batch([*ONE, *TWO], step=3), made("groups")) for _ in range(2))
+    assert torch.equal(one, other)
+    assert torch.equal(one[8:], shape(make_batch(TWO, step=3), made("groups")))
+    dealt = {tuple(shape(make_batch(TWO, step=step), made("groups")).tolist()) for step in range(1, 12)}
+    assert len(dealt) > 3
+
+
+def test_groups_that_are_too_small_are_silent_and_counted() -> None:
+    """A padding row's group of one, and one that has lost rows."""
+    extension = made("loo")
+    found = shape(make_batch([*TWO, ("pad", 1, 0.0), *[("c", 3, 1.0)] * 2, *[("c", 3, 0.0)] * 2]), extension)
+    torch.testing.assert_close(found[:8], wanted(TWO, 4, "loo"), atol=1e-6, rtol=0)
+    assert not bool(found[8:].any())
+    assert extension.metrics()["pass_at_k/silent_groups"] == 2.0
+
+
+def test_rejected_rows_count_neither_as_samples_nor_as_right() -> None:
+    """baseline=exclude: row 1 is rejected, and 7 rows with 1 right are left."""
+    view = make_batch(TWO)
+    view.regroup(["b", "b/rejected-1", *["b"] * 6], [False, True, *[False] * 6])
+    found = shape(view, made("loo"))
+    left = advantages([1, 0, 0, 0, 0, 0, 0], 4, objective="loo")
+    assert float(found[1]) == 0.0
+    torch.testing.assert_close(found[[0, 2, 3, 4, 5, 6, 7]], left, atol=1e-6, rtol=0)
+
+
+def test_validation_alone_changes_no_advantage_and_sends_nothing() -> None:
+    extension = made("none")
+    assert torch.equal(shape(make_batch([*ONE, *TWO]), extension), shape(make_batch([*ONE, *TWO])))
+    assert extension.worker() is None
+
+
+def test_metrics_of_training() -> None:
+    """1 and 2 of 8 right: pass@1 (1/8 + 2/8) / 2, pass@4 (1/2 + 11/14) / 2; 16 from no group."""
+    extension = made("loo", metric={"k": [1, 4, 16]})
+    shape(make_batch([*ONE, *TWO, *[("c", 2, 1.0)] * 8]), extension)
+    found = extension.metrics()
+    assert found["pass_at_k/train/pass@1"] == pytest.approx((1 / 8 + 2 / 8 + 1) / 3)
+    assert found["pass_at_k/train/pass@4"] == pytest.approx((1 / 2 + 11 / 14 + 1) / 3)
+    assert found["pass_at_k/train/pass@16"] != found["pass_at_k/train/pass@16"]
+    assert found["pass_at_k/right_share"] == pytest.approx(11 / 24)
+    assert found["pass_at_k/winner_share"] == pytest.approx(3 / 24)
+    assert found["pass_at_k/zero_groups"] == 1.0
+
+
+def test_length_comes_after_it_and_its_shift_is_not_divided() -> None:
+    """Together they are their composition by hand."""
+    length = LengthPenalty("length_penalty", {"kind": "uniform", "coefficient": 0.01})
+    objective = {"objective": "loo"}
+    length.begin(OmegaConf.create({"algorithm": {"adv_estimator": "grpo"}, "pass_at_k": objective}))
+    found = shape(make_batch(ONE), length, made("loo"))
+    tokens = torch.arange(3, 11).double()
+    torch.testing.assert_close(found, wanted(ONE, 4, "loo") - 0.01 * (tokens - 6.5), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("objective", ["loo", "loo_minus_one", "analytic", "groups"])
+def test_the_proof_passes_and_says_so(objective: str, caplog: pytest.LogCaptureFixture) -> None:
+    extension, view = made(objective), make_batch([*ONE, *TWO])
+    shape(view, extension)
+    with caplog.at_level("INFO"):
+        found = dict(extension.judge(report(view, extension)))
+    assert found["pass_at_k/live/proved"] == 1.0
+    assert found["pass_at_k/live/changed_rows"] > 8
+    assert caplog.text.count("pass@k LIVE on") == 1
+
+
+@pytest.mark.parametrize("objective", ["loo", "loo_minus_one", "analytic", "groups"])
+def test_a_formula_that_went_wrong_is_found(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_at_k, "advantages", lambda *args, **kwargs: 1.1 * advantages(*args, **kwargs))
+    with pytest.raises(LivenessError, match="in group a "):
+        shape(make_batch(ONE), made(objective))
+
+
+def test_verls_advantages_in_the_loss_stop_the_run() -> None:
+    extension, view = made("loo"), make_batch(ONE)
+    own = shape(make_batch(ONE)).float()
+    shape(view, extension)
+
+    def verls(data: TensorDict) -> None:
+        data["advantages"] = own[:, None] * data["response_mask"]
+
+    with pytest.raises(LivenessError, match="advantages of 8 rows were shaped, and the loss saw 8 rows, 0 of them"):
+        extension.judge(report(view, extension, verls))
+
+
+def test_rows_that_do_not_change_although_they_must_stop_the_run() -> None:
+    extension, view = made("loo"), make_batch(ONE)
+    shape(view, extension)
+    extension._changed = 0
+    with pytest.raises(LivenessError, match="0 rows were changed, and some have to be"):
+        extension.judge(report(view, extension))
+
+
+class Prompts(SimpleNamespace):
+    def rows(self, name: str) -> dict[str, Any]:
+        return {name: self.chats}
+
+    def put(self, **columns: Any) -> None:
+        self.sizes = columns["__rollout_n__"]
+
+
+def budgeted(**budget: Any) -> PassAtK:
+    return made("loo", k=2, budget={"mode": "group_size", "least": 3, "most": 16} | budget)
+
+
+CHATS = [[{"role": "user", "content": text}] for text in "xyz"]
+
+
+def test_group_sizes_go_by_the_rates_that_were_seen_and_prompts_count_alike() -> None:
+    extension = budgeted()
+    first = Prompts(step=1, uids=list("abc"), chats=CHATS)
+    extension.next_batch(first)
+    assert sum(first.sizes) == 24
+    rows: Rows = [
+        *[("a", 2, float(r < 4)) for r in range(8)],
+        *[("b", 2, float(r < 1)) for r in range(12)],
+        *[("c", 2, 1.0) for r in range(12)],
+    ]
+    plain = made("loo", k=2)
+    found, without = shape(make_batch(rows), extension), shape(make_batch(rows), plain)
+    weights = torch.tensor([1.0] * 8 + [8 / 12] * 24).double()
+    torch.testing.assert_close(found, without * weights, atol=1e-6, rtol=0)
+    metrics = extension.metrics()
+    assert (metrics["pass_at_k/budget/least_rows"], metrics["pass_at_k/budget/most_rows"]) == (8.0, 12.0)
+    again = Prompts(step=2, uids=list("def"), chats=CHATS)
+    extension.next_batch(again)
+    assert sum(again.sizes) == 24
+    assert again.sizes[1] > again.sizes[0]
+    assert again.sizes[1] > again.sizes[2]
+
+
+def test_without_equal_prompts_advantages_are_not_weighted() -> None:
+    extension = budgeted(equal_prompts=False)
+    extension.next_batch(Prompts(step=1, uids=["a"], chats=CHATS[:1]))
+    assert torch.equal(shape(make_batch(ONE[:5]), extension), shape(make_batch(ONE[:5]), made("loo", k=2)))
+
+
+def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:
+    first, again = budgeted(), budgeted()
+    first.next_batch(Prompts(step=1, uids=["a"], chats=CHATS[:1]))
+    shape(make_batch(ONE), first)
+    state = json.loads(json.dumps(first.state(tmp_path / "x")))
+    assert state == {"prompts": 1}
+    again.restore(state, tmp_path / "x")
+    assert again.rates == first.rates
+    (tmp_path / "x" / pass_at_k.FILE).unlink()
+    with pytest.raises(FileNotFoundError, match="notes 1 prompts"):
+        again.restore(state, tmp_path / "x")
+    assert made("loo").state(tmp_path) == {}
+    assert "metric" not in made("loo", metric={"k": [2]}).noted
