@@ -116,7 +116,7 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     issued_by |= {"_submit_batch_to_rollout"}
     assert overridden(BoundedTrainer, PPOTrainer) == {
         *issued_by,
-        *("step", "_compute_old_log_prob", "_update_actor", "_load_checkpoint"),
+        *("step", "_update_actor", "_load_checkpoint"),
     }
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}

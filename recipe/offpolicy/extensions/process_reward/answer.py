@@ -35,7 +35,7 @@ def read_answers(row: Any, most: int) -> list[str]:
     Raises:
         AnswerError: there is none, or there are more than ``most``.
     """
-    truth = row.get("ground_truth") if hasattr(row, "get") else None
+    truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
     # numpy's arrays and scalars, as parquet gives them.
     truth = truth.tolist() if hasattr(truth, "tolist") else truth
     given = list(truth) if isinstance(truth, list | tuple) else [truth]
