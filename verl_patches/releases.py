@@ -28,6 +28,8 @@ class Release:
         v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
         staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
         token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
+        scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
+        counts_cached_tokens: they say how many tokens of a prompt were read from the prefix cache.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Release:
     v1_modes: tuple[str, ...] = V1_MODES
     staleness_limit: bool = True
     token_versions: bool = True
+    scores_prompts: bool = True
+    counts_cached_tokens: bool = True
 
 
 RELEASES = (
@@ -54,10 +58,26 @@ RELEASES = (
         v1_modes=(),
         staleness_limit=False,
         token_versions=False,
+        scores_prompts=False,
+        counts_cached_tokens=False,
     ),
-    Release("0.8.0", platforms=False, weight_versions=False, v1_modes=(), staleness_limit=False, token_versions=False),
+    Release(
+        "0.8.0",
+        platforms=False,
+        weight_versions=False,
+        v1_modes=(),
+        staleness_limit=False,
+        token_versions=False,
+        counts_cached_tokens=False,
+    ),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
-    Release("0.9.0", v1_modes=("sync", "colocate_async"), staleness_limit=False, token_versions=False),
+    Release(
+        "0.9.0",
+        v1_modes=("sync", "colocate_async"),
+        staleness_limit=False,
+        token_versions=False,
+        counts_cached_tokens=False,
+    ),
     Release("0.9.1"),
 )
 """Oldest first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,12 @@ def substitute(subclass: Callable[[type], type]) -> None:
 def before_any(look: Callable[[Any], None]) -> None:
     """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
     before(_INIT, look)
+
+
+def plain_advantage() -> Callable[..., Any]:
+    """Return verl's own ``compute_advantage``, which both trainers call, without what ``around_advantage`` wraps."""
+    found: Callable[..., Any] = inspect.unwrap(importlib.import_module(_TRAINER).compute_advantage)
+    return found
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:

@@ -14,6 +14,12 @@ ESS = ("offpolicy/weight/ess",)
 KEPT = ("offpolicy/keep/token_share",)
 PROVED = "offpolicy/live/proved"
 ELIGIBLE, GAP, PULL = ("opd/frac_opd_samples",), ("opd/gap/mean",), ("opd/share_of_loss",)
+FIRST_VALUE, LAST_PASSED, LAST_FAILED = (
+    ("process_reward/value/first/mean",),
+    ("process_reward/value/last/passed",),
+    ("process_reward/value/last/failed",),
+)
+SCORING = ("process_reward/cost/seconds",)
 SECONDS = ("timing_s/step",)
 
 OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)

@@ -46,6 +46,16 @@ ANY_MODEL_OVERRIDES = (
 """Settings for a model other than the quickstart's own, before the user's overrides."""
 TAUGHT_OVERRIDES = ("opd.eligible.passed_above=0.99",)
 """Settings with on-policy distillation: the task gives partial credit, and 1 for a word that is right."""
+SUMS_OVERRIDES = (
+    # A chain of three steps, which takes 27 tokens; force prompt and answer stand behind prefixes.
+    "data.max_response_length=40",
+    "actor_rollout_ref.rollout.max_model_len=160",
+    # vLLM's block on a CPU is 128 tokens, so that nothing of these rows would be cached.
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    # The first step, of which it is said what right and wrong steps are worth.
+    "offpolicy.record.every=1000000",
+)
+"""Settings with process rewards, whose task is that of sums.py."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,11 @@ def is_taught(overrides: Sequence[str]) -> bool:
 def needs_teacher(overrides: Sequence[str]) -> bool:
     """Return True if on-policy distillation is on and no teacher is named."""
     return is_taught(overrides) and find_last("opd.teacher.url", overrides) is None
+
+
+def is_rewarded_by_process(overrides: Sequence[str]) -> bool:
+    """Return True if process rewards are on."""
+    return find_last("process_reward", overrides) not in (None, "null")
 
 
 def quote(key: str, path: str | Path) -> str:

@@ -1,6 +1,7 @@
 """Cache of data and model, one folder for each version of the code and the packages that make it.
 
 python -m scripts.quickstart.prepare --cache DIR data [model] [teacher]
+python -m scripts.quickstart.prepare --cache DIR sums sums_model
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .sums import SumsSettings, build_sums_tokenizer, warm_start_sums, write_data
 from .task import TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
 _OF_A_MODEL = ["task.py", "reward.py", "model.py", "warm_start.py"], ["torch", "transformers", "reasoning-gym"]
-INGREDIENTS = {"data": (["task.py"], ["reasoning-gym"]), "model": _OF_A_MODEL, "teacher": _OF_A_MODEL}
+INGREDIENTS = {
+    "data": (["task.py"], ["reasoning-gym"]),
+    "model": _OF_A_MODEL,
+    "teacher": _OF_A_MODEL,
+    "sums": (["sums.py"], []),
+    "sums_model": (["sums.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
+}
 """Part -> the files that make it, settings included, and the packages that they need."""
 
 
 def folder(cache: Path, part: str) -> Path:
-    """Return the folder of "data", "model" or "teacher" of this version, made or still to be made."""
+    """Return the folder of a part, such as "data" or "model", of this version, made or still to be made."""
     sources, packages = INGREDIENTS[part]
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in sources))
     digest.update("".join(f"{name}=={importlib.metadata.version(name)}" for name in packages).encode())
@@ -104,6 +112,45 @@ def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
         say(f"skipped, the model is cached in {path}")
 
 
+def prepare_sums(path: Path, settings: SumsSettings) -> None:
+    """Make the folder with train.parquet and heldout.parquet of the task of process rewards."""
+
+    def build(draft: Path) -> None:
+        count = write_data(draft, settings)
+        print(f"data: {count} training and {settings.heldout} held-out sums", flush=True)
+
+    if make_once(path, build):
+        print(f"data: sums, cached in {path}", flush=True)
+
+
+def prepare_sums_model(path: Path, settings: SumsSettings) -> None:
+    """Make the folder with the model that is warm-started on sums, and its tokenizer."""
+    import torch
+    import transformers
+
+    from .model import build_model
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    start = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        print(
+            f"warm start on sums: step {step} of {settings.steps}, loss {loss:.2f}, {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+
+    def build(draft: Path) -> None:
+        tokenizer = build_sums_tokenizer()
+        model = build_model(tokenizer)
+        warm_start_sums(model, tokenizer, settings, report)
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+
+    if make_once(path, build):
+        print(f"warm start on sums: skipped, the model is cached in {path}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, required=True)
@@ -111,7 +158,14 @@ def main() -> None:
     arguments = parser.parse_args()
     for part in arguments.parts:
         path = folder(arguments.cache, part)
-        prepare_data(path, TaskSettings()) if part == "data" else prepare_model(path, TaskSettings(), part)
+        if part == "data":
+            prepare_data(path, TaskSettings())
+        elif part == "sums":
+            prepare_sums(path, SumsSettings())
+        elif part == "sums_model":
+            prepare_sums_model(path, SumsSettings())
+        else:
+            prepare_model(path, TaskSettings(), part)
 
 
 if __name__ == "__main__":

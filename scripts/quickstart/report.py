@@ -12,7 +12,21 @@ import numpy as np
 from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
 from recipe.offpolicy.analysis.pages.table import Column, Table
 
-from .metrics import ELIGIBLE, ESS, GAP, KEPT, KL, PULL, REWARD, SECONDS, History
+from .metrics import (
+    ELIGIBLE,
+    ESS,
+    FIRST_VALUE,
+    GAP,
+    KEPT,
+    KL,
+    LAST_FAILED,
+    LAST_PASSED,
+    PULL,
+    REWARD,
+    SCORING,
+    SECONDS,
+    History,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +62,15 @@ def build_summary_table(history: History, *, corrected: bool) -> Table:
         "gap to the teacher, nats": history.series(GAP),
         "teacher's share of the pull": history.series(PULL),
     }
-    if any(not math.isnan(value) for values in taught.values() for value in values):
-        named |= taught
+    by_process = {
+        "value of the prompt, nats": history.series(FIRST_VALUE),
+        "value of the whole, passed": history.series(LAST_PASSED),
+        "value of the whole, failed": history.series(LAST_FAILED),
+        "seconds of scoring a step": history.series(SCORING),
+    }
+    for optional in (taught, by_process):
+        if any(not math.isnan(value) for values in optional.values() for value in values):
+            named |= optional
     rows: list[list[Any]] = []
     for name, series in named.items():
         values = [value for value in series if not math.isnan(value)]

@@ -25,13 +25,15 @@ from verl_patches.contract import installed_release
 
 from .child import Child, StageFailed, Tail
 from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
-from .metrics import FAILED, REFUSED, History, judge
+from .metrics import FAILED, FIRST_VALUE, REFUSED, History, judge
 from .options import (
     ANY_MODEL_OVERRIDES,
+    SUMS_OVERRIDES,
     TAUGHT_OVERRIDES,
     Options,
     build_child_environment,
     build_release_overrides,
+    is_rewarded_by_process,
     is_taught,
     needs_teacher,
     quote,
@@ -39,6 +41,7 @@ from .options import (
 from .prepare import find_made, folder
 from .progress import Progress, TrainingView
 from .report import build_summary_table, describe, draw
+from .sums import describe_utilities, judge_utilities, read_recorded
 from .teacher import Teacher
 
 HERE = Path(__file__).resolve().parent
@@ -122,7 +125,13 @@ class Quickstart:
 
     @property
     def _parts(self) -> list[str]:
+        if self._by_process:
+            return ["sums", *([] if self.options.model else ["sums_model"])]
         return ["data", *([] if self.options.model else ["model"]), *(["teacher"] if self._taught else [])]
+
+    @property
+    def _by_process(self) -> bool:
+        return is_rewarded_by_process(self.overrides)
 
     @property
     def _taught(self) -> bool:
@@ -180,28 +189,46 @@ class Quickstart:
 
     def _report(self, correction: dict[str, Any], corrected: bool) -> None:
         self.progress.stage("reporting")
+        if self._by_process:
+            self._report_utilities()
         self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
         model = self.options.model.name if self.options.model else "a Qwen2 of 0.4 M parameters"
-        draw(self.history, picture, f"GRPO of {model} on reasoning-gym's spell_backward, {describe(correction)}")
+        task = "sums modulo 5, with process rewards" if self._by_process else "reasoning-gym's spell_backward"
+        draw(self.history, picture, f"GRPO of {model} on {task}, {describe(correction)}")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
+
+    def _report_utilities(self) -> None:
+        """Say what right and wrong steps were worth in the first step, as recorded."""
+        files = sorted((self._folder / "recorded").glob("step_00000001*.parquet"))
+        if not files or self.options.model:
+            return
+        rows = read_recorded(files, folder(CACHE, "sums_model"))
+        first = self.history.series(FIRST_VALUE)[0]
+        self.progress.line(f"values of the first step: {describe_utilities(judge_utilities(rows), first)}")
 
     def _trainer(self, release: str) -> list[str]:
         """Build the training command, without data, model and the user's overrides."""
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / "reward.py"),
+            quote("reward.custom_reward_function.path", HERE / ("sums.py" if self._by_process else "reward.py")),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
+            *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),
         ]
 
+    @property
+    def _recorded(self) -> str:
+        return quote("offpolicy.record.dir", self._folder / "recorded")
+
     def _data(self, folders: Mapping[str, Path]) -> list[str]:
+        data, model = ("sums", "sums_model") if self._by_process else ("data", "model")
         return [
-            quote("data.train_files", folders["data"] / "train.parquet"),
-            quote("data.val_files", folders["data"] / "heldout.parquet"),
-            quote("actor_rollout_ref.model.path", self.options.model or folders["model"]),
+            quote("data.train_files", folders[data] / "train.parquet"),
+            quote("data.val_files", folders[data] / "heldout.parquet"),
+            quote("actor_rollout_ref.model.path", self.options.model or folders[model]),
         ]
 
     def _await_checks(self, lines: Iterator[str]) -> str:

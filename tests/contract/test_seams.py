@@ -12,16 +12,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches import engine_loss, llm_client, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import agent_loops, engine_loss, llm_client, replay_buffer, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
 ONLY_V1 = pytest.mark.verl("==0.9.1")
+SCORING = pytest.mark.verl("!=0.7.1")
 GROUPS = [
     pytest.param(engine_loss, id="engine"),
     pytest.param(trainer_v0, id="trainer_v0"),
     pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
     pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
     pytest.param(llm_client, id="llm_client", marks=ONLY_V1),
+    pytest.param(agent_loops, id="agent_loops", marks=SCORING),
 ]
 
 
@@ -29,12 +31,17 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
 
 
-ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0)]
+ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_seam_is_where_it_was(group: Any) -> None:
     engine_loss.check(group.SEAMS)
+
+
+@ONLY_V1
+def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
+    engine_loss.check(agent_loops.SEAMS_V1)
 
 
 OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client) for seam in quoted(module, ONLY_V1)]
@@ -109,7 +116,7 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     issued_by |= {"_submit_batch_to_rollout"}
     assert overridden(BoundedTrainer, PPOTrainer) == {
         *issued_by,
-        *("step", "_compute_old_log_prob", "_update_actor", "_load_checkpoint"),
+        *("step", "_update_actor", "_load_checkpoint"),
     }
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
@@ -200,12 +207,14 @@ def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: 
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo import ray_trainer
 
+    plain = trainer_v0.plain_advantage()
     monkeypatch.setattr(ray_trainer, "compute_advantage", ray_trainer.compute_advantage)
     seen: list[object] = []
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
     assert ray_trainer.compute_advantage("a batch") == ("second", "a batch")
     assert seen == []
+    assert trainer_v0.plain_advantage() is plain is not ray_trainer.compute_advantage
     assert "compute_advantage" in ray_trainer.RayPPOTrainer.fit.__code__.co_names
     assert ray_trainer.RayPPOTrainer.fit.__globals__ is vars(ray_trainer)
 

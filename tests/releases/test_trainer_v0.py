@@ -91,6 +91,7 @@ def batch(**columns: Any) -> DataProto:
             "old_log_probs": old,
             "rollout_log_probs": old + apart,
             "token_level_rewards": rewards,
+            "token_level_scores": rewards,
         }
     )
     made.non_tensor_batch["uid"] = np.array(["prompt"] * ROWS, dtype=object)

@@ -148,6 +148,20 @@ OF_OURS: dict[str, Case] = {
         "discounts nothing",
         {"algorithm.gamma": 0.99, "algorithm.adv_estimator": "gae"},
     ),
+    "process rewards of prompts that are filtered out": Case(
+        "INERT",
+        "process_reward",
+        {"process_reward": {}, "algorithm.filter_groups": {"enable": True, "metric": "acc"}},
+        "drops the prompts that no rollout passes",
+        {"process_reward": {}},
+    ),
+    "process rewards past their agent loops": Case(
+        "WRONG",
+        "process_reward",
+        {"process_reward": {}, f"{ROLLOUT}.agent.agent_loop_manager_class": "mine.Manager"},
+        "rows would come past process_reward",
+        {"process_reward": {}},
+    ),
     "a mode that is not covered": Case(
         "WRONG",
         "weight",

@@ -33,16 +33,23 @@ class BatchView(Protocol):
     def is_padding(self) -> Sequence[bool]: ...
 
     @property
-    def silent(self) -> Tensor | None:
-        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
-
-    @property
     def scores(self) -> Tensor:
         """(n, T) float, the raw scores by token, before any KL."""
 
     @property
     def token_ids(self) -> Sequence[tuple[list[int], list[int]]]:
         """(n,) the ids of each row's prompt and response, without padding."""
+
+    @property
+    def silent(self) -> Tensor | None:
+        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
+
+    def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.
+
+        A pass over as many rows as the batch has; before pi_old is known, it is by the weights that rollouts of a
+        synchronous step are sampled by.
+        """
 
     def rows(self, *names: str) -> dict[str, Any]:
         """Read columns by verl's names: by token (n, T), filled up at the end; by row (n, ...); others as lists."""

@@ -20,6 +20,8 @@ KEY = "offpolicy.extensions"
 SHIPPED: dict[str, str] = {
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
     "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
+    "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
+    # Behind the other, whose advantages it replaces in the rows that are distilled.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
 }
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from verl import DataProto
 
 from ..extensions.batch_view import check_columns
+from .own_forward import Pair
 
 _SCORES = ("token_level_scores", "rm_scores")
 """From the advantages on, and from the rollout on."""
@@ -26,15 +27,20 @@ class DataProtoBatch:
         batch: verl's.
         step: the trainer's.
         sent: gets the columns that go to the workers.
+        forward: computes log-probs of (prompt, response) beside a batch by the trainer's own forward pass.
     """
 
     def __init__(
-        self, batch: DataProto, step: int, sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None
+        self,
+        batch: DataProto,
+        step: int,
+        sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
+        forward: Callable[[DataProto, Sequence[Pair]], list[list[float]]] | None = None,
     ):
         self.batch = batch
         self.step = step
         self.silent: Tensor | None = None
-        self._sent = sent
+        self._sent, self._forward = sent, forward
         self._groups: list[str] | None = None
 
     @property
@@ -59,6 +65,10 @@ class DataProtoBatch:
             (prompts[row][there[row, :width]].tolist(), responses[row][there[row, width:]].tolist())
             for row in range(len(prompts))
         ]
+
+    def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
+        assert self._forward is not None, "a view without a trainer"
+        return self._forward(self.batch, rows)
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Show extensions other groups, and rows whose advantage is 0."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..extensions.batch_view import check_columns
+from .own_forward import Pair
 
 SCORES = "rm_scores"
 
@@ -36,17 +37,24 @@ class TransferQueueBatch:
         batch: verl's KVBatchMeta.
         step: the trainer's.
         sent: gets the columns that go to the workers, all rows of them.
+        forward: computes log-probs of (prompt, response) beside a batch by the trainer's own forward pass.
 
     Attributes:
         batch: with what has been put; verl goes on with it.
     """
 
-    def __init__(self, batch: Any, step: int, sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None):
+    def __init__(
+        self,
+        batch: Any,
+        step: int,
+        sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
+        forward: Callable[[Any, Sequence[Pair]], list[list[float]]] | None = None,
+    ):
         self.batch = batch
         self.step = step
         self.silent: Tensor | None = None
         self.is_padding: Sequence[bool] = [bool(tag.get("is_padding", False)) for tag in batch.tags]
-        self._sent = sent
+        self._sent, self._forward = sent, forward
         self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
         self._groups: list[str] | None = None
 
@@ -71,6 +79,10 @@ class TransferQueueBatch:
         found = read_columns(self.batch, "prompts", "responses")
         prompts, responses = found["prompts"].unbind(), found["responses"].unbind()
         return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
+
+    def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
+        assert self._forward is not None, "a view without a trainer"
+        return self._forward(self.batch, rows)
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Show extensions other groups, of all rows, and rows whose advantage is 0."""

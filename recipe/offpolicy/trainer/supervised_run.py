@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
+
+from verl_patches.trainer_v0 import plain_advantage
 
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
 from ..monitor.active_correction import find_differences
 from ..preflight.checks import read_spec
+from ..preflight.verl_keys.estimators import OUTCOME
+from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .logging_setup import set_up_logger
@@ -103,6 +107,14 @@ class SupervisedRun:
             self.extensions.end()
         except Exception:  # never in the place of what ended the run
             logger.warning("an extension did not end as it should.", exc_info=True)
+
+    @cached_property
+    def _dense_rewards(self) -> DenseRewardGuard:
+        return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
+
+    def _check_rewards(self, batch: ScoredRows) -> None:
+        """Stop a run whose rewards by token the estimator sums."""
+        self._dense_rewards.check(batch)
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
         self._validating = True

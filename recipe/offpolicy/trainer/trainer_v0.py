@@ -9,6 +9,7 @@ loss by ``set_loss_fn``, the legacy actors take it from a ``Handover`` in ``meta
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from ..recording.run import RunRecord
 from ..worker.legacy_handover import Handover, build_handover
 from ..worker.loss import build_loss
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from .own_forward import Pair, build_padded, repeat_rows
 from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 
@@ -97,7 +99,17 @@ class OffPolicyRayTrainer(SupervisedRun):
         return super()._get_gen_batch(batch)  # type: ignore[misc]
 
     def _view(self, batch: DataProto) -> DataProtoBatch:
-        return DataProtoBatch(batch, self.global_steps, self.cost.add_columns)
+        return DataProtoBatch(batch, self.global_steps, self.cost.add_columns, self._compute_log_probs)
+
+    def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
+        """Compute log-probs at temperature 1 of each row's response, in as many rows as the batch has."""
+        columns = build_padded(repeat_rows(rows, len(batch)))
+        tokens = columns["attention_mask"].sum(-1).tolist()
+        beside = DataProto.from_dict(columns)
+        beside.meta_info = {**batch.meta_info, "temperature": 1.0, "global_token_num": tokens}
+        old, _ = super()._compute_old_log_prob(beside)  # type: ignore[misc]
+        found = old.batch["old_log_probs"].float()
+        return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         self.cost.begin()
@@ -122,6 +134,7 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         view = self._view(data)
+        self._check_rewards(view)
 
         def estimator() -> None:
             view.batch = compute(view.batch, *args, **kwargs)

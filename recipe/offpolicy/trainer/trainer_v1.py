@@ -12,12 +12,16 @@ Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
+from verl.workers.utils.padding import response_from_nested
 
 from verl_patches import separate_async_logger
 from verl_patches.releases import V1_MODES
@@ -37,11 +41,20 @@ from ..worker.loss import build_loss
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .batch_view_v1 import put_columns as _put
 from .batch_view_v1 import read_columns as _columns
+from .own_forward import Pair, build_nested, name_keys, repeat_rows
 from .supervised_run import SupervisedRun, demand_corrected
 from .supervision import Supervision
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer
+
+
+OWN_PARTITION = "offpolicy"
+"""Partition of TransferQueue for rows that are in no batch."""
+FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
+"""What verl tells its workers of a forward pass."""
+OF_A_FORWARD = ("uid", "multi_modal_inputs")
+"""Columns that workers may read beside those of the tokens."""
 
 
 class OffPolicyTrainer(SupervisedRun):
@@ -95,7 +108,26 @@ class OffPolicyTrainer(SupervisedRun):
         return batch
 
     def _view(self, batch: Any) -> TransferQueueBatch:
-        return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns)
+        return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns, self._compute_log_probs)
+
+    def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
+        """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
+        keys, source = name_keys(len(batch.keys)), _columns(_first(batch), *OF_A_FORWARD)
+        beside = type(batch)(
+            keys=keys,
+            tags=[dict(batch.tags[0]) for _ in keys],
+            partition_id=OWN_PARTITION,
+            extra_info={**(batch.extra_info or {}), **FORWARD},
+        )
+        try:
+            fields = build_nested(repeat_rows(rows, len(keys)), source)
+            tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=beside.tags)
+            self.actor_rollout_wg.compute_log_prob(beside)
+            found = _columns(beside, "log_probs", "response_mask")
+        finally:
+            tq.kv_clear(keys=keys, partition_id=OWN_PARTITION)
+        responses = response_from_nested(found["log_probs"], found["response_mask"]).unbind()
+        return [each.float().tolist() for each in responses[: len(rows)]]
 
     @property
     def _names_to_check(self) -> tuple[str, ...]:
@@ -134,6 +166,7 @@ class OffPolicyTrainer(SupervisedRun):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         view = self._view(batch)
+        self._check_rewards(view)
         estimate = super()._compute_advantage  # type: ignore[misc]
 
         def estimator() -> None:
@@ -228,6 +261,11 @@ def install_trainers(mode: str, mixin: type[OffPolicyTrainer] = OffPolicyTrainer
     for name in V1_MODES:
         substitute(name, partial(build_corrected, mixin=mixin))
     before_any(demand_corrected)
+
+
+def _first(batch: Any) -> Any:
+    """Narrow a batch's metadata to its first row."""
+    return replace(batch, keys=batch.keys[:1], tags=batch.tags[:1])
 
 
 def zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:

@@ -22,6 +22,7 @@ UNMENDED = {
     "extensions/length_penalty/": (1, "a note"),
     "extensions/opd/": (7, "what a teacher serves, and where, is for the user to say"),
     "extensions/pass_at_k/": (1, "a note"),
+    "extensions/process_reward/": (1, "a note"),
     "extensions/setting_checks.py": (1, "a section that is no mapping"),
     "monitor/alarms/alarm_settings.py": (1, "a program that was not prepared"),
     "monitor/bounds/bound_settings.py": (2, "a section that is null; the arguments of a helper are its overrides"),

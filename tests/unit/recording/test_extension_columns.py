@@ -14,6 +14,7 @@ from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
 from recipe.offpolicy.recording.pack import Seen, pack, unpack
+from recipe.offpolicy.recording.recording import read_extensions
 from recipe.offpolicy.recording.rows import Rows, concatenate
 from recipe.offpolicy.recording.schema import SCHEMA
 from recipe.offpolicy.report import main as report
@@ -76,3 +77,16 @@ def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
     assert "Extensions" in page
     assert "teacher" in page
     assert "2.75" in page
+
+
+def test_a_card_says_what_each_extension_did() -> None:
+    said = {"meaning": "k=4", "replay": "not replayed", "columns": {COLUMN: "log-probs"}}
+    assert read_extensions({"extensions": {"opd": said, "odd": {"meaning": None}, "broken": 3}}) == {
+        "opd": said,
+        "odd": {"meaning": "", "replay": "", "columns": {}},
+    }
+
+
+@pytest.mark.parametrize("card", [{}, {"extensions": None}, {"extensions": ["opd"]}])
+def test_older_cards_say_nothing_of_extensions(card: dict[str, object]) -> None:
+    assert read_extensions(card) == {}

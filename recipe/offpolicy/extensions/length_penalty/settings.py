@@ -108,11 +108,11 @@ def _is_reference(value: object) -> bool:
     return is_positive(value)
 
 
-_WARMUP = {
+_WARMUP: dict[str, Rule] = {
     "from_step": (lambda value: is_count(value, 0), "a step, 0 or more", 0),
     "steps": (lambda value: is_count(value, 0), "a number of steps, 0 or more", 0),
 }
-_ANCHOR = {
+_ANCHOR: dict[str, Rule] = {
     "pass_rate": (lambda value: is_number(value) and 0 < value < 1, "a share between 0 and 1, both exclusive", 0.9),
     "min_samples": (is_count, "a number of answers, 1 or more", 16),
     "window": (is_count, "a number of answers, 1 or more", 64),

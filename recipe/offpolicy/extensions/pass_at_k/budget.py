@@ -78,7 +78,14 @@ class PassRates:
         # Decayed counts are no whole numbers; the likelihood takes them as they are.
         pairs, times = torch.unique(pairs, dim=0, return_counts=True)
         a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], times.double()[None])
-        self.prior = (float(a[0]), float(b[0])) if len(self.counts) > 1 and bool(found[0]) else (1.0, 1.0)
+        if len(self.counts) == 1:
+            self.prior = (1.0, 1.0)
+        elif bool(found[0]):
+            self.prior = (float(a[0]), float(b[0]))
+        else:
+            # Prompts that differ no more than chance has it: all answers' rate, as strong as a uniform prior.
+            given, right = (float((pairs[:, column] * times).sum()) for column in (0, 1))
+            self.prior = (2 * (right + 1) / (given + 2), 2 * (given - right + 1) / (given + 2))
 
     def estimate(self, name: str) -> float:
         """Estimate a prompt's rate: the mean of Beta(a + right, b + wrong)."""

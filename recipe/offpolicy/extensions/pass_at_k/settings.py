@@ -76,8 +76,8 @@ class PassAtKSettings:
             raise SpecError("no objective is named.", fix, key=key, mend={key: "loo"})
         for name, known, build in _PARTS:
             part = check_keys(f"{section}.{name}", given.get(name) or {}, known)
-            values_of: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in part.items()}
-            given[name] = build(**values_of)
+            read: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in part.items()}
+            given[name] = build(**read)
         if given.get("schedule") is not None:
             given["schedule"] = tuple((int(step), int(k)) for step, k in given["schedule"])
         budget = given["budget"]
@@ -117,13 +117,13 @@ def _is_schedule(value: object) -> bool:
 
 
 _RISING = "counts of 1 or more, in rising order"
-_METRIC = {"k": (_counts, _RISING, [1]), "extrapolate": (_counts, _RISING, [])}
-_DYNAMIC = {
+_METRIC: dict[str, Rule] = {"k": (_counts, _RISING, [1]), "extrapolate": (_counts, _RISING, [])}
+_DYNAMIC: dict[str, Rule] = {
     "successes": (optional(is_count), "a count of 1 or more, or null", None),
     "max_samples": (is_count, "a count of 1 or more", 64),
     "max_rounds": (is_count, "a count of 1 or more", 8),
 }
-_BUDGET = {
+_BUDGET: dict[str, Rule] = {
     "mode": _one_of("none", "group_size"),
     "least": (is_count, "a count of 1 or more", 2),
     "most": (is_count, "a count of 1 or more", 32),
@@ -136,7 +136,7 @@ _PARTS = (
     ("budget", _BUDGET, BudgetSettings),
 )
 _MAPPING: Rule = (optional(lambda value: isinstance(value, Mapping)), "a mapping", {})
-_KEYS = {
+_KEYS: dict[str, Rule] = {
     "objective": (lambda value: value in CHOICES, f"one of {format_value(list(CHOICES))}", "loo"),
     "k": (is_count, "a count of 1 or more", 4),
     "correct_at_least": (is_number, "a score", 1.0),

@@ -20,6 +20,8 @@ from .module_source import find_source
 _FILE = f"{ROLLOUT}.agent.agent_loop_config_path"
 _DEFAULT = f"{ROLLOUT}.agent.default_agent_loop"
 _MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
+_OWN = "recipe.offpolicy.extensions."
+"""Managers of extensions, which run verl's loops."""
 _VERLS = ("single_turn_agent", "tool_agent")
 """Loops that verl registers itself, which return the log-probs."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
@@ -30,7 +32,8 @@ def check_agent_loops(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     """Check that rollouts from other agent loops than verl's return log-probs."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
-    if manager := OmegaConf.select(config, _MANAGER):
+    manager = OmegaConf.select(config, _MANAGER)
+    if manager and not str(manager).startswith(_OWN):
         reason = f"rollouts come from a manager of your own, which was not looked at: {_NEEDED}"
         yield Problem(_MANAGER, manager, reason, verdict="NOTE", parts=MU)
         return

@@ -16,6 +16,8 @@ from recipe.offpolicy.extensions.length_penalty import penalties
 from recipe.offpolicy.extensions.length_penalty.anchors import Anchors
 from recipe.offpolicy.extensions.length_penalty.place import compute_shift
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = np.array([0, 100, 200, 400, 800, 1200])
 SOLVED = {"easy": np.array([0, 0.6, 0.9, 0.95, 0.95, 0.95]), "hard": np.array([0, 0, 0.02, 0.05, 0.15, 0.25])}
 START = np.array([0, 0.5, 1, 1, 0, -0.5])

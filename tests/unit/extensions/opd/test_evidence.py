@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER, find_scored
+from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER, describe_missing, find_scored
 from recipe.offpolicy.extensions.opd.evidence import check_alignment, check_reports, summarize_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdReport
 from recipe.offpolicy.proof.token_alignment import AlignmentTally, tally_agreements
@@ -82,3 +82,8 @@ def test_a_teacher_that_is_off_by_one_token_stops_and_one_that_disagrees_does_no
     for shift, side in ((1, "after"), (-1, "before")):
         with pytest.raises(LivenessError, match=f"off by one token: .* of the token {side}"):
             check_alignment(agreements(shift, 0.5))
+
+
+def test_a_lost_column_is_said_with_those_that_arrived() -> None:
+    assert "offpolicy_opd_teacher did not reach the loss (there: a, b)" in describe_missing(["a", "b"])
+    assert "(there: none of its columns)" in describe_missing([])

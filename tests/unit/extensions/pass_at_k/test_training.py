@@ -100,6 +100,7 @@ def test_analytic_at_the_groups_size_is_zero() -> None:
         assert not bool(advantages(group(8, c), 8, objective="analytic").any())
 
 
+@pytest.mark.slow
 def test_deals_average_to_analytic_before_scaling() -> None:
     n, k, c, deals = 8, 4, 2, 20_000
     best = 1 - math.comb(n - c, k) / math.comb(n, k)

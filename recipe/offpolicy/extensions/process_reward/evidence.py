@@ -1,0 +1,131 @@
+"""Proof of process rewards: credit reaches its tokens, and the advantages in the workers are those of the trainer."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...proof.verify import LivenessError
+from .columns import SECTION, UTILITY
+from .prefix_scorer import RowValues
+from .process_worker import ProcessReport
+from .row_utilities import BatchUtilities, move_utility
+
+MOVED_ROWS = 8
+"""Rows of which a utility is moved at the first update."""
+COMPARED = 8
+"""Prefixes that the trainer's own forward pass scores again at the first step."""
+TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
+COARSE = 0.05
+"""Nats by which values may differ from the trainer's, by the rollout's dtype; ``COARSE`` for 16 bits."""
+Scored = tuple[list[int], list[int], int]
+"""Ids of prompt and response, and the number of last tokens that are the answer."""
+
+
+def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: Sequence[int]) -> int:
+    """Check that each utility's place decides which tokens are credited.
+
+    Args:
+        found: of the batch.
+        deal: makes process advantages (n, T) of utilities (n, T), as the run does.
+        rows: to look at, in this order.
+
+    Returns:
+        Rows that were looked at, at most ``MOVED_ROWS``; those with one episode, or none that counts, show nothing.
+
+    Raises:
+        LivenessError: utilities were moved, and the advantages are the same.
+    """
+    dealt, seen = deal(found.values), 0
+    for row in rows:
+        moved = move_utility(found, row)
+        if moved is None or not dealt[row].any():
+            continue
+        if torch.equal(deal(moved)[row], dealt[row]):
+            raise LivenessError(
+                f"{SECTION}: a utility of row {row} was moved to another episode, and no advantage changed: something "
+                f"sums the utilities of a row before they reach its tokens."
+            )
+        seen += 1
+        if seen == MOVED_ROWS:
+            break
+    return seen
+
+
+def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
+    """Choose ``COMPARED`` random (row, number of the value), of those that are not at the floor."""
+    there = [
+        (row, number) for row, each in enumerate(rows) for number, value in enumerate(each.values) if value > floor
+    ]
+    return random.Random(seed).sample(there, min(COMPARED, len(there)))
+
+
+def build_scored_row(each: RowValues, number: int, prompt: list[int], response: list[int]) -> Scored:
+    """Build the row (prompt, response) of which the number-th value is the mean of the last so many log-probs."""
+    end = each.ends[number - 1] if number else 0
+    ids, count = each.answers[each.best[number]]
+    return prompt, [*response[:end], *ids], count
+
+
+def check_forward(
+    values: Sequence[float], log_probs: Sequence[Sequence[float]], counts: Sequence[int], tolerance: float
+) -> float:
+    """Check values of the rollout engine against the trainer's own forward pass.
+
+    Args:
+        values: V of each prefix.
+        log_probs: of the trainer, for the tokens behind each prompt; the answer's are last.
+        counts: tokens of each answer.
+        tolerance: nats.
+
+    Returns:
+        The largest difference, in nats.
+
+    Raises:
+        LivenessError: they differ by more than the tolerance.
+    """
+    own = [math.fsum(each[-count:]) / count for each, count in zip(log_probs, counts, strict=True)]
+    apart = [abs(one - other) for one, other in zip(values, own, strict=True)]
+    worst = max(range(len(apart)), key=apart.__getitem__)
+    if not apart[worst] <= tolerance:
+        raise LivenessError(
+            f"{SECTION}: of {len(values)} prefixes that the trainer scored again, one has a value of {own[worst]:.4f} "
+            f"and not {values[worst]:.4f} (allowed: {tolerance:g} nats): the rollout engine holds other weights, or "
+            f"reads a prefix cache of other ones."
+        )
+    return apart[worst]
+
+
+def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int], *, exact: bool = True) -> None:
+    """Check the workers' advantages against those of the trainer, by row.
+
+    With several epochs each row is seen as many times.
+
+    Args:
+        reports: of one update.
+        wanted: hashes of the trainer's rows.
+        exact: every row has to be seen; False where a limit on staleness takes rows out of the loss.
+
+    Raises:
+        LivenessError: a column was dropped, or advantages are others.
+    """
+    for report in reports:
+        if report.arrived is None:
+            raise LivenessError(
+                f"{SECTION}: {UTILITY} did not reach the loss. Something selects the columns that go to the workers."
+            )
+    seen = Counter(number for report in reports for number in report.hashes)
+    times = max(seen.total() // max(wanted.total(), 1), 1)
+    every = Counter({number: times * count for number, count in wanted.items()})
+    known = (seen & every).total()
+    if (exact and seen != every) or (not exact and known * 2 < seen.total()):
+        raise LivenessError(
+            f"{SECTION}: the trainer sent {every.total()} rows with process advantages, and the loss saw "
+            f"{seen.total()}, {known} of them with the advantages that were sent. Something changes advantages, or "
+            f"drops or mixes up rows, behind the trainer."
+        )

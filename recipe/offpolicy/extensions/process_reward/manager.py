@@ -1,0 +1,107 @@
+"""Agent loops whose rows are scored between their last token and their reward, on verl's V0 and V1 trainers.
+
+Seams in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
+``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
+**kwargs)`` and, on the V0 trainer and in 0.8.0, ``AgentLoopWorker``'s, by which every agent loop's output passes.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from verl_patches import agent_loops, engine_loss
+from verl_patches.contract import installed_release
+from verl_patches.releases import attributes_of
+
+from .columns import FIELD, SECTION
+from .prefix_scorer import PrefixScorer, Row
+from .settings import ProcessSettings
+
+_request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
+"""Id of the request that sampled the running row's last token."""
+
+
+class RequestMemory:
+    """A client of the rollout servers that remembers by which request a row is sampled."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_client":  # unpickled, and not filled in yet
+            raise AttributeError(name)
+        return getattr(self._client, name)
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        """Generate as the client does."""
+        _request.set(request_id)
+        return await self._client.generate(request_id, **kwargs)
+
+
+class ScoringWorker:
+    """Mixin of verl's agent loop workers."""
+
+    config: Any
+    llm_client: Any
+    tokenizer: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        client = self.llm_client
+        settings: Any = OmegaConf.to_container(self.config[SECTION], resolve=True)
+
+        async def generate(request_id: str, **asked: Any) -> Any:
+            # The resuming client rebuilds its answer without prompt_logprobs: the base class's method keeps it.
+            plain = LLMServerClient.generate if isinstance(client, LLMServerClient) else type(client).generate
+            return await plain(client, request_id, **asked)
+
+        release = attributes_of(installed_release("verl") or "")
+        self._scorer = PrefixScorer(
+            ProcessSettings.from_mapping(SECTION, settings),
+            generate,
+            self.tokenizer,
+            reads_cache=release.counts_cached_tokens,
+            own_requests=bool(self.config.actor_rollout_ref.rollout.get("full_determinism", False)),
+        )
+        self.llm_client = RequestMemory(client)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: Any, **kwargs: Any) -> Any:
+        if not validate:
+            for each in output if isinstance(output, list) else [output]:
+                each.extra_fields[FIELD] = await self._score(each, kwargs.get("reward_model"))
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
+
+    async def _score(self, output: Any, truth: Any) -> dict[str, Any]:
+        if output.multi_modal_data:
+            return {"error": "rows with images, videos or audio are not scored.", "values": [], "ends": []}
+        fields = output.extra_fields
+        version = fields.get("max_global_steps")
+        return await self._scorer.score(
+            Row(
+                prompt=output.prompt_ids,
+                response=output.response_ids,
+                mask=output.response_mask,
+                truth=truth,
+                version=fields.get("global_steps") if version is None else version,
+                request=_request.get(),
+            )
+        )
+
+
+class ScoringWorkerV0(ScoringWorker, AgentLoopWorker):
+    """verl's agent loop worker of the V0 trainer."""
+
+
+class ScoringManagerV0(AgentLoopManager):
+    """verl's manager of the V0 trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        engine_loss.check(agent_loops.SEAMS)
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(ScoringWorkerV0)

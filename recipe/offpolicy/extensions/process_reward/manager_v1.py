@@ -1,0 +1,28 @@
+"""Agent loops of verl's V1 trainer whose rows are scored; see ``manager``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from verl_patches import agent_loops, engine_loss
+
+from .manager import ScoringWorker
+
+# Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
+_Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+
+
+class ScoringWorkerV1(ScoringWorker, _Worker):
+    """verl's agent loop worker of the V1 trainer."""
+
+
+class ScoringManagerV1(AgentLoopManagerTQ):
+    """verl's manager of the V1 trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        engine_loss.check((*agent_loops.SEAMS, *agent_loops.SEAMS_V1))
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(ScoringWorkerV1)

@@ -1,0 +1,227 @@
+"""Process rewards as an extension: values of prefixes come with the rows, and their differences are credited.
+
+Under an estimator that sums a row's rewards the process advantages are added to its own, which stay as they are to the
+bit; an estimator that sees where rewards stand gets the utilities among its rewards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import Tensor
+
+from verl_patches.trainer_v0 import plain_advantage
+
+from ...batch.checksums import hash_rows
+from ...correction import Problem
+from ...proof.dense_rewards import sees_positions
+from ..batch_view import BatchView, PromptView
+from ..extension import Advantages, Extension
+from .advantages import normalize_utilities, token_advantages
+from .columns import FIELD, UTILITY
+from .evidence import (
+    COARSE,
+    TOLERANCES,
+    build_scored_row,
+    check_forward,
+    check_moved,
+    check_reports,
+    choose_prefixes,
+)
+from .prefix_scorer import RowValues
+from .process_metrics import summarize_advantages, summarize_cost, summarize_values
+from .process_worker import ProcessReport, ProcessWorker
+from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
+from .settings import ProcessSettings
+from .start_up import MANAGER, find_manager, is_synchronous, takes_rows_out
+
+logger = logging.getLogger("verl.offpolicy")
+
+UNFIT, UPDATES = 0.55, 5
+"""Separation below which values do not tell passed from failed rows, and consecutive updates until that is said."""
+
+
+class PrefixValueRewards(Extension):
+    """Process rewards of one run; see ``settings.ProcessSettings`` for their section."""
+
+    phase = "prefix_values"
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.process = ProcessSettings.from_mapping(section, settings)
+        self._by_token = self._synchronous = False
+        self._exact = True
+        self._submitted: float | None = None
+        self._utilities: BatchUtilities | None = None
+        self._sent: Counter[int] = Counter()
+        self._metrics: dict[str, float] = {}
+        self._moved = self._unfit = self._compared = 0
+        self._apart, self._tolerance = math.nan, COARSE
+
+    # Before Ray starts --------------------------------------------------------------------------------------
+
+    @property
+    def meaning(self) -> str:
+        process = self.process
+        return (
+            f"log p(answer | prefix), {process.normalize}, coef={process.coef:g}, at most {process.max_episodes} "
+            f"episodes of {process.max_tokens} tokens"
+        )
+
+    @property
+    def replay_note(self) -> str:
+        return "advantages are those of the run, its process part included, and are replayed as they were."
+
+    def configure(self, config: DictConfig) -> Sequence[str]:
+        if OmegaConf.select(config, MANAGER):  # a user's own is refused by ``problems``
+            return ()
+        manager = find_manager(config)
+        with open_dict(config):
+            OmegaConf.update(config, MANAGER, manager, force_add=True)
+        return (f"{self.section}: {MANAGER} is {manager}; values are of temperature 1.",)
+
+    def problems(self, config: DictConfig) -> Sequence[Problem]:
+        from .start_up import find_problems
+
+        return tuple(find_problems(self.section, self.process, config))
+
+    # In the trainer -----------------------------------------------------------------------------------------
+
+    def begin(self, config: DictConfig) -> None:
+        self._synchronous, self._exact = is_synchronous(config), not takes_rows_out(config)
+        self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
+        self._by_token = bool(sees_positions(config, plain_advantage()))
+
+    def next_batch(self, prompts: PromptView) -> None:
+        self._submitted = time.time()
+
+    def on_rollout(self, batch: BatchView) -> None:
+        beside = _read_extra_fields(batch)
+        found = read_values([each.get(FIELD) for each in beside])
+        check_values(
+            found,
+            [_read_version(each) for each in beside],
+            expected=batch.step - 1 if self._synchronous else None,
+            max_unscored_share=self.process.max_unscored_share,
+        )
+        mask = batch.rows("response_mask")["response_mask"]
+        self._utilities = build_utilities(found, mask)
+        scores = (batch.scores.double() * mask).sum(-1)
+        self._metrics = summarize_values(self._utilities, scores)
+        self._metrics |= summarize_cost(found, self._submitted if self._synchronous else None)
+        lags = [batch.step - 1 - each.version for each in found if each.version is not None]
+        self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
+        shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
+        batch.put(**{UTILITY: shown})
+        if self._synchronous and not self._compared:
+            self._compare(batch, found)
+        self._watch(self._metrics["value/separation"])
+
+    def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
+        """Score a few prefixes again by the trainer's own forward pass."""
+        chosen = choose_prefixes(found, self.process.floor, batch.step)
+        if not chosen:
+            return
+        ids = batch.token_ids
+        rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
+        own = batch.compute_log_probs([(prompt, response) for prompt, response, _ in rows])
+        values = [found[row].values[number] for row, number in chosen]
+        self._apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
+        self._compared = len(chosen)
+        logger.info(
+            "%s LIVE: %d values of the rollout engine are those of the trainer's own forward pass, to %.1g nats.",
+            *(self.section, self._compared, self._apart),
+        )
+
+    def _watch(self, separation: float) -> None:
+        """Say that the values of passed rows have long not been higher than those of failed ones."""
+        self._unfit = self._unfit + 1 if separation < UNFIT else 0
+        if self._unfit == UPDATES:
+            logger.warning(
+                "%s: in %d updates the last values of passed rows were higher than those of failed ones in %.0f %% of "
+                "pairs only. Fix: a %s.force_prompt in the format of the model's answers.",
+                *(self.section, UPDATES, 100 * separation, self.section),
+            )
+
+    def _normalized(self, batch: BatchView, values: Tensor) -> Tensor:
+        """Normalise utilities (n, T) by group."""
+        assert self._utilities is not None
+        return normalize_utilities(
+            values.double(), self._utilities.positions, batch.uids, normalize=self.process.normalize
+        )
+
+    def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
+        """Compute coef x the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
+        assert self._utilities is not None
+        dealt = token_advantages(
+            values.double(), self._utilities.positions, batch.uids, mask, normalize=self.process.normalize
+        )
+        if batch.silent is not None:
+            dealt = dealt.masked_fill(batch.silent[:, None], 0.0)
+        return self.process.coef * dealt
+
+    def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        if not self._by_token:
+            return None
+        assert self._utilities is not None
+        return rewards + (self.process.coef * self._normalized(batch, self._utilities.values)).to(rewards.dtype)
+
+    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
+        assert self._utilities is not None
+        mask = batch.rows("response_mask")["response_mask"]
+        dealt = self._deal(batch, mask, self._utilities.values)
+        if not self._moved:
+            order = random.Random(batch.step).sample(range(len(mask)), len(mask))
+            self._moved = check_moved(self._utilities, lambda values: self._deal(batch, mask, values), order)
+        self._metrics |= summarize_advantages(advantages, dealt, mask)
+        return None if self._by_token else advantages + dealt.to(advantages.dtype)
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        columns = batch.rows("responses", "response_mask")
+        mask = columns["response_mask"]
+        hashes = hash_rows(columns["responses"], mask, advantages.final.to(torch.float32))
+        self._sent = Counter(hashes[mask.bool().any(-1)].tolist())
+
+    def worker(self) -> ProcessWorker:
+        return ProcessWorker()
+
+    def judge(self, reports: Sequence[ProcessReport]) -> Mapping[str, float]:
+        check_reports(reports, self._sent, exact=self._exact)
+        live = {"moved_rows": self._moved, "compared_prefixes": self._compared, "forward_error": self._apart}
+        return {f"{self.section}/live/{name}": float(value) for name, value in live.items()}
+
+    def metrics(self) -> Mapping[str, float]:
+        return {f"{self.section}/{name}": value for name, value in self._metrics.items()}
+
+
+def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
+    """Read what the agent loops sent beside rows: one column on the V1 trainer, a column each on V0."""
+    try:
+        found: list[Mapping[str, Any]] = batch.rows("extra_fields")["extra_fields"]
+        return [_plain(each) for each in found]
+    except KeyError:
+        columns = []
+        for name in (FIELD, "max_global_steps"):
+            try:
+                columns.append(batch.rows(name)[name])
+            except KeyError:
+                columns.append([None] * len(batch.uids))
+        return [{FIELD: one, "max_global_steps": other} for one, other in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """Unwrap what TransferQueue hands on as non-tensor data."""
+    return value.data if hasattr(value, "data") and not isinstance(value, Mapping) else value
+
+
+def _read_version(fields: Mapping[str, Any]) -> int | None:
+    version = fields.get("max_global_steps")
+    return None if version is None else int(version)

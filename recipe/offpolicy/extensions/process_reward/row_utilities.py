@@ -1,0 +1,135 @@
+"""Values of a batch as the agent loops sent them, read into utilities by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...proof.verify import LivenessError
+from .advantages import utilities
+from .columns import FIELD, SECTION
+from .prefix_scorer import RowValues
+
+
+@dataclass(frozen=True)
+class BatchUtilities:
+    """Utilities of one batch.
+
+    Attributes:
+        rows: values of each row.
+        values: (n, T) float32, U_i at the last token of episode i, 0 elsewhere.
+        positions: (n, T) bool, where they stand.
+    """
+
+    rows: Sequence[RowValues]
+    values: Tensor
+    positions: Tensor
+
+    @property
+    def scored(self) -> Tensor:
+        """(n,) bool, rows with values."""
+        return torch.tensor([bool(row.values) for row in self.rows])
+
+    @property
+    def telescope_error(self) -> float:
+        """Largest difference between the sum of a row's utilities and V_m - V_0, in nats."""
+        apart = [
+            abs(float(self.values[row].double().sum()) - (each.values[-1] - each.values[0]))
+            for row, each in enumerate(self.rows)
+            if each.values
+        ]
+        return max(apart, default=0.0)
+
+
+def read_values(found: Sequence[Any]) -> list[RowValues]:
+    """Read what the agent loops sent beside each row.
+
+    Raises:
+        LivenessError: a row came past the agent loops that score.
+    """
+    known = {each.name for each in fields(RowValues)}
+    lost = [row for row, each in enumerate(found) if not isinstance(each, Mapping)]
+    if lost:
+        raise LivenessError(
+            f"{SECTION}: {len(lost)} of {len(found)} rows, row {lost[0]} first, came without values ({FIELD}): "
+            f"something makes rows without the agent loops that score them, or drops their extra fields."
+        )
+    return [RowValues(**{name: value for name, value in each.items() if name in known}) for each in found]
+
+
+def check_values(
+    rows: Sequence[RowValues], versions: Sequence[int | None], *, expected: int | None, max_unscored_share: float
+) -> None:
+    """Check that rows are scored, and by the weights that sampled their last token.
+
+    Args:
+        rows: of the batch.
+        versions: of the weights that sampled each row's last token; None where nobody notes it.
+        expected: the version that all rows have to be of, in synchronous training; None: any.
+        max_unscored_share: rows that may lack values.
+
+    Raises:
+        LivenessError: too many rows lack values, or values are of other weights.
+    """
+    unscored = [row for row, each in enumerate(rows) if not each.values]
+    if len(unscored) > max_unscored_share * len(rows):
+        first = unscored[0]
+        raise LivenessError(
+            f"{SECTION}: {len(unscored)} of {len(rows)} rows were not scored. Row {first}: "
+            f"{rows[first].error or 'no reason is given.'} Fix: mend that, or set a larger "
+            f"{SECTION}.max_unscored_share, now {max_unscored_share:g}."
+        )
+    for row, (each, version) in enumerate(zip(rows, versions, strict=True)):
+        if not each.values:
+            continue
+        if version is not None and each.version != version:
+            raise LivenessError(
+                f"{SECTION}: the last token of row {row} was sampled by version {version} of the weights, and its "
+                f"values are of version {each.version}."
+            )
+        if expected is not None and each.version is not None and each.version != expected:
+            raise LivenessError(
+                f"{SECTION}: the values of row {row} are of version {each.version} of the weights, and this step's "
+                f"rows are sampled by version {expected}: the engine was not synchronised."
+            )
+
+
+def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUtilities:
+    """Place each row's utilities at the last tokens of its episodes.
+
+    Raises:
+        LivenessError: values do not fit the row's tokens, so that rows and values were mixed up.
+    """
+    values = torch.zeros(response_mask.shape, dtype=torch.float32)
+    positions = torch.zeros(response_mask.shape, dtype=torch.bool)
+    mask = response_mask.bool()
+    for row, each in enumerate(rows):
+        if not each.values:
+            continue
+        last = [end - 1 for end in each.ends]
+        if len(each.values) != len(last) + 1 or any(not (0 <= at < mask.shape[1] and mask[row, at]) for at in last):
+            raise LivenessError(
+                f"{SECTION}: row {row} has {len(each.values)} values and episodes that end at {each.ends}, which are "
+                f"no tokens of its response: rows and values are mixed up."
+            )
+        if last:
+            values[row, last] = utilities(each.values)
+            positions[row, last] = True
+    return BatchUtilities(rows, values, positions)
+
+
+def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
+    """Move the largest utility of a row to another episode of it, (n, T); None where it has no other."""
+    at = found.positions[row].nonzero().flatten().tolist()
+    if len(at) < 2 or not found.values[row].any():
+        return None
+    largest = max(at, key=lambda place: abs(float(found.values[row, place])))
+    other = at[0] if largest != at[0] else at[-1]
+    moved = found.values.clone()
+    moved[row, other] += moved[row, largest]
+    moved[row, largest] = 0.0
+    return None if torch.equal(moved, found.values) else moved

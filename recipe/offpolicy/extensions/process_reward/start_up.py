@@ -1,0 +1,130 @@
+"""Start-up checks of process rewards: what the engine, the trainer and the estimator have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import live_path
+
+from ...correction import Problem
+from ...correction.problem import set_to
+from .answer import find_unlike_pieces
+from .settings import ProcessSettings
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
+_HERE = __name__.rpartition(".")[0]
+MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v1.ScoringManagerV1"}
+"""Managers of agent loops, by verl's trainer."""
+BY_TOKEN = ("gae", "reinforce_plus_plus")
+"""Estimators of verl's to which a penalty by token is one."""
+TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
+
+
+def find_manager(config: DictConfig) -> str:
+    """Find the manager of agent loops that scores rows for the run's trainer."""
+    return MANAGERS[live_path(config).trainer]
+
+
+def is_synchronous(config: DictConfig) -> bool:
+    """Return True if all rows of a step are sampled by what the step before left."""
+    if not OmegaConf.select(config, "trainer.use_v1"):
+        return True
+    return OmegaConf.select(config, "trainer.v1.trainer_mode") in (None, "sync")
+
+
+def takes_rows_out(config: DictConfig) -> bool:
+    """Return True if rows may leave the loss after their advantages are known."""
+    staleness = "offpolicy.staleness"
+    if OmegaConf.select(config, f"{staleness}.eta") is None:
+        return False
+    return OmegaConf.select(config, f"{staleness}.too_old") in ("mask", "refresh")
+
+
+def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong around the settings."""
+    parts, off = (section,), (set_to(section, None),)
+    path = live_path(config)
+    if not path.attributes.scores_prompts:
+        reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, of which values are made."
+        fix = f"Use verl 0.8.0 or 0.9.1, or set {section}=null."
+        yield Problem(section, "on", reason, fix, parts=parts, overrides=off)
+        return
+    engine = OmegaConf.select(config, f"{ROLLOUT}.name")
+    if engine != "vllm":
+        key, reason = f"{ROLLOUT}.name", "values are asked of vLLM, and this engine's answers are not known."
+        fix = f"Set {key}=vllm, or {section}=null."
+        yield Problem(key, engine, reason, fix, parts=parts, overrides=(set_to(key, "vllm"),))
+    if OmegaConf.select(config, f"{ROLLOUT}.disaggregation.enabled"):
+        key = f"{ROLLOUT}.disaggregation.enabled"
+        reason = "a prefix is computed on one server and decoded on another, and log-probs of prompts are neither's."
+        yield Problem(key, True, reason, parts=parts, overrides=(set_to(key, False),))
+    manager = OmegaConf.select(config, MANAGER)
+    if manager and manager not in MANAGERS.values():
+        reason = f"rows would come past {section}, whose manager of agent loops scores them."
+        fix = f"Set {MANAGER}=null, or {section}=null."
+        yield Problem(MANAGER, manager, reason, fix, parts=parts, overrides=(set_to(MANAGER, None),))
+    yield from _check_estimator(section, config)
+    yield from _check_lengths(section, settings, config)
+    key = "algorithm.filter_groups.enable"
+    if OmegaConf.select(config, key):
+        reason = f"it drops the prompts that no rollout passes, in which {section} alone could tell rollouts apart."
+        yield Problem(key, True, reason, "", "INERT", parts, (set_to(key, False),))
+
+
+def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
+    parts = (section,)
+    estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
+    key = "algorithm.use_kl_in_reward"
+    if OmegaConf.select(config, key) and estimator not in BY_TOKEN:
+        reason = (
+            f"algorithm.adv_estimator={estimator} sums the penalty by token to one outcome, beside credit by token."
+        )
+        fix = f"Set {key}=false and actor_rollout_ref.actor.use_kl_loss=true."
+        overrides = (set_to(key, False), set_to("actor_rollout_ref.actor.use_kl_loss", True))
+        yield Problem(key, True, reason, fix, parts=parts, overrides=overrides)
+    gamma = OmegaConf.select(config, "algorithm.gamma")
+    if gamma not in (None, 1, 1.0):
+        key, reason = "algorithm.gamma", "utilities telescope to V_m - V_0 without a discount alone."
+        yield Problem(key, gamma, reason, parts=parts, overrides=(set_to(key, 1.0),))
+
+
+def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
+    parts = (section,)
+    tokenizer = _load_tokenizer(str(OmegaConf.select(config, "actor_rollout_ref.model.path")))
+    forced = 0
+    if tokenizer is None:
+        reason = "the tokenizer is not at hand: that its tokens read one by one as together is not checked."
+        yield Problem(section, "on", reason, "", "NOTE", parts)
+    else:
+        forced = len(tokenizer(settings.force_prompt, add_special_tokens=False)["input_ids"])
+        if unlike := find_unlike_pieces(tokenizer, (*settings.markers, *TEXTS)):
+            key, reason = (
+                "actor_rollout_ref.model.path",
+                f"tokens of {unlike!r} read otherwise one by one than together.",
+            )
+            fix = f"Set {section}=null: episodes cannot be found with this tokenizer."
+            value = OmegaConf.select(config, key)
+            yield Problem(key, value, reason, fix, parts=parts, overrides=(set_to(section, None),))
+    key = f"{ROLLOUT}.max_model_len"
+    lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
+    most = OmegaConf.select(config, key)
+    if most is None or None in lengths:
+        return
+    needed = sum(int(each) for each in lengths) + forced + settings.max_answer_tokens + 1
+    if int(most) < needed:
+        reason = f"prompt, response, force prompt and answer have up to {needed - 1} tokens, and one is decoded."
+        yield Problem(key, most, reason, parts=parts, overrides=(set_to(key, needed),))
+
+
+def _load_tokenizer(path: str) -> Any:
+    """Load a tokenizer that lies on this machine or in its cache; None where it does not."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,64 @@
+"""Log-probs of rows of an extension's making, by the trainer's own forward pass: a path past the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import uuid4
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+Pair = tuple[list[int], list[int]]
+"""Ids of a prompt and of a response."""
+
+
+def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
+    """Repeat rows until there are ``count``, so that workers split them as they split a batch."""
+    return [rows[place % len(rows)] for place in range(count)]
+
+
+def build_padded(rows: Sequence[Pair]) -> dict[str, Tensor]:
+    """Build verl's padded columns of rows: prompts are filled up in front, and responses behind.
+
+    Example:
+        >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
+        tensor([[0, 5, 6, 7],
+                [8, 9, 1, 0]])
+    """
+    prompts = pad_sequence([torch.tensor(each[::-1]) for each, _ in rows], batch_first=True).flip(-1)
+    responses = pad_sequence([torch.tensor(each) for _, each in rows], batch_first=True)
+    lengths = torch.tensor([[len(prompt), len(response)] for prompt, response in rows])
+    before = torch.arange(prompts.shape[1] - 1, -1, -1) < lengths[:, :1]
+    behind = torch.arange(responses.shape[1]) < lengths[:, 1:]
+    attention_mask = torch.cat([before, behind], dim=-1).long()
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": behind.long(),
+    }
+
+
+def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
+    """Build the columns of rows as TransferQueue holds them, others repeated from the first row of ``source``."""
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+    template = source[0]
+    made = []
+    for prompt, response in rows:
+        row = {name: template[name] for name in template.keys()}
+        ids, mask = torch.tensor(prompt + response), torch.ones(len(response), dtype=torch.int64)
+        row |= {"prompts": torch.tensor(prompt), "responses": torch.tensor(response), "input_ids": ids}
+        row |= {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(len(ids))}
+        made.append(row | {"response_mask": mask, "loss_mask": mask})
+    return list_of_dict_to_tensordict(made)
+
+
+def name_keys(count: int) -> list[str]:
+    """Name rows that are in no batch."""
+    uid = f"forward{uuid4().hex}"
+    return [f"{uid}_{number}_0" for number in range(count)]

@@ -1,0 +1,237 @@
+"""The quickstart's task with process rewards: sums modulo 5 by a chain of steps, each of which can be verified.
+
+"Add up the digits modulo 5: 3 3 2 3" is answered by "3+3=1. So 1+2=3. So 3+3=1. ", the force prompt and "1". verl loads
+this file by its path for ``compute_score``, so that it imports nothing of the quickstart's at the top.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BASE = 5
+INSTRUCTION = f"Add up the digits modulo {BASE}: "
+FORCE_PROMPT = "</think>\n\nThe answer is "
+MARKER = "So "
+LENGTHS = (3, 4)
+"""Digits of a question in the warm start; in training it is the last of these."""
+STEP = re.compile(r"(\d)\+(\d)=(\d)\. ?")
+
+Digits = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SumsSettings:
+    """Settings of data and warm start.
+
+    Attributes:
+        wrong: share of a demonstration's steps that are wrong.
+        early: share of demonstrations that give the answer before the chain has ended, so that the value of an early
+            prefix means something.
+        heldout: questions that are held out.
+        steps, batch, learning_rate: of the warm start.
+    """
+
+    wrong: float = 0.12
+    early: float = 0.35
+    heldout: int = 128
+    steps: int = 320
+    batch: int = 64
+    learning_rate: float = 4e-3
+    seed: int = 1
+
+
+def list_questions(settings: SumsSettings) -> dict[str, list[Digits]]:
+    """List all questions of the largest length, as "heldout" and "train", no question in both."""
+    found = list(itertools.product(range(BASE), repeat=LENGTHS[-1]))
+    random.Random(settings.seed).shuffle(found)
+    return {"heldout": found[: settings.heldout], "train": found[settings.heldout :]}
+
+
+def demonstrate(digits: Digits, rng: random.Random, settings: SumsSettings) -> str:
+    """Sample a chain with its answer; a wrong step is carried on, and the answer follows from where the chain ended."""
+    steps = len(digits) - 1
+    stop = rng.randrange(0, steps + 1) if rng.random() < settings.early else steps
+    total, parts = digits[0], []
+    for digit in digits[1 : stop + 1]:
+        right = (total + digit) % BASE
+        wrong = rng.random() < settings.wrong
+        found = rng.choice([each for each in range(BASE) if each != right]) if wrong else right
+        parts.append(f"{total}+{digit}={found}. ")
+        total = found
+    return MARKER.join(parts) + FORCE_PROMPT + str((total + sum(digits[stop + 1 :])) % BASE)
+
+
+def check_steps(digits: Digits, text: str) -> list[bool]:
+    """Check each step of a chain, up to the first wrong one; what does not read as a step ends it.
+
+    Example:
+        >>> check_steps((3, 3, 2, 3), "3+3=1. So 1+2=4. So 4+3=2. ")
+        [True, False]
+    """
+    total, verdicts = digits[0], []
+    for digit, episode in zip(digits[1:], text.split(MARKER), strict=False):
+        step = STEP.fullmatch(episode)
+        if step is None:
+            break
+        right = (int(step[1]), int(step[2]), int(step[3])) == (total, digit, (total + digit) % BASE)
+        verdicts.append(right)
+        if not right:
+            break
+        total = int(step[3])
+    return verdicts
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
+) -> float:
+    """Score one answer: 1 if what follows the force prompt is the sum, else 0; verl's ``custom_reward_function``."""
+    _chain, found, answer = solution_str.partition(FORCE_PROMPT.strip())
+    return float(bool(found) and answer.strip() == ground_truth)
+
+
+def to_row(digits: Digits, index: int, split: str) -> dict[str, Any]:
+    """Convert a question to verl's schema."""
+    question = INSTRUCTION + " ".join(map(str, digits))
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "sums",
+        "reward_model": {"style": "rule", "ground_truth": str(sum(digits) % BASE)},
+        "extra_info": {"index": index, "split": split},
+    }
+
+
+def read_digits(prompt: str) -> Digits:
+    """Read the digits of a question out of its prompt."""
+    return tuple(map(int, re.findall(r"\d", prompt.partition(INSTRUCTION)[2])))
+
+
+def write_data(folder: Path, settings: SumsSettings) -> int:
+    """Write train.parquet and heldout.parquet, and return the number of questions to train on."""
+    import pandas
+
+    questions = list_questions(settings)
+    for split, found in questions.items():
+        rows = [to_row(digits, index, split) for index, digits in enumerate(found)]
+        pandas.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
+    return len(questions["train"])
+
+
+def build_sums_tokenizer() -> Any:
+    """Build the quickstart's tokenizer with the force prompt and the marker as single tokens."""
+    from tokenizers import AddedToken
+
+    from .model import build_tokenizer
+
+    tokenizer = build_tokenizer(INSTRUCTION)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (FORCE_PROMPT, MARKER)])
+    return tokenizer
+
+
+def warm_start_sums(model: Any, tokenizer: Any, settings: SumsSettings, report: Callable[[int, float], None]) -> None:
+    """Train the model in place on demonstrations of questions that are not held out; `report` takes step and loss."""
+    import torch
+
+    from .warm_start import collate, tokenize_prompts
+
+    torch.manual_seed(settings.seed)
+    rng = random.Random(settings.seed)
+    train = list_questions(settings)["train"]
+    shorter = list(itertools.product(range(BASE), repeat=LENGTHS[0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / 30) * (1 - 0.9 * step / settings.steps)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for step in range(1, settings.steps + 1):
+        chosen = [rng.choice(train if rng.random() < 0.5 else shorter) for _ in range(settings.batch)]
+        entries = [{"question": to_row(digits, 0, "")["prompt"][0]["content"]} for digits in chosen]
+        prompts = tokenize_prompts(tokenizer, entries)
+        texts = [demonstrate(digits, rng, settings) for digits in chosen]
+        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+        loss = model(**collate(prompts, answers, tokenizer.pad_token_id)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 40 == 0:
+            report(step, loss.item())
+
+
+@dataclass(frozen=True)
+class StepUtilities:
+    """Utilities of verified steps.
+
+    Attributes:
+        right, wrong: in nats.
+    """
+
+    right: Sequence[float]
+    wrong: Sequence[float]
+
+    @property
+    def separation(self) -> float:
+        """Share of pairs in which a right step has the higher utility; ties count half."""
+        pairs = [(good > bad) + 0.5 * (good == bad) for good in self.right for bad in self.wrong]
+        return sum(pairs) / len(pairs) if pairs else math.nan
+
+    @property
+    def signed(self) -> float:
+        """Share of steps whose utility has the sign of their correctness."""
+        fits = [each > 0 for each in self.right] + [each < 0 for each in self.wrong]
+        return sum(fits) / len(fits) if fits else math.nan
+
+
+def judge_utilities(rows: Sequence[tuple[str, str, Sequence[float]]]) -> StepUtilities:
+    """Sort utilities by what the verifier says of their steps.
+
+    Args:
+        rows: (prompt, response, utility of each episode).
+    """
+    right: list[float] = []
+    wrong: list[float] = []
+    for prompt, response, utilities in rows:
+        chain = response.partition(FORCE_PROMPT)[0]
+        for verdict, utility in zip(check_steps(read_digits(prompt), chain), utilities, strict=False):
+            (right if verdict else wrong).append(utility)
+    return StepUtilities(right, wrong)
+
+
+def read_recorded(files: Sequence[Path], model: Path) -> list[tuple[str, str, list[float]]]:
+    """Read recorded rows as ``judge_utilities`` takes them; ``model`` is the folder of the tokenizer."""
+    import pandas
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    columns = ["prompt_ids", "response_ids", "offpolicy_process_utility"]
+    table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
+    return [
+        (
+            tokenizer.decode(prompt, skip_special_tokens=True),
+            tokenizer.decode(response, skip_special_tokens=True),
+            [float(each) for each in found if not math.isnan(each)],
+        )
+        for prompt, response, found in table.itertuples(index=False)
+    ]
+
+
+def describe_utilities(found: StepUtilities, first_value: float) -> str:
+    """Describe the values of the first step: what the policy believes before a chain, and what steps add."""
+
+    def mean(values: Sequence[float]) -> str:
+        return f"{sum(values) / len(values):+.2f} (n = {len(values)})" if values else "none"
+
+    return (
+        f"V_0 is {first_value:.2f} (log 1/{BASE} is {math.log(1 / BASE):.2f}); mean U of right steps "
+        f"{mean(found.right)}, of wrong ones {mean(found.wrong)}; AUC {found.separation:.2f}; "
+        f"{found.signed:.0%} of steps have the sign of their correctness"
+    )

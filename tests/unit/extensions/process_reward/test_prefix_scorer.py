@@ -1,0 +1,292 @@
+"""Values against an engine by hand: three tokens, and every way in which vLLM's answer can be unusable."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.extensions.process_reward import prefix_scorer
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
+    PrefixScorer,
+    Row,
+    RowValues,
+    ScoringError,
+    build_sampling,
+    find_boundaries,
+    read_answer,
+)
+from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
+
+A, B, EOS = 0, 1, 2
+FORCE = [B]
+
+
+class Characters:
+    """A tokenizer of the characters 1 (A), 2 (B) and $ (the end); digits, for a letter before a marker hides it."""
+
+    is_fast, eos_token_id = True, EOS
+    text = "12$"
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, Any]:
+        spans = [(place, place + 1) for place in range(len(text))]
+        return {"input_ids": [self.text.index(each) for each in text], "offset_mapping": spans}
+
+    def decode(self, ids: list[int], **kwargs: Any) -> str:
+        return "".join(self.text[each] for each in ids)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.text[token]
+
+
+def log_prob(context: list[int], token: int) -> float:
+    """A policy by hand: p(1) = (1 + ones so far) / (3 + length), the others share the rest."""
+    p = (1 + context.count(A)) / (3 + len(context))
+    return math.log(p if token == A else (1 - p) / 2)
+
+
+Answer = Callable[[dict[str, Any], list[int], dict[str, Any]], Any]
+
+
+class Engine:
+    """A rollout server of that policy, as verl's ``extract_prompt_logprobs`` hands its answer on.
+
+    Args:
+        version: of the weights, or one for each request.
+        spoil: changes the answer's fields: (fields, prompt, sampling) -> stop reason or None.
+    """
+
+    def __init__(self, version: Any = 3, spoil: Answer | None = None) -> None:
+        self.versions = version if callable(version) else lambda number: version
+        self.spoil = spoil
+        self.requests: list[tuple[str, list[int], dict[str, Any]]] = []
+
+    async def __call__(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        version = self.versions(len(self.requests))
+        self.requests.append((request_id, prompt_ids, sampling_params))
+        await asyncio.sleep(0)
+        found = [log_prob(prompt_ids[:place], prompt_ids[place]) for place in range(1, len(prompt_ids))]
+        fields = {
+            "prompt_ids": [[each] for each in prompt_ids[1:]] + [[0]],
+            "prompt_logprobs": [[each] for each in found] + [[0.0]],
+            "global_steps": version,
+            "num_cached_tokens": 0,
+        }
+        reason = self.spoil(fields, prompt_ids, sampling_params) if self.spoil else None
+        return SimpleNamespace(stop_reason=reason or "completed", extra_fields=fields)
+
+
+def settings(**changed: Any) -> ProcessSettings:
+    return ProcessSettings(**({"force_prompt": "2", "think_end": "", "markers": ("21",), "max_tokens": 99} | changed))
+
+
+def score(engine: Engine, row: Row, **options: Any) -> RowValues:
+    changed = options.pop("settings", {})
+    return RowValues(**asyncio.run(PrefixScorer(settings(**changed), engine, Characters(), **options).score(row)))
+
+
+def row(**changed: Any) -> Row:
+    """Prompt 1, response "121$", answer "11"; the marker "21" begins the second episode at token 1."""
+    given = {"prompt": [A], "response": [A, B, A, EOS], "mask": [1, 1, 1, 1], "truth": {"ground_truth": "11"}}
+    return Row(**(given | {"version": 3} | changed))
+
+
+def value(prefix: list[int], answer: list[int]) -> float:
+    """Mean log-prob of the answer by hand."""
+    context = prefix + FORCE
+    return sum(log_prob(context + answer[:k], answer[k]) for k in range(len(answer))) / len(answer)
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_scorer, "PAUSE", 0.0)
+
+
+def test_values_by_hand() -> None:
+    engine = Engine()
+    found = score(engine, row(request="r"))
+    assert found.ends == [1, 3]
+    expected = [value([A], [A, A]), value([A, A], [A, A]), value([A, A, B, A], [A, A])]
+    assert found.values == pytest.approx(expected)
+    # The first one in full: behind "12", p(1) is 2/5, and behind "121" 3/6.
+    assert found.values[0] == pytest.approx((math.log(2 / 5) + math.log(3 / 6)) / 2)
+    assert (found.version, found.error, found.requests, found.rescored) == (3, None, 3, 0)
+    assert [request for request, _, _ in engine.requests] == ["r"] * 3
+    assert found.answers == [([B, A, A], 2)]
+
+
+def test_no_forced_token_is_part_of_what_is_asked_behind_the_region() -> None:
+    """Prefixes are the response's own tokens, and the end of sequence is in none of them."""
+    engine = Engine()
+    score(engine, row())
+    assert [prompt for _, prompt, _ in engine.requests] == [
+        [A, B, A, A],
+        [A, A, B, A, A],
+        [A, A, B, A, B, A, A],
+    ]
+
+
+def test_of_alternatives_the_likeliest_counts() -> None:
+    found = score(Engine(), row(truth={"ground_truth": ["2", "1"]}))
+    assert found.values == pytest.approx([max(value(p, [A]), value(p, [B])) for p in ([A], [A, A], [A, A, B, A])])
+    assert found.best == [0 if value(p, [B]) > value(p, [A]) else 1 for p in ([A], [A, A], [A, A, B, A])]
+
+
+def test_a_value_is_at_least_the_floor() -> None:
+    assert score(Engine(), row(), settings={"floor": -0.5}).values == pytest.approx(
+        [max(each, -0.5) for each in score(Engine(), row()).values]
+    )
+
+
+def garbage(fields: dict[str, Any], places: range) -> None:
+    for place in places:
+        fields["prompt_ids"][place], fields["prompt_logprobs"][place] = [77], [1e38]
+
+
+def test_positions_from_the_cache_are_not_read_and_the_answer_behind_them_is() -> None:
+    """Two tokens of each prompt come from the cache: their entries mean nothing."""
+
+    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
+        if not sampling["skip_reading_prefix_cache"]:
+            fields["num_cached_tokens"] = 1
+            garbage(fields, range(1))
+
+    engine = Engine(spoil=spoil)
+    found = score(engine, row(), reads_cache=True)
+    assert found.values == pytest.approx(score(Engine(), row()).values)
+    assert (found.requests, found.rescored, found.cached) == (3, 0, 2)
+    # Siblings share V_0, whose answer would be cached.
+    assert [each["skip_reading_prefix_cache"] for _, _, each in engine.requests].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["the answer is cached", "nobody says how much", "garbage ids", "a shorter list", "not finite"]
+)
+def test_what_cannot_be_trusted_is_scored_anew_with_the_cache_skipped(case: str) -> None:
+    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
+        if sampling["skip_reading_prefix_cache"]:
+            return
+        if case == "the answer is cached":
+            # Ids and log-probs look right, and are left over from somebody's request.
+            fields["num_cached_tokens"] = len(prompt) - 2
+            fields["prompt_logprobs"] = [[-0.25] for _ in prompt]
+        elif case == "nobody says how much":
+            del fields["num_cached_tokens"]
+        elif case == "garbage ids":
+            garbage(fields, range(len(prompt) - 2, len(prompt) - 1))
+        elif case == "a shorter list":
+            fields["prompt_ids"], fields["prompt_logprobs"] = fields["prompt_ids"][-2:], fields["prompt_logprobs"][-2:]
+        else:
+            fields["prompt_logprobs"][-2] = [math.nan]
+
+    found = score(Engine(spoil=spoil), row(), reads_cache=True)
+    assert found.values == pytest.approx(score(Engine(), row()).values)
+    assert (found.requests, found.rescored, found.error) == (5, 2, None)
+
+
+def test_the_cache_is_never_read_where_it_is_off_or_unknown() -> None:
+    for options in ({"reads_cache": False}, {"reads_cache": True, "settings": {"prefix_cache": "off"}}):
+        engine = Engine()
+        score(engine, row(), **options)
+        assert all(sampling["skip_reading_prefix_cache"] for _, _, sampling in engine.requests)
+
+
+def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unscored() -> None:
+    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
+        garbage(fields, range(len(prompt)))
+
+    found = score(Engine(spoil=spoil), row())
+    assert found.values == []
+    assert "did not score the answer's 2 tokens" in str(found.error)
+
+
+def test_a_server_without_log_probs_of_prompts_leaves_the_row_unscored() -> None:
+    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
+        del fields["prompt_logprobs"]
+
+    assert "no prompt_logprobs" in str(score(Engine(spoil=spoil), row()).error)
+
+
+def test_a_row_whose_values_are_of_two_versions_is_scored_anew() -> None:
+    """The second of nine answers is by newer weights; the engine then is back at the row's."""
+    engine = Engine(version=lambda number: 4 if number == 1 else 3)
+    found = score(engine, row())
+    assert (found.version, found.requests, found.error) == (3, 6, None)
+    assert len(found.values) == 3
+
+
+def test_a_row_whose_version_has_gone_is_left_unscored() -> None:
+    found = score(Engine(version=4), row())
+    assert found.values == []
+    assert found.requests == 9
+    assert found.error == "its last token is of version 3, and its values were of 4."
+
+
+def test_an_abort_is_waited_out() -> None:
+    left = [1]
+
+    def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> str | None:
+        return "aborted" if left and left.pop() else None
+
+    found = score(Engine(spoil=spoil), row())
+    assert (len(found.values), found.requests, found.error) == (3, 6, None)
+    always = score(Engine(spoil=lambda *_: "abort"), row())
+    assert "aborted" in str(always.error)
+
+
+def test_an_exception_is_shipped_and_not_raised() -> None:
+    async def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no server")
+
+    found = asyncio.run(PrefixScorer(settings(), fails, Characters()).score(row()))
+    assert (found["error"], found["values"]) == ("RuntimeError: no server", [])
+
+
+def test_answers_that_cannot_be_scored_say_why() -> None:
+    assert "reward_model.ground_truth holds no answer" in str(score(Engine(), row(truth=None)).error)
+    assert "2 tokens, more than max_answer_tokens=1" in str(
+        score(Engine(), row(), settings={"max_answer_tokens": 1}).error
+    )
+
+
+def test_an_engine_that_gets_the_requests_own_id_gets_another_one_each_time() -> None:
+    engine = Engine()
+    score(engine, row(request="r"), own_requests=True)
+    assert len({request for request, _, _ in engine.requests} - {"r"}) == 3
+
+
+def test_an_empty_response_has_the_value_of_its_prompt() -> None:
+    found = score(Engine(), row(response=[], mask=[]))
+    assert (found.ends, found.values) == ([], [pytest.approx(value([A], [A, A]))])
+
+
+def test_boundaries_stand_behind_sampled_tokens_and_before_the_end() -> None:
+    def find(text: str, mask: list[int], **changed: Any) -> list[int]:
+        ids = Characters()(text)["input_ids"]
+        return find_boundaries(list(text), mask, ids, settings(**changed), frozenset([EOS]))
+
+    assert find("1121$", [1] * 5) == [2, 4]
+    assert find("1121", [1] * 4) == [2, 4]  # cut at its length
+    assert find("11211", [1, 1, 0, 0, 1]) == [5]  # the marker is in a tool's output
+    assert find("1112", [1, 1, 0, 0]) == [2]  # the response ends with a tool's output
+    assert find("1221", [1] * 4, think_end="22") == [1]
+    assert find("22", [1] * 2, think_end="22") == []
+
+
+def test_an_answer_is_read_from_the_end_of_the_list() -> None:
+    fields = {"prompt_ids": [[9], [A], [B], [0]], "prompt_logprobs": [[1e38], [-1.0], [-2.0], [0.0]]}
+    prompt = [5, 6, 7, A, B]
+    assert read_answer(fields, prompt, [A, B], read_cache=False) == [-1.0, -2.0]
+    assert read_answer(fields | {"num_cached_tokens": 2}, prompt, [A, B], read_cache=True) == [-1.0, -2.0]
+    assert read_answer(fields | {"num_cached_tokens": 3}, prompt, [A, B], read_cache=True) is None
+    with pytest.raises(ScoringError):
+        read_answer({}, prompt, [A], read_cache=False)
+
+
+def test_requests_sample_one_token_at_temperature_1() -> None:
+    assert build_sampling(True) | {"skip_reading_prefix_cache": True} == build_sampling(False)
+    assert (build_sampling(True)["temperature"], build_sampling(True)["prompt_logprobs"]) == (1.0, 0)

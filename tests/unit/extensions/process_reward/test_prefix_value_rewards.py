@@ -1,0 +1,271 @@
+"""The extension on the batches of both trainers, around GRPO and around an estimator by token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl import DataProto
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.process_reward import token_advantages
+from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
+from recipe.offpolicy.extensions.process_reward.process_worker import ProcessReport
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+
+LENGTHS, SCORES, UIDS = (4, 3, 4, 2), (1.0, 0.0, 0.0, 0.0), ("a", "a", "b", "b")
+STEP, VERSION = 5, 4
+VALUES = [
+    RowValues([2, 4], [-1.5, -1.0, -0.2], VERSION, [([8, 9], 1)], [0, 0, 0]),
+    RowValues([1, 3], [-1.5, -1.7, -3.0], VERSION, [([8, 9], 1)], [0, 0, 0]),
+    RowValues([3, 4], [-1.6, -1.1, -1.5], VERSION, [([8, 7, 9], 2)], [0, 0, 0]),
+    RowValues([2], [-1.6, -1.2], VERSION, [([8, 7, 9], 2)], [0, 0]),
+]
+MASK = torch.arange(4) < torch.tensor(LENGTHS)[:, None]
+SENT = [{FIELD: asdict(each), "max_global_steps": VERSION} for each in VALUES]
+
+
+def scores() -> Tensor:
+    found = torch.zeros(4, 4)
+    found[range(4), [n - 1 for n in LENGTHS]] = torch.tensor(SCORES)
+    return found
+
+
+class Forward:
+    """The trainer's own forward pass: every log-prob is that of the engine, moved by ``off``."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self.off, self.asked = off, [tuple[list[int], list[int]]] * 0
+
+    def __call__(self, batch: Any, rows: Any) -> list[list[float]]:
+        self.asked += rows
+        found = []
+        for _, response in rows:
+            value = {(8, 9): VALUES[:2], (7, 9): VALUES[2:]}[tuple(response[-2:])]
+            end = len(response) - (2 if response[-2] == 8 else 3)
+            row = next(each for each in value if end == 0 or end in each.ends)
+            row = value[int(response[0] // 10)] if end else row
+            number = row.ends.index(end) + 1 if end else 0
+            found.append([-99.0] * (len(response) - 2) + [row.values[number] + self.off] * 2)
+        return found
+
+
+def v0(sent: list[Any], forward: Any) -> Any:
+    batch = DataProto.from_dict({"token_level_scores": scores(), "response_mask": MASK.long()})
+    batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+    batch.batch["responses"] = torch.tensor([[10 * (row % 2)] * 4 for row in range(4)])
+    batch.batch["prompts"], batch.batch["attention_mask"] = torch.ones(4, 1).long(), torch.ones(4, 5).long()
+    batch.non_tensor_batch["uid"] = np.array(UIDS, dtype=object)
+    for name in {name for each in sent for name in each}:
+        batch.non_tensor_batch[name] = np.array([each.get(name) for each in sent], dtype=object)
+    return DataProtoBatch(batch, STEP, forward=forward)
+
+
+def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With a row of padding at the end."""
+    pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.trainer import batch_view_v1
+
+    def nested(rows: Tensor, pad: Tensor) -> Tensor:
+        cut = [row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
+        return torch.nested.as_nested_tensor([*cut, pad], layout=torch.jagged)
+
+    store: dict[str, Any] = {
+        "rm_scores": nested(scores(), torch.zeros(1)),
+        "response_mask": nested(MASK.long(), torch.zeros(1).long()),
+        "responses": nested(torch.tensor([[10 * (row % 2)] * 4 for row in range(4)]), torch.zeros(1).long()),
+        "prompts": torch.nested.as_nested_tensor([torch.ones(1).long()] * 5, layout=torch.jagged),
+        "extra_fields": [*sent, {}],
+    }
+    meta = SimpleNamespace(
+        keys=["a_0_0", "a_1_0", "b_0_0", "b_1_0", "pad_0_0"], tags=[{}] * 4 + [{"is_padding": True}], partition_id=""
+    )
+    queue = SimpleNamespace(
+        kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
+        kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
+    )
+    monkeypatch.setattr(batch_view_v1, "tq", queue)
+    return batch_view_v1.TransferQueueBatch(meta, STEP, forward=forward)
+
+
+@pytest.fixture(params=["v0", "v1"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the view of a batch with what agent loops sent."""
+
+    def make(sent: list[Any] = SENT, forward: Any = None) -> Any:
+        forward = forward or Forward()
+        return v0(sent, forward) if request.param == "v0" else v1(sent, forward, monkeypatch)
+
+    return make
+
+
+def extension(estimator: str = "grpo", **settings: Any) -> PrefixValueRewards:
+    made = PrefixValueRewards("process_reward", settings)
+    algorithm = {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}
+    rollout = {"dtype": "bfloat16"}
+    made.begin(
+        OmegaConf.create(
+            {"algorithm": algorithm, "actor_rollout_ref": {"rollout": rollout}, "process_reward": settings}
+        )
+    )
+    return made
+
+
+def grpo(rewards: Tensor) -> Tensor:
+    found: Tensor = get_adv_estimator_fn("grpo")(rewards, MASK.long(), index=np.array(UIDS, dtype=object))[0]
+    return found
+
+
+def run(view: Any, made: PrefixValueRewards, seen: list[Tensor] | None = None) -> Tensor:
+    """Advantages of a step, around verl's GRPO."""
+
+    def estimator() -> None:
+        name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
+        rewards = view.rows(name)[name]
+        if seen is not None:
+            seen.append(rewards)
+        view.put_advantages(grpo(rewards), returns=True)
+
+    hooks = ExtensionHooks([made])
+    hooks.on_rollout(view)
+    hooks.compute_advantages(view, estimator)
+    found: Tensor = view.advantages
+    return found
+
+
+def process(normalize: str = "zscore") -> Tensor:
+    """Process advantages from utilities by hand."""
+    u = torch.tensor([[0, 0.5, 0, 0.8], [-0.2, 0, -1.3, 0], [0, 0, 0.5, -0.4], [0, 0.4, 0, 0]])
+    return token_advantages(u, u != 0, UIDS, MASK, normalize=normalize)
+
+
+@pytest.mark.parametrize("normalize", ["zscore", "scale", "none"])
+def test_process_advantages_are_added_to_the_outcomes(build: Any, normalize: str) -> None:
+    found = run(build(), extension(normalize=normalize, coef=0.5))
+    torch.testing.assert_close(found, grpo(scores()) + 0.5 * process(normalize), rtol=1e-5, atol=1e-6)
+
+
+def test_the_outcome_is_untouched_to_the_bit_where_no_process_advantage_is(build: Any) -> None:
+    flat = [{**each, FIELD: {**each[FIELD], "values": [-1.0] * len(each[FIELD]["values"])}} for each in SENT]
+    made = extension()
+    made._compared = 1
+    assert torch.equal(run(build(flat), made), grpo(scores()))
+
+
+def test_a_factor_of_the_rewards_leaves_process_advantages_alone(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run(build(), extension()) - grpo(scores())
+    monkeypatch.setattr(f"{__name__}.SCORES", tuple(100 * each for each in SCORES))
+    torch.testing.assert_close(run(build(), extension()) - grpo(scores()), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_an_estimator_by_token_gets_normalised_utilities_among_its_rewards(build: Any) -> None:
+    made, seen = extension("reinforce_plus_plus", normalize="none"), []
+    view = build()
+    run(view, made, seen)
+    u = torch.tensor([[0, 0.5, 0, 0.8], [-0.2, 0, -1.3, 0], [0, 0, 0.5, -0.4], [0, 0.4, 0, 0]])
+    torch.testing.assert_close(seen[0], scores() + u)
+    torch.testing.assert_close(view.scores, scores())
+
+
+def test_rows_that_left_their_group_are_silent_and_in_no_statistic_of_it(build: Any) -> None:
+    """Row 1 is rejected: row 0 is alone in its group, whose two utilities are 0.5 and 0.8."""
+    view = build()
+    padded = not isinstance(view, DataProtoBatch)
+    view.regroup(["a", "a#1", "b", "b", *["pad"] * padded], [False, True, False, False, *[False] * padded])
+    made = extension()
+    found = run(view, made) - grpo(scores())
+    alone = torch.tensor([0.5, 0.8])
+    spread = (alone - alone.mean()) / alone.std()
+    torch.testing.assert_close(found[0], torch.tensor([0.0, 0.0, spread[1], spread[1]]), rtol=1e-4, atol=1e-5)
+    assert found[1].abs().max() == 0
+
+
+def test_utilities_travel_as_a_column(build: Any) -> None:
+    view = build()
+    run(view, extension())
+    found = view.rows(UTILITY)[UTILITY]
+    torch.testing.assert_close(found[0], torch.tensor([torch.nan, 0.5, torch.nan, 0.8]), equal_nan=True)
+
+
+def test_values_past_the_agent_loops_stop_the_run(build: Any) -> None:
+    with pytest.raises(LivenessError, match="came without values"):
+        run(build([{"max_global_steps": VERSION}] * 4), extension())
+
+
+def test_values_of_other_weights_stop_the_run(build: Any) -> None:
+    other = [{**each, FIELD: {**each[FIELD], "version": 3}, "max_global_steps": 3} for each in SENT]
+    with pytest.raises(LivenessError, match="sampled by version 4: the engine was not synchronised"):
+        run(build(other), extension())
+
+
+def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_step_alone(build: Any) -> None:
+    forward, made = Forward(), extension()
+    run(build(forward=forward), made)
+    assert len(forward.asked) == 8
+    assert {response[-1] for _, response in forward.asked} == {9}
+    assert (
+        made.judge([ProcessReport("torch.float32", tuple(made._sent.elements()))])[
+            "process_reward/live/compared_prefixes"
+        ]
+        == 8
+    )
+    run(build(forward=forward), made)
+    assert len(forward.asked) == 8
+
+
+def test_an_engine_with_other_weights_stops_at_the_first_step(build: Any) -> None:
+    with pytest.raises(LivenessError, match="holds other weights, or reads a prefix cache of other ones"):
+        run(build(forward=Forward(off=-0.06)), extension())
+    run(build(forward=Forward(off=-0.04)), extension())
+
+
+def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
+    made, view = extension(), build()
+    advantages = run(view, made)
+    seen = hash_rows(view.rows("responses")["responses"], MASK, advantages)
+    made.judge([ProcessReport("torch.float32", tuple(seen.tolist()))])
+    other = hash_rows(view.rows("responses")["responses"], MASK, grpo(scores()))
+    with pytest.raises(LivenessError, match="the trainer sent 4 rows"):
+        made.judge([ProcessReport("torch.float32", tuple(other.tolist()))])
+
+
+def test_both_trainers_give_the_same_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = run(v0(SENT, Forward()), extension())
+    other = run(v1(SENT, Forward(), monkeypatch), extension())
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_the_order_of_rows_changes_nothing() -> None:
+    """Values travel with their rows, whatever the batch is permuted to."""
+    order = torch.tensor([2, 0, 3, 1])
+    plain = run(v0(SENT, Forward()), extension())
+    view = v0(SENT, Forward())
+    view.batch.reorder(order)
+
+    def estimator() -> None:
+        view.put_advantages(grpo(scores())[order], returns=True)
+
+    hooks = ExtensionHooks([made := extension()])
+    made._compared = 1
+    hooks.on_rollout(view)
+    hooks.compute_advantages(view, estimator)
+    torch.testing.assert_close(view.advantages, plain[order])
+
+
+def test_an_unfit_force_prompt_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made = extension()
+    for _ in range(5):
+        made._watch(0.5)
+    assert "process_reward.force_prompt" in caplog.text
+    assert made.meaning.startswith("log p(answer | prefix), zscore")

@@ -1,0 +1,120 @@
+"""Start-up checks: each refusal names key and reason, and its override mends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.extensions.process_reward import start_up
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
+from recipe.offpolicy.extensions.process_reward.start_up import (
+    MANAGER,
+    find_manager,
+    find_problems,
+    is_synchronous,
+    takes_rows_out,
+)
+from tests.support.byte_tokenizer import build_byte_tokenizer
+from verl_patches.releases import attributes_of
+
+pytestmark = pytest.mark.verl("==0.9.1")
+
+
+def config(**changed: Any) -> DictConfig:
+    made = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "actor": {"strategy": "fsdp2", "use_kl_loss": False},
+                "rollout": {"name": "vllm", "max_model_len": 200, "agent": {"agent_loop_manager_class": None}},
+                "model": {"path": "no/such/model"},
+            },
+            "algorithm": {"adv_estimator": "grpo", "gamma": 1.0, "use_kl_in_reward": False},
+            "data": {"max_prompt_length": 64, "max_response_length": 64},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+            "offpolicy": {"staleness": {"eta": None, "too_old": "wait"}},
+        }
+    )
+    for key, value in changed.items():
+        OmegaConf.update(made, key, value, force_add=True)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of bytes, in which the force prompt has 24 tokens."""
+    monkeypatch.setattr(start_up, "_load_tokenizer", lambda path: build_byte_tokenizer([]))
+
+
+def problems(made: DictConfig, **settings: Any) -> list[Any]:
+    extension = PrefixValueRewards("process_reward", settings)
+    extension.configure(made)
+    return list(extension.problems(made))
+
+
+def test_a_configuration_that_is_fine_has_no_problem_and_gets_the_manager_of_its_trainer() -> None:
+    made = config()
+    assert problems(made) == []
+    assert OmegaConf.select(made, MANAGER) == find_manager(made)
+    assert find_manager(made).endswith("manager_v1.ScoringManagerV1")
+    assert find_manager(config(**{"trainer.use_v1": False})).endswith("manager.ScoringManagerV0")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason", "override"),
+    [
+        ("actor_rollout_ref.rollout.name", "sglang", "values are asked of vLLM", "actor_rollout_ref.rollout.name=vllm"),
+        (
+            "actor_rollout_ref.rollout.disaggregation.enabled",
+            True,
+            "computed on one server and decoded on another",
+            "actor_rollout_ref.rollout.disaggregation.enabled=false",
+        ),
+        (MANAGER, "mine.Manager", "rows would come past process_reward", f"{MANAGER}=null"),
+        ("algorithm.use_kl_in_reward", True, "sums the penalty", "algorithm.use_kl_in_reward=false"),
+        ("algorithm.gamma", 0.9, "without a discount", "algorithm.gamma=1.0"),
+        ("actor_rollout_ref.rollout.max_model_len", 184, "184 tokens", "actor_rollout_ref.rollout.max_model_len=185"),
+    ],
+)
+def test_what_it_cannot_stand_beside_is_refused(key: str, value: Any, reason: str, override: str) -> None:
+    """Lengths: 64 + 64 + 24 of the force prompt + 32 of the answer + 1 that is decoded."""
+    (found,) = problems(config(**{key: value}))
+    assert (found.key, found.verdict) == (key, "WRONG")
+    assert reason in str(found)
+    assert override in found.overrides
+
+
+def test_estimators_to_which_a_penalty_by_token_is_one_may_have_it() -> None:
+    made = config(**{"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"})
+    assert problems(made) == []
+
+
+def test_a_filter_of_groups_makes_it_inert_where_it_is_meant_for() -> None:
+    (found,) = problems(config(**{"algorithm.filter_groups.enable": True}))
+    assert (found.verdict, found.overrides) == ("INERT", ("algorithm.filter_groups.enable=false",))
+
+
+def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    old = SimpleNamespace(release="0.7.1", trainer="v0", attributes=attributes_of("0.7.1"))
+    monkeypatch.setattr(start_up, "live_path", lambda config: old)
+    (found,) = find_problems("process_reward", PrefixValueRewards("process_reward", {}).process, config())
+    assert "rollout server of verl 0.7.1 drops vLLM's prompt_logprobs" in str(found)
+    assert found.overrides == ("process_reward=null",)
+
+
+def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
+    (found,) = problems(config())
+    assert "read otherwise one by one" in str(found)
+
+
+def test_modes() -> None:
+    assert is_synchronous(config())
+    assert is_synchronous(config(**{"trainer.use_v1": False}))
+    assert not is_synchronous(config(**{"trainer.v1.trainer_mode": "separate_async"}))
+    masked = {"offpolicy.staleness.eta": 1, "offpolicy.staleness.too_old": "mask"}
+    assert takes_rows_out(config(**masked))
+    assert not takes_rows_out(config(**(masked | {"offpolicy.staleness.eta": None})))

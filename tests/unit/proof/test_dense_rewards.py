@@ -1,0 +1,102 @@
+"""Rewards by token meet an estimator: verl's own and a user's, each judged by what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo import core_algos
+
+from recipe.offpolicy.preflight.verl_keys.estimators import OUTCOME
+from recipe.offpolicy.proof.dense_rewards import (
+    DenseRewardError,
+    DenseRewardGuard,
+    find_dense_reward,
+    sees_positions,
+)
+from verl_patches.trainer_v0 import plain_advantage
+
+MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]])
+AT_THE_END = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])
+DENSE = torch.tensor([[0.0, 0.5, 0.0, 1.0, 0.0], [0.0, -1.0, 0.0, 0.0, 0.0]])
+
+
+def config(estimator: str) -> DictConfig:
+    return OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
+
+
+def guard(estimator: str) -> DenseRewardGuard:
+    return DenseRewardGuard(config(estimator), plain_advantage(), OUTCOME)
+
+
+def batch(scores: torch.Tensor) -> Any:
+    return SimpleNamespace(scores=scores, rows=lambda *names: {"response_mask": MASK})
+
+
+@pytest.fixture
+def own_sum() -> Iterator[str]:
+    """A user's own estimator: the row's sum, as any outcome."""
+
+    @core_algos.register_adv_est("own_sum")
+    def own_sum(token_level_rewards: Any, response_mask: Any, config: Any = None, **kwargs: Any) -> Any:
+        found = token_level_rewards.sum(-1, keepdim=True) * response_mask
+        return found, found
+
+    yield "own_sum"
+    del core_algos.ADV_ESTIMATOR_REGISTRY["own_sum"]
+
+
+def test_a_reward_before_the_last_token_is_found() -> None:
+    assert find_dense_reward(DENSE, MASK) == (0, 1)
+    assert find_dense_reward(AT_THE_END, MASK) is None
+    behind = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.0] * 5])  # a tool's tokens end the row
+    assert find_dense_reward(behind, MASK) is None
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo", "gpg"],
+)
+def test_verls_estimators_that_sum_a_row_stop_the_run(estimator: str) -> None:
+    assert sees_positions(config(estimator), plain_advantage()) is False
+    with pytest.raises(DenseRewardError, match=rf"adv_estimator={estimator}: .*0\.5 at token 1") as raised:
+        guard(estimator).check(batch(DENSE))
+    assert raised.value.problems[0].overrides == ("algorithm.adv_estimator=reinforce_plus_plus",)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
+def test_estimators_that_see_positions_train(estimator: str) -> None:
+    assert sees_positions(config(estimator), plain_advantage()) is True
+    guard(estimator).check(batch(DENSE))
+
+
+def test_a_users_own_estimator_is_judged_too(own_sum: str) -> None:
+    with pytest.raises(DenseRewardError, match=own_sum):
+        guard(own_sum).check(batch(DENSE))
+
+
+def test_an_estimator_that_cannot_be_tried_is_judged_by_its_name() -> None:
+    """gdpo asks for rewards by dimension, and nobody knows of unknown_one."""
+    assert sees_positions(config("gdpo"), plain_advantage()) is None
+    with pytest.raises(DenseRewardError, match="gdpo"):
+        guard("gdpo").check(batch(DENSE))
+    guard("unknown_one").check(batch(DENSE))
+
+
+def test_the_first_batch_with_a_reward_is_checked_and_no_later_one() -> None:
+    one = guard("grpo")
+    one.check(batch(torch.zeros(2, 5)))
+    one.check(batch(AT_THE_END))
+    one.check(batch(DENSE))
+    with pytest.raises(DenseRewardError):
+        guard("grpo").check(batch(DENSE))
+
+
+def test_the_probe_leaves_the_random_numbers_of_the_run_alone() -> None:
+    before = torch.random.get_rng_state()
+    sees_positions(config("gae"), plain_advantage())
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,120 @@
+"""The quickstart's task with process rewards: chains whose steps are verified, and what is said of their utilities."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart import sums
+from scripts.quickstart.options import is_rewarded_by_process
+from scripts.quickstart.sums import FORCE_PROMPT, INSTRUCTION, StepUtilities, SumsSettings
+
+SETTINGS = SumsSettings()
+
+
+def test_questions_are_held_out_and_the_same_every_time() -> None:
+    found = sums.list_questions(SETTINGS)
+    assert len(found["heldout"]) == 128
+    assert len(set(found["heldout"]) | set(found["train"])) == 5**4 == len(found["heldout"]) + len(found["train"])
+    assert found == sums.list_questions(SETTINGS)
+
+
+def test_a_demonstration_without_errors_is_right() -> None:
+    careful = SumsSettings(wrong=0.0, early=0.0)
+    text = sums.demonstrate((3, 3, 2, 3), random.Random(0), careful)
+    assert text == f"3+3=1. So 1+2=3. So 3+3=1. {FORCE_PROMPT}1"
+    assert sums.check_steps((3, 3, 2, 3), text.partition(FORCE_PROMPT)[0]) == [True, True, True]
+    early = [
+        sums.demonstrate((3, 3, 2, 3), random.Random(seed), SumsSettings(wrong=0.0, early=1.0)) for seed in range(9)
+    ]
+    assert all(text.endswith(f"{FORCE_PROMPT}1") for text in early)
+    assert any(text == f"{FORCE_PROMPT}1" for text in early)
+
+
+def test_a_wrong_step_is_carried_on() -> None:
+    text = sums.demonstrate((3, 3, 2, 3), random.Random(0), SumsSettings(wrong=1.0, early=0.0))
+    assert sums.check_steps((3, 3, 2, 3), text.partition(FORCE_PROMPT)[0]) == [False]
+    assert text.count("So ") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "verdicts"),
+    [
+        ("3+3=1. So 1+2=4. So 4+3=2. ", [True, False]),
+        ("3+3=1. So 2+2=4. ", [True, False]),
+        ("3+3=1. then", []),
+        ("", []),
+        ("3+3=1. So 1+2=3. So 3+3=1. So 1+1=2. ", [True, True, True]),
+    ],
+)
+def test_steps_are_verified_up_to_the_first_wrong_one(text: str, verdicts: list[bool]) -> None:
+    assert sums.check_steps((3, 3, 2, 3), text) == verdicts
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [(f"3+3=1. {FORCE_PROMPT}1", 1.0), (f"{FORCE_PROMPT}2", 0.0), ("1", 0.0), (f"{FORCE_PROMPT}1 1", 0.0)],
+)
+def test_the_score_is_that_of_the_answer(text: str, score: float) -> None:
+    assert sums.compute_score("sums", text, "1") == score
+
+
+def test_rows_have_verls_schema(tmp_path: Path) -> None:
+    import pandas
+
+    row = sums.to_row((3, 3, 2, 3), 0, "train")
+    assert row["reward_model"]["ground_truth"] == "1"
+    assert sums.read_digits(f"<|user|>{row['prompt'][0]['content']}<|end|>") == (3, 3, 2, 3)
+    assert sums.write_data(tmp_path, SETTINGS) == 497
+    assert len(pandas.read_parquet(tmp_path / "heldout.parquet")) == 128
+
+
+def test_utilities_are_sorted_by_their_steps() -> None:
+    prompt = INSTRUCTION + "3 3 2 3"
+    rows = [
+        (prompt, f"3+3=1. So 1+2=4. So 4+3=2. {FORCE_PROMPT}2", [0.5, -2.0, 0.25]),
+        (prompt, f"3+3=1. {FORCE_PROMPT}1", [-0.25]),
+    ]
+    found = sums.judge_utilities(rows)
+    assert found == StepUtilities([0.5, -0.25], [-2.0])
+    assert (found.separation, found.signed) == (1.0, 2 / 3)
+    said = sums.describe_utilities(found, -1.63)
+    assert "V_0 is -1.63 (log 1/5 is -1.61)" in said
+    assert "right steps +0.12 (n = 2), of wrong ones -2.00 (n = 1); AUC 1.00; 67% of steps" in said
+    assert math.isnan(StepUtilities([], []).separation)
+
+
+def test_force_prompt_and_marker_are_tokens_of_their_own(tmp_path: Path) -> None:
+    tokenizer = sums.build_sums_tokenizer()
+    ids = tokenizer(f"3+3=1. So 1+2=3. {FORCE_PROMPT}3")["input_ids"]
+    assert len(ids) == 7 + 1 + 7 + 1 + 1
+    tokenizer.save_pretrained(tmp_path)
+    import pandas
+
+    recorded = {"prompt_ids": [tokenizer(INSTRUCTION + "3 3")["input_ids"]], "response_ids": [ids]}
+    utility = [math.nan] * len(ids)
+    utility[6] = 0.5
+    pandas.DataFrame(recorded | {"offpolicy_process_utility": [utility]}).to_parquet(tmp_path / "step.parquet")
+    (row,) = sums.read_recorded([tmp_path / "step.parquet"], tmp_path)
+    assert row == (INSTRUCTION + "3 3", f"3+3=1. So 1+2=3. {FORCE_PROMPT}3", [0.5])
+
+
+def test_two_steps_of_the_warm_start_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.quickstart.model import build_model
+
+    tokenizer = sums.build_sums_tokenizer()
+    losses: list[float] = []
+    short = SumsSettings(steps=40, batch=4)
+    sums.warm_start_sums(build_model(tokenizer), tokenizer, short, lambda step, loss: losses.append(loss))
+    assert len(losses) == 1
+    assert losses[0] < math.log(len(tokenizer)) - 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on"), [(["process_reward=prefix_value"], True), (["process_reward=null"], False), ([], False)]
+)
+def test_process_rewards_bring_their_task(overrides: list[str], on: bool) -> None:
+    assert is_rewarded_by_process(overrides) is on

@@ -1,0 +1,101 @@
+"""Both trainers stop before the estimator where it would sum rewards by token."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl import DataProto
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.batch_view import BatchView
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.proof.dense_rewards import DenseRewardError
+
+SCORES = torch.tensor([[0.5, 0.0, 1.0], [0.0, 1.0, 0.0]])
+"""The first row has a reward before its last token."""
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+class Estimates(Extension):
+    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        return rewards
+
+
+class Verls:
+    estimated = 0
+
+    def _compute_advantage(self, batch: Any, metrics: Any) -> Any:
+        Verls.estimated += 1
+        return batch
+
+
+def trainer(version: str, extensions: ExtensionHooks, estimator: str) -> Any:
+    module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
+    made: Any = object.__new__(module.build_corrected(Verls))
+    made.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
+    made.supervision, made.global_steps = SimpleNamespace(spec=CorrectionSpec()), 1
+    made.extensions = extensions
+    return made
+
+
+def advantage(
+    version: str, extensions: ExtensionHooks, monkeypatch: pytest.MonkeyPatch, estimator: str = "rloo"
+) -> int:
+    """The times that verl's estimator ran on the batch."""
+    made = trainer(version, extensions, estimator)
+    Verls.estimated = 0
+    if version == "v0":
+        batch = DataProto.from_dict(
+            {"token_level_scores": SCORES, "response_mask": MASK, "token_level_rewards": SCORES}
+        )
+        batch.non_tensor_batch["uid"] = np.array(["a", "a"], dtype=object)
+        batch.batch["advantages"] = torch.zeros(2, 3)
+        made._around_advantage(lambda data: Verls()._compute_advantage(data, {}), batch)
+        return Verls.estimated
+    pytest.importorskip("transfer_queue")
+    view = import_module("recipe.offpolicy.trainer.batch_view_v1")
+    rows = [torch.ones(3), torch.ones(2)]
+    nested = {
+        "rm_scores": [SCORES[0], SCORES[1, :2]],
+        "response_mask": [row.long() for row in rows],
+        "advantages": rows,
+    }
+    columns = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in nested.items()}
+    batch = SimpleNamespace(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train")
+    queue = SimpleNamespace(
+        kv_batch_get=lambda keys, partition_id, select_fields: {name: columns[name] for name in select_fields},
+        kv_batch_put=lambda keys, partition_id, fields: batch,
+    )
+    monkeypatch.setattr(view, "tq", queue)
+    made._compute_advantage(batch, {})
+    return Verls.estimated
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DenseRewardError, match=r"adv_estimator=rloo: .*0\.5 at token 0"):
+        advantage(version, ExtensionHooks(), monkeypatch)
+    assert Verls.estimated == 0
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_rewards_by_token_train_under_an_estimator_that_sees_them(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus") == 1
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_an_extension_does_not_hide_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DenseRewardError):
+        advantage(version, ExtensionHooks([Estimates("e", {})]), monkeypatch)
