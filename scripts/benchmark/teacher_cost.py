@@ -23,10 +23,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from recipe.offpolicy.extensions.opd.settings import TeacherSettings  # noqa: E402
-from recipe.offpolicy.extensions.opd.teacher_checks import find_model  # noqa: E402
-from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient  # noqa: E402
-
 LEAST_ID, MOST_ID = 3, 20
 """Ids that every vocabulary has."""
 
@@ -48,6 +44,11 @@ class Cost:
 
 def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None = None) -> Cost:
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
+    # Here, for they take seconds to import, and --help needs none.
+    from recipe.offpolicy.extensions.opd.settings import TeacherSettings
+    from recipe.offpolicy.extensions.opd.teacher_checks import find_model
+    from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient
+
     settings = TeacherSettings(urls=(url,))
     client = TeacherClient(settings, find_model(settings))
     ids = random.Random(1)
