@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..batch.checksums import hash_rows
+from ..batch.row_arrival import match_rows
 from ..proof.verify import LivenessError
 from .batch_view import BatchView
 from .extension import WorkerExtension
@@ -49,12 +49,9 @@ def check_arrival(section: str, shipped: Sequence[int], reports: Sequence[Advant
     """
     if any(report.hashes is None for report in reports):
         raise LivenessError(f"{section}: no advantages reached the loss of a micro-batch.")
-    seen = Counter(number for report in reports for number in report.hashes or ())
-    wanted = Counter(shipped)
-    times = max(seen.total() // max(wanted.total(), 1), 1)
-    if seen != Counter({number: times * count for number, count in wanted.items()}):
-        known = sum(min(seen[number], times * count) for number, count in wanted.items())
+    rows = match_rows(shipped, (number for report in reports for number in report.hashes or ()))
+    if not rows.whole:
         raise LivenessError(
-            f"{section}: advantages of {wanted.total()} rows were shaped, and the loss saw {seen.total()} rows, "
-            f"{known} of them with these. Something estimates, changes or mixes up advantages on their way."
+            f"{section}: advantages of {rows.sent} rows were shaped, and the loss saw {rows.seen} rows, "
+            f"{rows.known} of them with these. Something estimates, changes or mixes up advantages on their way."
         )

@@ -37,7 +37,7 @@ class ScoredRows(Protocol):
 
 
 class DenseRewardGuard:
-    """Check of the first batch that has a reward at all.
+    """Check of each batch, until the estimator is known to see where rewards stand.
 
     Args:
         config: of the run.
@@ -47,18 +47,17 @@ class DenseRewardGuard:
 
     def __init__(self, config: DictConfig, compute: Callable[..., Any], outcome: Collection[str] = ()) -> None:
         self._config, self._compute, self._outcome = config, compute, outcome
-        self._done = False
+        self._sees = False
 
     def check(self, batch: ScoredRows) -> None:
-        """Check a batch, unless an earlier one was seen.
+        """Check a batch; rewards by token may come first in a later one.
 
         Raises:
             DenseRewardError: a reward stands before a row's last token, and the estimator does not see where.
         """
-        if self._done:
+        if self._sees:
             return
         scores = batch.scores
-        self._done = bool((scores != 0).any())
         found = find_dense_reward(scores, batch.rows("response_mask")["response_mask"])
         if found is None:
             return
@@ -69,6 +68,7 @@ class DenseRewardGuard:
             sees = estimator not in self._outcome
         if not sees:
             raise DenseRewardError([_build_problem(estimator, *found, float(scores[found]))])
+        self._sees = True
 
 
 def _build_problem(estimator: str, row: int, token: int, reward: float) -> Problem:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo import core_algos
 
 from recipe.offpolicy.preflight.verl_keys.estimators import OUTCOME
+from recipe.offpolicy.proof import dense_rewards
 from recipe.offpolicy.proof.dense_rewards import (
     DenseRewardError,
     DenseRewardGuard,
@@ -87,13 +88,22 @@ def test_an_estimator_that_cannot_be_tried_is_judged_by_its_name() -> None:
     guard("unknown_one").check(batch(DENSE))
 
 
-def test_the_first_batch_with_a_reward_is_checked_and_no_later_one() -> None:
+def test_rewards_by_token_are_found_in_any_batch() -> None:
+    """As where a tool is punished for the first time."""
     one = guard("grpo")
     one.check(batch(torch.zeros(2, 5)))
     one.check(batch(AT_THE_END))
-    one.check(batch(DENSE))
     with pytest.raises(DenseRewardError):
-        guard("grpo").check(batch(DENSE))
+        one.check(batch(DENSE))
+
+
+def test_an_estimator_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(dense_rewards, "sees_positions", lambda config, compute: tried.append("gae") or True)
+    one = guard("gae")
+    for _ in range(2):
+        one.check(batch(DENSE))
+    assert tried == ["gae"]
 
 
 def test_the_probe_leaves_the_random_numbers_of_the_run_alone() -> None:

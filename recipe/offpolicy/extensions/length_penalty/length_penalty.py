@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, hash_advantages
 from ..batch_view import BatchView
 from ..extension import Advantages, Extension
+from ..state_file import read_state, write_state
 from .anchors import Anchors
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
 from .lengths import summarize_lengths
@@ -223,19 +223,13 @@ class LengthPenalty(Extension):
     def state(self, folder: Path) -> Mapping[str, Any]:
         if self.length.kind != "anchor":
             return {}
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(self.anchors.to_json()))
+        write_state(folder, FILE, self.anchors.to_json())
         return {"anchors": len(self.anchors.frozen)}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if self.length.kind != "anchor" or "anchors" not in state:
             return
-        if not (folder / FILE).is_file():
-            raise FileNotFoundError(
-                f"{self.section}: the checkpoint notes {state['anchors']} anchors, and {folder / FILE} is not there. "
-                f"Fix: restore the file, or resume another checkpoint."
-            )
-        self.anchors.restore(json.loads((folder / FILE).read_text()))
+        self.anchors.restore(read_state(folder, FILE, self.section, f"{state['anchors']} anchors"))
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ...batch.row_arrival import match_rows
 from ...proof.token_alignment import KINDS, AlignmentTally, PairCounts, find_shift
 from ...proof.verify import LivenessError
 from .columns import TEACHER, describe_missing
@@ -31,13 +31,10 @@ def check_reports(reports: Sequence[OpdReport], shipped: Sequence[int], mode: st
             raise LivenessError(describe_missing(report.arrived))
         if dtype != "torch.float32":
             raise LivenessError(f"opd: {TEACHER} arrived as {dtype} and not as float32: it was rounded on its way.")
-    seen = Counter(number for report in reports for number in report.hashes)
-    wanted = Counter(shipped)
-    times = max(seen.total() // max(wanted.total(), 1), 1)
-    if seen != Counter({number: times * count for number, count in wanted.items()}):
-        known = sum(min(seen[number], times * count) for number, count in wanted.items())
+    rows = match_rows(shipped, (number for report in reports for number in report.hashes))
+    if not rows.whole:
         raise LivenessError(
-            f"opd: the teacher scored {wanted.total()} rows, and the loss saw {seen.total()}, {known} of them with the "
+            f"opd: the teacher scored {rows.sent} rows, and the loss saw {rows.seen}, {rows.known} of them with the "
             f"log-probs and tokens that were sent. Something drops, changes or mixes up rows on their way."
         )
     worst = max((report.error for report in reports), default=0.0)

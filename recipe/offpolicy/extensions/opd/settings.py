@@ -18,7 +18,7 @@ COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """How the teacher is asked.
+    """Addresses of the teacher, and limits of the requests to it.
 
     Attributes:
         urls: addresses of servers of one model; requests go round-robin.

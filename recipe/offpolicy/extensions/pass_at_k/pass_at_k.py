@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, h
 from ..batch_view import BatchView, PromptView
 from ..extension import Advantages, Extension
 from ..sessions import Sessions, read_sessions
+from ..state_file import read_state, write_state
 from .budget import PassRates, allocate, identify_chat
 from .estimators import unbiased
 from .evidence import find_difference
@@ -211,19 +211,13 @@ class PassAtK(Extension):
     def state(self, folder: Path) -> Mapping[str, Any]:
         if not self._deals:
             return {}
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(self.rates.to_json()))
+        write_state(folder, FILE, self.rates.to_json())
         return {"prompts": len(self.rates.counts)}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if not self._deals or "prompts" not in state:
             return
-        if not (folder / FILE).is_file():
-            raise FileNotFoundError(
-                f"{self.section}: the checkpoint notes {state['prompts']} prompts, and {folder / FILE} is not there. "
-                f"Fix: restore the file, or resume another checkpoint."
-            )
-        self.rates.restore(json.loads((folder / FILE).read_text()))
+        self.rates.restore(read_state(folder, FILE, self.section, f"{state['prompts']} prompts"))
 
 
 def _share(marks: Tensor) -> float:

@@ -16,7 +16,7 @@ CHOICES = ("none", *OBJECTIVES)
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """What is estimated of validation: ``k`` within the samples, ``extrapolate`` beyond them by the fit."""
+    """Numbers of samples that pass@k is reported for: ``k`` within those drawn, ``extrapolate`` beyond, by the fit."""
 
     k: Sequence[int] = (1, 2, 4, 8, 16)
     extrapolate: Sequence[int] = (64, 256, 1024)
@@ -33,7 +33,7 @@ class DynamicSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """How a step's rollouts are dealt to its prompts; see ``budget``."""
+    """Group sizes of a step's prompts, within a fixed number of rollouts; see ``budget.allocate``."""
 
     mode: Literal["none", "group_size"] = "none"
     least: int = 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ...batch.row_arrival import match_rows
 from ...proof.verify import LivenessError
 from .columns import SECTION, UTILITY
 from .prefix_scorer import RowValues
@@ -101,14 +101,14 @@ def check_forward(
     return apart[worst]
 
 
-def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int], *, exact: bool = True) -> None:
+def check_reports(reports: Sequence[ProcessReport], sent: Sequence[int], *, exact: bool = True) -> None:
     """Check the workers' advantages against those of the trainer, by row.
 
     With several epochs each row is seen as many times.
 
     Args:
         reports: of one update.
-        wanted: hashes of the trainer's rows.
+        sent: hashes of the trainer's rows.
         exact: every row has to be seen; False where a limit on staleness takes rows out of the loss.
 
     Raises:
@@ -119,13 +119,10 @@ def check_reports(reports: Sequence[ProcessReport], wanted: Counter[int], *, exa
             raise LivenessError(
                 f"{SECTION}: {UTILITY} did not reach the loss. Something selects the columns that go to the workers."
             )
-    seen = Counter(number for report in reports for number in report.hashes)
-    times = max(seen.total() // max(wanted.total(), 1), 1)
-    every = Counter({number: times * count for number, count in wanted.items()})
-    known = (seen & every).total()
-    if (exact and seen != every) or (not exact and known * 2 < seen.total()):
+    rows = match_rows(sent, (number for report in reports for number in report.hashes))
+    if (exact and not rows.whole) or (not exact and rows.known * 2 < rows.seen):
         raise LivenessError(
-            f"{SECTION}: the trainer sent {every.total()} rows with process advantages, and the loss saw "
-            f"{seen.total()}, {known} of them with the advantages that were sent. Something changes advantages, or "
+            f"{SECTION}: the trainer sent {rows.sent} rows with process advantages, and the loss saw "
+            f"{rows.seen}, {rows.known} of them with the advantages that were sent. Something changes advantages, or "
             f"drops or mixes up rows, behind the trainer."
         )

@@ -10,7 +10,6 @@ import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ class PrefixValueRewards(Extension):
         self._exact = True
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
-        self._sent: Counter[int] = Counter()
+        self._sent: list[int] = []
         self._metrics: dict[str, float] = {}
         self._moved = self._unfit = self._compared = 0
         self._apart, self._tolerance = math.nan, COARSE
@@ -188,7 +187,7 @@ class PrefixValueRewards(Extension):
         columns = batch.rows("responses", "response_mask")
         mask = columns["response_mask"]
         hashes = hash_rows(columns["responses"], mask, advantages.final.to(torch.float32))
-        self._sent = Counter(hashes[mask.bool().any(-1)].tolist())
+        self._sent = hashes[mask.bool().any(-1)].tolist()
 
     def worker(self) -> ProcessWorker:
         return ProcessWorker()

@@ -10,10 +10,9 @@ OUTCOME = (
     "grpo_vectorized",
     "opo",
     "reinforce_plus_plus_baseline",
-    "remax",
     "rloo",
     "rloo_vectorized",
 )
 """Those that sum the rewards of a row before anything else."""
-WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus")
+WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus", "remax")
 """Those that read no log pi_old."""

@@ -214,12 +214,7 @@ def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_step_alone(
     run(build(forward=forward), made)
     assert len(forward.asked) == 8
     assert {response[-1] for _, response in forward.asked} == {9}
-    assert (
-        made.judge([ProcessReport("torch.float32", tuple(made._sent.elements()))])[
-            "process_reward/live/compared_prefixes"
-        ]
-        == 8
-    )
+    assert made.judge([ProcessReport("torch.float32", tuple(made._sent))])["process_reward/live/compared_prefixes"] == 8
     run(build(forward=forward), made)
     assert len(forward.asked) == 8
 

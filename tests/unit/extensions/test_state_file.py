@@ -1,0 +1,19 @@
+"""An extension's state comes back from its file, or a resume stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.extensions.state_file import read_state, write_state
+
+
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    write_state(tmp_path / "new", "rates.json", {"a": [1, 0.5]})
+    assert read_state(tmp_path / "new", "rates.json", "pass_at_k", "1 prompts") == {"a": [1, 0.5]}
+
+
+def test_a_lost_file_is_named_with_its_content(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"pass_at_k: the checkpoint notes 7 prompts, and .*rates\.json is not"):
+        read_state(tmp_path, "rates.json", "pass_at_k", "7 prompts")
