@@ -25,8 +25,8 @@ INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
     "model": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
-    "sums": (["sums.py"], []),
-    "sums_model": (["sums.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
+    "sums": (["sums.py", "sums_reward.py"], []),
+    "sums_model": (["sums.py", "sums_reward.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
 }
 """Part -> the files that make it, settings included, and the packages that they need."""
 

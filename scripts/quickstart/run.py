@@ -212,7 +212,7 @@ class Quickstart:
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / ("sums.py" if self._by_process else "reward.py")),
+            quote("reward.custom_reward_function.path", HERE / ("sums_reward.py" if self._by_process else "reward.py")),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),

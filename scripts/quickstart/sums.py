@@ -1,7 +1,6 @@
 """The quickstart's task with process rewards: sums modulo 5 by a chain of steps, each of which can be verified.
 
-"Add up the digits modulo 5: 3 3 2 3" is answered by "3+3=1. So 1+2=3. So 3+3=1. ", the force prompt and "1". verl loads
-this file by its path for ``compute_score``, so that it imports nothing of the quickstart's at the top.
+"Add up the digits modulo 5: 3 3 2 3" is answered by "3+3=1. So 1+2=3. So 3+3=1. ", the force prompt and "1".
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .sums_reward import FORCE_PROMPT
+
 BASE = 5
 INSTRUCTION = f"Add up the digits modulo {BASE}: "
-FORCE_PROMPT = "</think>\n\nThe answer is "
 MARKER = "So "
 LENGTHS = (3, 4)
 """Digits of a question in the warm start; in training it is the last of these."""
@@ -86,14 +86,6 @@ def check_steps(digits: Digits, text: str) -> list[bool]:
             break
         total = int(step[3])
     return verdicts
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
-) -> float:
-    """Score one answer: 1 if what follows the force prompt is the sum, else 0; verl's ``custom_reward_function``."""
-    _chain, found, answer = solution_str.partition(FORCE_PROMPT.strip())
-    return float(bool(found) and answer.strip() == ground_truth)
 
 
 def to_row(digits: Digits, index: int, split: str) -> dict[str, Any]:

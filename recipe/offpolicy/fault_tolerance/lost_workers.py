@@ -8,8 +8,12 @@ again for ever.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
 
 HOLDERS = (
     "actor_rollout_wg.workers",
@@ -57,8 +61,18 @@ class LostWorkerDetector:
             except RayActorError as error:
                 # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
-                    lost.append(f"a worker of {listed[handle]} has died: {' '.join(str(error).split())}")
+                    lost.append(f"a worker of {listed[handle]} has died: {summarize_death(error)}")
         return " ".join(lost) or None
+
+
+def summarize_death(error: RayActorError) -> str:
+    """Summarize why an actor died, in one line.
+
+    Returns:
+        The exceptions that its constructor raised, the root cause first; without one, all that Ray says.
+    """
+    raised = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*$", str(error), re.MULTILINE)
+    return " -> ".join(raised) or " ".join(str(error).split())
 
 
 def end_workers(trainer: Any) -> None:

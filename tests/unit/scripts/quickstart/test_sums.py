@@ -7,10 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+from verl.utils.import_utils import load_extern_object
 
 from scripts.quickstart import sums
 from scripts.quickstart.options import is_rewarded_by_process
-from scripts.quickstart.sums import FORCE_PROMPT, INSTRUCTION, StepUtilities, SumsSettings
+from scripts.quickstart.sums import INSTRUCTION, StepUtilities, SumsSettings
+from scripts.quickstart.sums_reward import FORCE_PROMPT, compute_score
 
 SETTINGS = SumsSettings()
 
@@ -59,7 +61,13 @@ def test_steps_are_verified_up_to_the_first_wrong_one(text: str, verdicts: list[
     [(f"3+3=1. {FORCE_PROMPT}1", 1.0), (f"{FORCE_PROMPT}2", 0.0), ("1", 0.0), (f"{FORCE_PROMPT}1 1", 0.0)],
 )
 def test_the_score_is_that_of_the_answer(text: str, score: float) -> None:
-    assert sums.compute_score("sums", text, "1") == score
+    assert compute_score("sums", text, "1") == score
+
+
+@pytest.mark.parametrize("name", ["reward.py", "sums_reward.py"])
+def test_rewards_are_loaded_by_verl_outside_their_package(name: str) -> None:
+    path = Path(sums.__file__).with_name(name)
+    assert load_extern_object(module_path=str(path), object_name="compute_score").__module__.startswith("custom_module")
 
 
 def test_rows_have_verls_schema(tmp_path: Path) -> None:
