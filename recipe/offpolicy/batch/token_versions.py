@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec
 from ..correction.row_layout import detect_layout
-from .weight_versions import RowVersions, read_extra_fields, read_row_versions
+from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
 
 Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
@@ -56,16 +56,23 @@ class TokenVersions(RowVersions):
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
     """Read the versions of a batch: by token where a row notes its chunks, by row otherwise, None where verl has none.
 
-    A row without chunks has its version at each token if it has one alone.
+    A row that one version sampled has it at each token, whatever its chunks say.
 
     Args:
         response_mask: (B, T) or nested by row.
     """
-    by_row = read_row_versions(data)
-    turns = [fields.get(CHUNKS) for fields in read_extra_fields(data)]
+    fields = read_extra_fields(data)
+    by_row = read_row_versions(data, fields)
+    turns = [row.get(CHUNKS) for row in fields]
     if by_row is None or all(row is None for row in turns):
         return by_row
-    tokens = lay_out(turns, response_mask, torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN))
+    # Asked of the mappings: to ask tensors may be to wait for a device.
+    if all(row.get(OLDEST_VERSION) == row.get(NEWEST_VERSION) for row in fields):
+        rows = detect_layout(mask=response_mask)
+        mask, version = rows.tokens(response_mask).bool(), rows.to_column(by_row.oldest.to(response_mask.device))
+        tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
+    else:
+        tokens = lay_out(turns, response_mask, torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN))
     return TokenVersions(by_row.oldest, by_row.newest, tokens)
 
 

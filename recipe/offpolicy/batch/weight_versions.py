@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..correction.row_layout import spread_over_tokens
 
 EXTRA_FIELDS = "extra_fields"
 """Key of the rows' mappings in which verl's V1 trainer keeps them."""
+OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
+"""Keys of these mappings and of a row's tags: the versions of the weights that sampled its first token and its last."""
 VERSIONS = "offpolicy_versions"
 """Key of the (B, 2) int64 of the oldest and newest version by row, which the V0 trainer sends along."""
 
@@ -77,13 +79,17 @@ class RowVersions:
         return (self.oldest != self.newest).to(response_mask.device) & response_mask.any(-1)
 
 
-def read_row_versions(data: TensorDict) -> RowVersions | None:
-    """Read the versions of the rows of a batch; None where verl does not record them."""
+def read_row_versions(data: TensorDict, extra_fields: Sequence[Mapping[str, Any]]) -> RowVersions | None:
+    """Read the versions of the rows of a batch; None where verl does not record them.
+
+    Args:
+        extra_fields: of ``read_extra_fields``; empty where the batch has none.
+    """
     if VERSIONS in data.keys():
         return RowVersions(*data[VERSIONS].unbind(-1))
     if EXTRA_FIELDS not in data.keys():
         return None
-    spans = [(row.get("min_global_steps"), row.get("max_global_steps")) for row in read_extra_fields(data)]
+    spans = [(row.get(OLDEST_VERSION), row.get(NEWEST_VERSION)) for row in extra_fields]
     if any(None in span for span in spans):
         return None
     return RowVersions(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 2).unbind(-1))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..batch.micro_batch import MicroBatch, with_tensors
 from ..batch.plan import SharedPlan
 from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk, TokenVersions
-from ..batch.weight_versions import EXTRA_FIELDS, VERSIONS
+from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSIONS
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 
 BEYOND = 0.01
@@ -304,7 +304,7 @@ def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
         turns_of_row: list[list[Chunk]] = [[(fresh, tokens)] for tokens in runs]
         if runs:
             turns_of_row[0] = [(old, 1), (fresh, runs[0] - 1)] if runs[0] > 1 else [(old, 1)]
-        fields.append({"min_global_steps": old, "max_global_steps": fresh, CHUNKS: turns_of_row})
+        fields.append({OLDEST_VERSION: old, NEWEST_VERSION: fresh, CHUNKS: turns_of_row})
     tokens = torch.where(mask & (mask.cumsum(-1) == 1), old, torch.where(mask, fresh, UNKNOWN))
     oldest, newest = (torch.full((len(mask),), version, dtype=torch.int64) for version in (old, fresh))
     return replace(

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
 from .rate_limit import format_eta
 
-OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
-"""Tags of a row: the versions of the weights that sampled its first token and its last."""
 ISSUED = "global_steps"
 """Tag of a row and of its prompt: the step in which the prompt was issued."""
 

@@ -26,7 +26,8 @@ import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from .ages import ISSUED, OLDEST_VERSION, AgeLimit, check_newest
+from ..batch.weight_versions import OLDEST_VERSION
+from .ages import ISSUED, AgeLimit, check_newest
 from .deadlines import keeps_deadlines
 from .rate_limit import format_eta
 from .staleness_settings import ETA, StalenessSettings

@@ -19,6 +19,7 @@ from verl_patches import agent_loops, engine_loss
 from verl_patches.contract import installed_release
 from verl_patches.releases import attributes_of
 
+from ...batch.weight_versions import NEWEST_VERSION
 from .columns import FIELD, SECTION
 from .prefix_scorer import PrefixScorer, Row
 from .settings import ProcessSettings
@@ -81,7 +82,7 @@ class ScoringWorker:
         if output.multi_modal_data:
             return {"error": "rows with images, videos or audio are not scored.", "values": [], "ends": []}
         fields = output.extra_fields
-        version = fields.get("max_global_steps")
+        version = fields.get(NEWEST_VERSION)
         return await self._scorer.score(
             Row(
                 prompt=output.prompt_ids,

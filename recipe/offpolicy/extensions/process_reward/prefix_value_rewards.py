@@ -20,6 +20,7 @@ from torch import Tensor
 from verl_patches.trainer_v0 import plain_advantage
 
 from ...batch.checksums import hash_rows
+from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
 from ..batch_view import BatchView, PromptView
@@ -208,12 +209,12 @@ def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
         return [_plain(each) for each in found]
     except KeyError:
         columns = []
-        for name in (FIELD, "max_global_steps"):
+        for name in (FIELD, NEWEST_VERSION):
             try:
                 columns.append(batch.rows(name)[name])
             except KeyError:
                 columns.append([None] * len(batch.uids))
-        return [{FIELD: one, "max_global_steps": other} for one, other in zip(*columns, strict=True)]
+        return [{FIELD: one, NEWEST_VERSION: other} for one, other in zip(*columns, strict=True)]
 
 
 def _plain(value: Any) -> Any:
@@ -222,5 +223,5 @@ def _plain(value: Any) -> Any:
 
 
 def _read_version(fields: Mapping[str, Any]) -> int | None:
-    version = fields.get("max_global_steps")
+    version = fields.get(NEWEST_VERSION)
     return None if version is None else int(version)

@@ -56,6 +56,9 @@ def test_shares_by_hand(run_share: Any) -> None:
     assert limited == pytest.approx(expected | of_limit)
     said = "limit of staleness: 110.0 ms, 0.30 % of a step, the first included (enough 110.0)"
     assert said in run_share.format_figures(limited)
+    # Of differences of reads the median counts, as often as there are any: one waited for another program.
+    calls += [{"name": "staleness.read", "seconds": seconds} for seconds in (0.01, -0.9, 0.02)]
+    assert run_share.compute_shares(metrics, calls)["staleness.read"] == pytest.approx(0.01)
 
 
 @pytest.mark.slow
