@@ -6,8 +6,9 @@ its turns. They are laid over the runs of the response mask, which tool outputs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -56,7 +57,7 @@ class TokenVersions(RowVersions):
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
     """Read the versions of a batch: by token where a row notes its chunks, by row otherwise, None where verl has none.
 
-    A row that one version sampled has it at each token, whatever its chunks say.
+    A row that one version sampled, by verl and by its chunks, has it at each token.
 
     Args:
         response_mask: (B, T) or nested by row.
@@ -67,13 +68,18 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     if by_row is None or all(row is None for row in turns):
         return by_row
     # Asked of the mappings: to ask tensors may be to wait for a device.
-    if all(row.get(OLDEST_VERSION) == row.get(NEWEST_VERSION) for row in fields):
+    if all(map(_has_one_version, fields)):
         rows = detect_layout(mask=response_mask)
         mask, version = rows.tokens(response_mask).bool(), rows.to_column(by_row.oldest.to(response_mask.device))
         tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
     else:
         tokens = lay_out(turns, response_mask, torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN))
     return TokenVersions(by_row.oldest, by_row.newest, tokens)
+
+
+def _has_one_version(fields: Mapping[str, Any]) -> bool:
+    oldest, newest, turns = (fields.get(name) for name in (OLDEST_VERSION, NEWEST_VERSION, CHUNKS))
+    return oldest == newest and all(version == oldest for turn in turns or () for version, _ in turn)
 
 
 def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Tensor, by_row: Tensor) -> Tensor:

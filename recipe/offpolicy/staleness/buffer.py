@@ -70,10 +70,16 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         self._settings, self._limit, self._tally = settings, limit, tally
         self._sample_anew, self._clock, self._batch = sample_anew, clock, batch
         self._step, self._taken = 0, 0
+        self._looked: int | None = None
 
-    def count_prompts(self) -> int:
-        """Count the prompts of the training partition that wait, run or have finished."""
-        self._sync_metadata_from_transfer_queue()
+    def count_prompts(self, step: int | None = None) -> int:
+        """Count the prompts of the training partition that wait, run or have finished.
+
+        Args:
+            step: at whose start this is, before it issues any: the look at the end of the step before still holds.
+        """
+        if step is None or self._looked != step - 1:
+            self._sync_metadata_from_transfer_queue()
         return len(self.prompt_global_steps[TRAIN])
 
     def check_versions(self, step: int) -> None:
@@ -83,6 +89,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             StalenessError: a rollout server tells a newer version than it samples by.
         """
         self._sync_metadata_from_transfer_queue()
+        self._looked = step
         check_newest(self.partitions[TRAIN], step, self._eta)
 
     @property

@@ -94,7 +94,7 @@ class BoundedTrainer(OffPolicyTrainer):
     def _add_batch_to_generate(self) -> None:
         limit, step = self.rate_limit, self.global_steps
         trained = (step - 1) * limit.batch
-        if (lost := limit.account - trained - self.replay_buffer.count_prompts()) > 0:
+        if (lost := limit.account - trained - self.replay_buffer.count_prompts(step)) > 0:
             logger.warning("%d prompts are gone that were neither trained nor evicted; others take their place.", lost)
             limit.left(lost)
             self.tally.lost += lost
