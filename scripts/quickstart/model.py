@@ -37,8 +37,11 @@ def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) ->
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float = 0.02) -> Qwen2ForCausalLM:
     """Build a model with random weights, in float32.
+
+    Args:
+        spread: standard deviation of the weights.
 
     Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would
     bias every log-probability by a constant.
@@ -53,6 +56,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2ForCa
         num_key_value_heads=4,
         max_position_embeddings=256,
         tie_word_embeddings=True,
+        initializer_range=spread,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

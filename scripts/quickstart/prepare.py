@@ -16,17 +16,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .sums import SumsSettings, build_sums_tokenizer, warm_start_sums, write_data
+from .sums import SumsSettings, build_sums_tokenizer, write_data
 from .task import TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
 _OF_A_MODEL = ["task.py", "reward.py", "model.py", "warm_start.py"], ["torch", "transformers", "reasoning-gym"]
+_OF_SUMS = ["sums.py", "sums_reward.py"]
 INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
     "model": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
-    "sums": (["sums.py", "sums_reward.py"], []),
-    "sums_model": (["sums.py", "sums_reward.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
+    "sums": (_OF_SUMS, []),
+    "sums_model": ([*_OF_SUMS, "sums_warm_start.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
 }
 """Part -> the files that make it, settings included, and the packages that they need."""
 
@@ -123,32 +124,36 @@ def prepare_sums(path: Path, settings: SumsSettings) -> None:
         print(f"data: sums, cached in {path}", flush=True)
 
 
-def prepare_sums_model(path: Path, settings: SumsSettings) -> None:
+def prepare_sums_model(path: Path, data: SumsSettings) -> None:
     """Make the folder with the model that is warm-started on sums, and its tokenizer."""
     import torch
     import transformers
 
     from .model import build_model
+    from .sums_warm_start import SumsWarmStartSettings, warm_start_sums
 
+    settings = SumsWarmStartSettings()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     start = time.monotonic()
 
-    def report(step: int, loss: float) -> None:
-        print(
-            f"warm start on sums: step {step} of {settings.steps}, loss {loss:.2f}, {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
+    def say(text: str) -> None:
+        print(f"warm start on sums: {text}", flush=True)
+
+    def report(step: int, loss: float, share: float) -> None:
+        aim = f"{share:.0%} of steps right (aim {settings.target:.0%})"
+        say(f"step {step} (at most {settings.max_steps}), loss {loss:.2f}, {aim}, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
         tokenizer = build_sums_tokenizer()
-        model = build_model(tokenizer)
-        warm_start_sums(model, tokenizer, settings, report)
+        model = build_model(tokenizer, spread=settings.spread)
+        if not warm_start_sums(model, tokenizer, data, settings, report):
+            say("stopped below its aim")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
     if make_once(path, build):
-        print(f"warm start on sums: skipped, the model is cached in {path}", flush=True)
+        say(f"skipped, the model is cached in {path}")
 
 
 def main() -> None:

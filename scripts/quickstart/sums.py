@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ BASE = 5
 INSTRUCTION = f"Add up the digits modulo {BASE}: "
 MARKER = "So "
 LENGTHS = (3, 4)
-"""Digits of a question in the warm start; in training it is the last of these."""
+"""Digits of a question in the warm start; in training it is the last of these, of which no model knows all by heart."""
 STEP = re.compile(r"(\d)\+(\d)=(\d)\. ?")
 
 Digits = tuple[int, ...]
@@ -28,28 +28,24 @@ Digits = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SumsSettings:
-    """Settings of data and warm start.
+    """Settings of questions and demonstrations.
 
     Attributes:
         wrong: share of a demonstration's steps that are wrong.
         early: share of demonstrations that give the answer before the chain has ended, so that the value of an early
             prefix means something.
         heldout: questions that are held out.
-        steps, batch, learning_rate: of the warm start.
     """
 
     wrong: float = 0.12
     early: float = 0.35
     heldout: int = 128
-    steps: int = 320
-    batch: int = 64
-    learning_rate: float = 4e-3
     seed: int = 1
 
 
 def list_questions(settings: SumsSettings) -> dict[str, list[Digits]]:
     """List all questions of the largest length, as "heldout" and "train", no question in both."""
-    found = list(itertools.product(range(BASE), repeat=LENGTHS[-1]))
+    found = list(itertools.product(range(10), repeat=LENGTHS[-1]))
     random.Random(settings.seed).shuffle(found)
     return {"heldout": found[: settings.heldout], "train": found[settings.heldout :]}
 
@@ -125,38 +121,6 @@ def build_sums_tokenizer() -> Any:
     tokenizer = build_tokenizer(INSTRUCTION)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (FORCE_PROMPT, MARKER)])
     return tokenizer
-
-
-def warm_start_sums(model: Any, tokenizer: Any, settings: SumsSettings, report: Callable[[int, float], None]) -> None:
-    """Train the model in place on demonstrations of questions that are not held out; `report` takes step and loss."""
-    import torch
-
-    from .warm_start import collate, tokenize_prompts
-
-    torch.manual_seed(settings.seed)
-    rng = random.Random(settings.seed)
-    train = list_questions(settings)["train"]
-    shorter = list(itertools.product(range(BASE), repeat=LENGTHS[0]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-
-    def rate(step: int) -> float:
-        return min(1.0, (step + 1) / 30) * (1 - 0.9 * step / settings.steps)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for step in range(1, settings.steps + 1):
-        chosen = [rng.choice(train if rng.random() < 0.5 else shorter) for _ in range(settings.batch)]
-        entries = [{"question": to_row(digits, 0, "")["prompt"][0]["content"]} for digits in chosen]
-        prompts = tokenize_prompts(tokenizer, entries)
-        texts = [demonstrate(digits, rng, settings) for digits in chosen]
-        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        loss = model(**collate(prompts, answers, tokenizer.pad_token_id)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 40 == 0:
-            report(step, loss.item())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ SETTINGS = SumsSettings()
 def test_questions_are_held_out_and_the_same_every_time() -> None:
     found = sums.list_questions(SETTINGS)
     assert len(found["heldout"]) == 128
-    assert len(set(found["heldout"]) | set(found["train"])) == 5**4 == len(found["heldout"]) + len(found["train"])
+    assert len(set(found["heldout"]) | set(found["train"])) == 10**4 == len(found["heldout"]) + len(found["train"])
     assert found == sums.list_questions(SETTINGS)
 
 
@@ -76,7 +76,7 @@ def test_rows_have_verls_schema(tmp_path: Path) -> None:
     row = sums.to_row((3, 3, 2, 3), 0, "train")
     assert row["reward_model"]["ground_truth"] == "1"
     assert sums.read_digits(f"<|user|>{row['prompt'][0]['content']}<|end|>") == (3, 3, 2, 3)
-    assert sums.write_data(tmp_path, SETTINGS) == 497
+    assert sums.write_data(tmp_path, SETTINGS) == 10**4 - 128
     assert len(pandas.read_parquet(tmp_path / "heldout.parquet")) == 128
 
 
@@ -108,17 +108,6 @@ def test_force_prompt_and_marker_are_tokens_of_their_own(tmp_path: Path) -> None
     pandas.DataFrame(recorded | {"offpolicy_process_utility": [utility]}).to_parquet(tmp_path / "step.parquet")
     (row,) = sums.read_recorded([tmp_path / "step.parquet"], tmp_path)
     assert row == (INSTRUCTION + "3 3", f"3+3=1. So 1+2=3. {FORCE_PROMPT}3", [0.5])
-
-
-def test_two_steps_of_the_warm_start_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.quickstart.model import build_model
-
-    tokenizer = sums.build_sums_tokenizer()
-    losses: list[float] = []
-    short = SumsSettings(steps=40, batch=4)
-    sums.warm_start_sums(build_model(tokenizer), tokenizer, short, lambda step, loss: losses.append(loss))
-    assert len(losses) == 1
-    assert losses[0] < math.log(len(tokenizer)) - 1
 
 
 @pytest.mark.parametrize(
