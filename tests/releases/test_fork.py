@@ -134,9 +134,8 @@ def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
     assert git(fork, "status", "--porcelain", "-uall") == status
 
 
-@pytest.mark.parametrize(
-    "fork", [pytest.param("no recipe", marks=pytest.mark.extended), "submodule, not initialised"], indirect=True
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("fork", ["no recipe", "submodule, not initialised"], indirect=True)
 def test_a_copy_is_found_where_there_is_no_other_recipe(fork: Path) -> None:
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
     copied = script(fork, "--no-smoke")
@@ -183,6 +182,7 @@ def _run_as_printed(fork: Path, printed: str) -> None:
         shutil.rmtree(cache)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fork", ["no recipe"], indirect=True)
 def test_a_fork_whose_seam_has_moved_fails_the_smoke_test(fork: Path) -> None:
     """The contracts are those of the checkout, not of the verl that the environment has installed."""
