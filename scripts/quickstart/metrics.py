@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,11 @@ def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
 
 
 def read_heldout_score(data: dict[str, Any]) -> float | None:
-    """Return verl's own validation score (`val-core/<source>/<name>/mean@1`); None when the step was not validated."""
-    found = (value for key, value in data.items() if key.startswith("val-core/") and key.endswith("/mean@1"))
+    """Return verl's own validation score; None when the step was not validated.
+
+    It is `val-core/<source>/<name>/mean@N` of N answers to each question.
+    """
+    found = (value for key, value in data.items() if re.fullmatch(r"val-core/.+/mean@\d+", key))
     return next(map(float, found), None)
 
 

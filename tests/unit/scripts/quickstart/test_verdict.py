@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import to_rich
-from scripts.quickstart.metrics import FAILED, KEPT, NOT_LIVE, NOT_RISEN, OK, REWARD, History, judge
+from scripts.quickstart.metrics import FAILED, KEPT, NOT_LIVE, NOT_RISEN, OK, REWARD, History, judge, read_heldout_score
 from scripts.quickstart.report import build_summary_table, describe, draw
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
@@ -30,6 +30,12 @@ def made_up(before: float | None, after: float | None, proved: float = 1.0, step
             data[SCORE] = after
         records.append((step, data))
     return History(records)
+
+
+def test_the_heldout_score_is_the_mean_over_all_answers() -> None:
+    data = {"val-aux/x/acc/mean@1": 0.1, "val-core/x/acc/best@4/mean": 0.9, "val-core/x/acc/mean@4": 0.25}
+    assert read_heldout_score(data) == 0.25
+    assert read_heldout_score({"critic/rewards/mean": 0.5}) is None
 
 
 @pytest.mark.parametrize(
