@@ -52,6 +52,9 @@ SUMS_OVERRIDES = (
     "actor_rollout_ref.rollout.max_model_len=160",
     # vLLM's block on a CPU is 128 tokens, so that nothing of these rows would be cached.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    # Demonstrations err at random, so that the likeliest answer is right from the start.
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     # The first step, of which it is said what right and wrong steps are worth.
     "offpolicy.record.every=1000000",
 )

@@ -50,7 +50,7 @@ def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of first and last values."""
     scores = [score for _, score in history.heldout]
     named = {
-        "held-out score, greedy": scores,
+        "held-out score": scores,
         "reward, sampled": history.series(REWARD),
         "mismatch KL (k3)": history.series(KL),
         "effective sample size": history.series(ESS),
@@ -95,7 +95,7 @@ def draw(history: History, path: Path, title: str) -> None:
         axes.plot(steps, smooth, color="C0", label="sampled, running mean")
         for step, score in history.heldout:
             axes.annotate(f"{score:.2f}", (step, score), textcoords="offset points", xytext=(-10, -15), color="C1")
-        axes.plot(*np.array(history.heldout).reshape(-1, 2).T, "o", color="C1", label="held out, greedy")
+        axes.plot(*np.array(history.heldout).reshape(-1, 2).T, "o", color="C1", label="held out")
         axes.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
 
     def mismatch(axes: Axes) -> None:
