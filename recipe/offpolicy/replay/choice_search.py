@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .expert_choice import ReplayError, find_scores
@@ -28,41 +28,52 @@ def find_routers(
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
     """Find the module of each layer whose forward chooses the token's experts, innermost first.
 
-    Runs one forward without gradients, in which every rank of a sharded model takes part; dropout is off, and no state
-    of a generator moves.
+    Runs one or two forwards without gradients, in which every rank of a sharded model takes part; dropout is off, and
+    no state of a generator moves.
 
     Args:
         model: a causal language model of transformers, sharded or not.
-        inputs: keyword arguments of the forward; None: a row of ``TOKENS`` tokens.
+        inputs: keyword arguments of the forward; None: a row of ``TOKENS`` tokens on the parameters' device.
 
     Returns:
         The layers with experts, and the module that chooses in each, by absolute number.
 
     Raises:
         ReplayError: the model makes another number of choices than one in a layer that has experts, or in a module
-            that lies in no layer.
+            that lies in no layer, or weighs experts by scores that are masked where it did not choose them.
     """
-    name = type(model).__name__
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    # Sharding gives the model a class of its own.
+    name: str = getattr(model.config, "model_type", None) or type(model).__name__
     experts, top_k = _read_size(name, config, _EXPERTS), _read_size(name, config, _TOP_K)
-    paths = _list_choices(model, experts, top_k, inputs or _build_inputs(model, config))
-    inside = [path for path in paths if _LAYER.search(f"{path}.")]
+    inputs = inputs or _build_inputs(model, config)
+    search = _search(model, experts, top_k, inputs)
+    inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
     # A loss that balances the load chooses again among all layers' scores, in a module above them.
-    paths = [path for path in paths if path in inside or not any(_lies_in(other, path) for other in inside)]
-    layers = Counter(_read_layer(name, path) for path in paths)
-    if several := sorted(layer for layer, count in layers.items() if count > 1):
-        raise _refuse(
-            name,
-            f"layer {several[0]} makes {layers[several[0]]} choices of {top_k} among {experts} experts in one forward, "
-            f"in {sorted(path for path in paths if _read_layer(name, path) == several[0])}",
-        )
-    if silent := sorted(_find_experts(model) - set(layers)) if layers else list(range(config.num_hidden_layers)):
+    paths = [path for path in search.paths if path in inside or not any(_lies_in(other, path) for other in inside)]
+    _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
+    found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
+    layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
+    if silent := sorted(_find_experts(model) - set(found)) if found else list(range(layout.depth)):
         raise _refuse(
             name, f"layer(s) {silent} make no choice of {top_k} among {experts} experts by torch.topk on 2-D scores"
         )
-    found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
-    layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
+    if layout.layers[-1] >= layout.depth:
+        raise _refuse(name, f"layer {layout.layers[-1]} chooses experts and num_hidden_layers={layout.depth}")
+    if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
+        raise _refuse(name, "it weighs experts by scores that it masks, those of groups it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}
+
+
+def _check_one_a_layer(name: str, choices: list[tuple[int, str]], size: tuple[int, int]) -> None:
+    counts = Counter(layer for layer, _ in choices)
+    if several := sorted(layer for layer, count in counts.items() if count > 1):
+        where = sorted(path for layer, path in choices if layer == several[0])
+        raise _refuse(
+            name,
+            f"layer {several[0]} makes {len(where)} choices of {size[1]} among {size[0]} experts in one forward, "
+            f"in {where}",
+        )
 
 
 def _lies_in(path: str, outer: str) -> bool:
@@ -103,38 +114,60 @@ def _build_inputs(model: nn.Module, config: Any) -> dict[str, Any]:
     return {"input_ids": torch.arange(TOKENS, device=device)[None] % config.vocab_size, "use_cache": False}
 
 
-def _list_choices(model: nn.Module, experts: int, top_k: int, inputs: Mapping[str, Any]) -> list[str]:
-    """List the path of the innermost module of each choice."""
+def _search(model: nn.Module, experts: int, top_k: int, inputs: Mapping[str, Any], poison: bool = False) -> _Search:
     with _evaluated(model), torch.no_grad(), _running_modules(model) as running:
-        search = _Search(experts, top_k, running)
+        search = _Search(experts, top_k, running, poison)
         with search:
-            model(**inputs)
-    return search.paths
+            output = model(**inputs)
+    search.reached_output = bool(getattr(output, "logits", output).isnan().any())
+    return search
 
 
 class _Search(TorchFunctionMode):
-    """Notes in which module each choice is made."""
+    """Notes in which module each choice is made.
 
-    def __init__(self, experts: int, top_k: int, running: list[str]) -> None:
+    Args:
+        experts, top_k: of a choice.
+        running: paths of the modules whose forward runs.
+        poison: make the chosen scores NaN: what reaches the output is what experts are weighed by.
+    """
+
+    def __init__(self, experts: int, top_k: int, running: list[str], poison: bool) -> None:
         super().__init__()
         self.paths: list[str] = []
-        self._sizes, self._running = (experts, top_k), running
+        """Of the innermost module of each choice."""
+        self.met_masked = self.reached_output = False
+        self._sizes, self._running, self._poison = (experts, top_k), running, poison
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if find_scores(func, args, kwargs, *self._sizes) is not None:
-            self.paths.append(self._running[-1])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        scores = find_scores(func, args, kwargs, *self._sizes)
+        if scores is None:
+            return result
+        self.paths.append(self._running[-1])
+        self.met_masked |= _is_masked(scores)
+        return torch.return_types.topk((torch.full_like(result[0], torch.nan), result[1])) if self._poison else result
+
+
+def _is_masked(scores: Tensor) -> bool:
+    """Return True if each token has scores of -inf, or zeros beside probabilities: groups that were not chosen."""
+    zeros = (scores == 0) & (scores.amin(-1, keepdim=True) == 0) & (scores.amax(-1, keepdim=True) > 0)
+    return bool((zeros | scores.isneginf()).any(-1).all())
 
 
 @contextmanager
 def _running_modules(model: nn.Module) -> Iterator[list[str]]:
     """Yield the paths of the modules whose forward runs, outermost first."""
     running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)))
-        hooks.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield running
     finally:

@@ -23,14 +23,16 @@ def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) ->
 
     Args:
         model: a causal language model of transformers, before or after sharding.
-        inputs: keyword arguments of the forward that finds them; None: a row of a few tokens.
+        inputs: keyword arguments of the forward that finds them; None: a row of a few tokens on the parameters'
+            device, which is another than the forward's where they are offloaded.
 
     Raises:
         ReplayError: the model chooses experts in another way, or has replay installed.
     """
-    if any(hasattr(module.forward, _MARK) for module in model.modules()):
-        raise ReplayError(f"{type(model).__name__} has routing replay installed. Fix: remove() the other one first.")
-    return RoutedModel(*find_routers(model, inputs))
+    layout, routers = find_routers(model, inputs)
+    if any(hasattr(router.forward, _MARK) for router in routers.values()):
+        raise ReplayError(f"{layout.model} has routing replay installed. Fix: remove() the other one first.")
+    return RoutedModel(layout, routers)
 
 
 class RoutedModel:

@@ -18,7 +18,7 @@ class RoutedLayers:
     """Layers of a model that have experts.
 
     Args:
-        model: its class, for messages.
+        model: its type, for messages.
         depth: number of decoder layers, dense ones included.
         layers: absolute numbers of those with experts, ascending.
         experts: number of experts of each.

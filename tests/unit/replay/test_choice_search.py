@@ -27,6 +27,21 @@ class Gate(nn.Module):
         return scores
 
 
+class MaskedGate(nn.Module):
+    """Chooses within the first half of its experts, and weighs by the scores before or after this mask."""
+
+    def __init__(self, mask: float, weighs_by_masked: bool) -> None:
+        super().__init__()
+        self.mask, self.weighs_by_masked = mask, weighs_by_masked
+
+    def forward(self, scores: Tensor) -> Tensor:
+        scores = scores.softmax(-1)
+        masked = scores.clone()
+        masked[:, 2:] = self.mask
+        values, ids = masked.topk(2, dim=-1)
+        return scores + (values if self.weighs_by_masked else scores.gather(-1, ids)).sum(-1, keepdim=True)
+
+
 class Tiny(nn.Module):
     """A model of gates under a name, which also balances their load where it is asked to."""
 
@@ -89,7 +104,7 @@ def test_the_loss_that_balances_the_load_is_no_router() -> None:
 
 
 def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
-    with pytest.raises(ReplayError, match=r"PhimoeForCausalLM: layer\(s\) \[0, 1, 2\] make no choice of 2 among 8"):
+    with pytest.raises(ReplayError, match=r"phimoe: layer\(s\) \[0, 1, 2\] make no choice of 2 among 8"):
         find_routers(build_mixture("Phimoe"))
 
 
@@ -100,21 +115,39 @@ def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
         (Tiny(Gate(), name="stages"), "module stages.0.gate chooses experts and lies in no `layers.<n>.`"),
         (Tiny(Gate(0), balanced=True), r"module \(the model itself\) chooses experts"),
         (Tiny(Gate(0)), r"layer\(s\) \[0\] make no choice"),
-        (Tiny(Gate(), nn.ModuleDict()), None),
         (Tiny(Gate(), num_experts=None), "config has none of num_experts, num_local_experts"),
         (Tiny(Gate(), num_experts=[4, 8]), r"num_experts=\[4, 8\] differs by layer"),
-        (Tiny(Gate(), num_experts=[4, 4]), None),
+        (Tiny(Gate(), Gate(), num_hidden_layers=1), "layer 1 chooses experts and num_hidden_layers=1"),
+        (Tiny(Gate(), MaskedGate(0.0, True)), "weighs experts by scores that it masks"),
+        (Tiny(MaskedGate(float("-inf"), True)), "weighs experts by scores that it masks"),
     ],
 )
-def test_models_made_otherwise_are_refused_by_name(model: Tiny, reason: str | None) -> None:
-    for block in model.blocks:
-        if isinstance(block["gate"], nn.ModuleDict):
-            del block["gate"]
-    if reason is None:
-        assert find_routers(model)[0].layers == (0,)
-        return
+def test_models_made_otherwise_are_refused_by_name(model: Tiny, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
         find_routers(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Tiny(Gate(), Gate(0)),
+        Tiny(Gate(), num_experts=[4, 4]),
+        # Shipped experts of other groups keep their weight.
+        Tiny(MaskedGate(float("-inf"), False)),
+        Tiny(MaskedGate(0.0, False)),
+    ],
+)
+def test_models_made_otherwise_are_found(model: Tiny) -> None:
+    assert find_routers(model)[0].layers == (0,)
+
+
+def test_logits_that_are_zero_are_not_masked() -> None:
+    """The gate of a model without weights, or the token whose embedding is zero."""
+    model = build_mixture("GptOss")
+    for name, weight in model.named_parameters():
+        if "router" in name:
+            torch.nn.init.zeros_(weight)
+    assert find_routers(model)[0].layers == (0, 1, 2)
 
 
 def test_a_layer_whose_experts_nothing_chooses_is_refused() -> None:

@@ -172,7 +172,7 @@ def test_routes_that_do_not_fit_are_refused_and_leave_it_unarmed(pair: tuple[Any
     twice = routes.clone()
     twice[3, 1] = 5
     for given, reason in [
-        (wrong, r"layer 2 name experts \[8, .* in row 7, and .*ForCausalLM has experts 0 to 7"),
+        (wrong, r"layer 2 name experts \[8, .* in row 7, and [a-z0-9_]+ has experts 0 to 7"),
         (twice, r"layer 1 name experts \[5, 5\] in row 3"),
         (routes[:, :2], "3 decoder layers"),
     ]:
@@ -198,7 +198,7 @@ def test_routes_of_another_forward_are_refused() -> None:
 def test_records_are_those_since_the_arming() -> None:
     model, routed = built("Qwen3Moe")
     routed.record_own()
-    with pytest.raises(ReplayError, match=r"layer\(s\) \[0, 1, 2\] of Qwen3MoeForCausalLM have chosen no experts"):
+    with pytest.raises(ReplayError, match=r"layer\(s\) \[0, 1, 2\] of qwen3_moe have chosen no experts"):
         routed.get_records()
     compute_gradients(model)
     routed.disarm()
@@ -207,9 +207,10 @@ def test_records_are_those_since_the_arming() -> None:
 
 def test_it_is_installed_once_and_removed() -> None:
     model = build_mixture("Qwen3Moe")
-    own = dict(vars(model.model.layers[0].mlp.gate))
+    own, weights = dict(vars(model.model.layers[0].mlp.gate)), list(model.state_dict())
     routed = install_replay(model)
-    with pytest.raises(ReplayError, match="Qwen3MoeForCausalLM has routing replay installed"):
+    assert list(model.state_dict()) == weights
+    with pytest.raises(ReplayError, match="qwen3_moe has routing replay installed"):
         install_replay(model)
     routed.remove()
     assert vars(model.model.layers[0].mlp.gate) == own
