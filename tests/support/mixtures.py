@@ -132,13 +132,13 @@ def set_checkpointing(model: Any, on: bool) -> None:
 
 
 def compute_gradients(
-    model: Any, before_backward: Callable[[], None] = lambda: None
+    model: Any, tokens: Tensor | None = None, before_backward: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradient of each parameter for a loss that reads all of them."""
+    """Logits, and the gradient of each parameter for a loss that reads all of them; of the drawn tokens if of none."""
+    tokens = draw_tokens() if tokens is None else tokens
     model.zero_grad()
-    logits = model(input_ids=draw_tokens(), use_cache=False).logits
-    labels = draw_tokens().roll(-1, 1)
-    loss = logits.log_softmax(-1).gather(-1, labels[..., None]).sum()
+    logits = model(input_ids=tokens, use_cache=False).logits
+    loss = logits.log_softmax(-1).gather(-1, tokens.roll(-1, 1)[..., None]).sum()
     before_backward()
     loss.backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
