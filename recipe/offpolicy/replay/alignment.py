@@ -1,4 +1,4 @@
-"""Evidence in the routers' own choices that routes stand at their rows and layers.
+"""Checks by the routers' own choices that routes belong to the rows and layers in which they are replayed.
 
 Given the layers below, a router mostly chooses what another engine chose for the same token (98 % of choices at equal
 weights). Where it agrees better with the routes of another row or layer, these are out of place.

@@ -36,7 +36,7 @@ def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) ->
 
 
 class RoutedModel:
-    """A model whose routers can be told their choice.
+    """A model whose routers replay recorded routes.
 
     Args:
         layout: its layers with experts.

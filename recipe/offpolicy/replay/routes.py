@@ -40,8 +40,8 @@ class RoutedLayers:
 def find_routed_rows(routes: Tensor) -> Tensor:
     """Flag the tokens that have routes: those that are not zero in all layers.
 
-    Engines leave zeros where a token was never forwarded. With k = 1 zeros are also the routes of a token that went to
-    expert 0 in each layer: there only who asked the engine knows.
+    Engines leave zeros where a token was never forwarded. With k = 1 these cannot be told from the routes of a token
+    that went to expert 0 in each layer.
 
     Args:
         routes: (tokens, layers, k) integers.

@@ -147,7 +147,7 @@ def test_one_expert_a_token_has_rows_without_routes_too() -> None:
     zeros = torch.zeros(TOKENS, mixtures.LAYERS, 1, dtype=torch.uint8)
     routed.arm(zeros)
     assert_equal(native, compute_gradients(model))
-    # Who knows that these are routes says so.
+    # Rows that are named are replayed.
     routed.arm(zeros, torch.ones(TOKENS, dtype=torch.bool))
     assert not torch.equal(native[0], compute_gradients(model)[0])
     assert not routed.stack_ids().any()
