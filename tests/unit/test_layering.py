@@ -1,7 +1,7 @@
 """Who may import whom, read from the source:
 
-    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness} <- {worker, preflight}
-    <- {trainer, doctor, analysis, translate} <- commands
+    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay}
+    <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
 
 A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
 ours. Imports inside functions and those for type checkers count too.
@@ -24,7 +24,7 @@ GROUND = ("correction",)
 FLOORS = (
     GROUND,
     ("batch",),
-    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness"),
+    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay"),
     ("worker", "preflight"),
     ("trainer", "doctor", "analysis", "translate"),
 )

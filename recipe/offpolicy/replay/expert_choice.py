@@ -1,0 +1,189 @@
+"""Replacement of a router's choice of experts by recorded ids.
+
+A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces its result
+by the scores at given ids: what becomes of them (softmax before or after, bias, groups, scaling) stays the model's, and
+gradients reach the gate (R3, Ma et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_TOPK = (torch.topk, Tensor.topk)
+
+
+class ReplayError(RuntimeError):
+    """A model whose routers cannot be replayed, or routes that do not fit it."""
+
+
+@dataclass(frozen=True)
+class ChoiceRecord:
+    """Experts of one layer in its last forward.
+
+    Args:
+        ids: (tokens, k) int64, the ids that went into the experts.
+        own: (tokens, k) int64, the router's own choice.
+        replayed: (tokens,) bool, rows whose choice was replaced.
+    """
+
+    ids: Tensor
+    own: Tensor
+    replayed: Tensor
+
+    def count_replayed(self) -> Tensor:
+        """Count the rows whose choice was replaced: () int64."""
+        return self.replayed.sum()
+
+    def count_equal(self) -> Tensor:
+        """Count the replayed rows whose own choice was the same set of experts: () int64."""
+        return (equal_sets(self.ids, self.own) & self.replayed).sum()
+
+
+class RouterSlot:
+    """Replay state of one layer's router.
+
+    Args:
+        layer: absolute number of the decoder layer.
+        experts: number of experts.
+        top_k: experts that a token goes to.
+    """
+
+    def __init__(self, layer: int, experts: int, top_k: int) -> None:
+        self.layer, self.experts, self.top_k = layer, experts, top_k
+        self.record: ChoiceRecord | None = None
+        """Of the last forward since the slot was armed; a recomputed forward writes the same again."""
+        self._armed: object | None = None
+        self._ran_under: object | None = None
+        self._ids: Tensor | None = None
+        self._rows: Tensor | None = None
+
+    @property
+    def is_armed(self) -> bool:
+        return self._armed is not None
+
+    def arm(self, ids: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Record from here on, and replay where there are ids.
+
+        Args:
+            ids: (tokens, k) of any integer dtype, distinct in each row; None: the router's own choice, recorded.
+            rows: (tokens,) bool, rows to replay; None: all.
+        """
+        self._armed, self.record = object(), None
+        self._ids, self._rows = ids, rows
+
+    def disarm(self) -> None:
+        """Leave the router alone from here on; the record stays."""
+        self._armed = self._ids = self._rows = None
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of the module that chooses.
+
+        Raises:
+            ReplayError: it made no choice, or several; it is recomputed for a backward under other routes.
+        """
+        self._check_recomputation()
+        if not self.is_armed:
+            return forward(*args, **kwargs)
+        with _Replacement(self) as replacement:
+            result = forward(*args, **kwargs)
+        if replacement.count != 1:
+            raise ReplayError(
+                f"the router of layer {self.layer} made {replacement.count} choices of {self.top_k} among "
+                f"{self.experts} experts in one forward, where it made 1 when replay was installed. Fix: let no kernel "
+                f"or compiler take the place of this block's forward, or turn routing replay off."
+            )
+        return result
+
+    def choose(self, scores: Tensor, own: Any) -> Any:
+        """Choose the experts of one forward, and record them.
+
+        Args:
+            scores: (tokens, experts), what the router chooses by.
+            own: its own choice, as ``torch.topk`` returns it.
+
+        Returns:
+            What ``torch.topk`` would.
+
+        Raises:
+            ReplayError: the ids are those of another number of tokens.
+        """
+        chosen: Tensor = own[1]
+        tokens = len(scores)
+        if self._ids is None:
+            self.record = ChoiceRecord(chosen, chosen, torch.zeros(tokens, dtype=torch.bool, device=scores.device))
+            return own
+        if len(self._ids) != tokens:
+            raise ReplayError(
+                f"layer {self.layer} routes {tokens} tokens, and routes of {len(self._ids)} tokens were given. Fix: "
+                f"give a row of ids for each token of this forward, padding included, in the order of the tokens."
+            )
+        ids = self._ids.to(scores.device, torch.int64)
+        rows = torch.ones(tokens, dtype=torch.bool) if self._rows is None else self._rows
+        rows = rows.to(scores.device)
+        entered = torch.where(rows[:, None], ids, chosen)
+        self.record = ChoiceRecord(entered, chosen, rows)
+        return torch.return_types.topk((scores.gather(-1, entered), entered))
+
+    def _check_recomputation(self) -> None:
+        # -1 outside of a backward; torch.utils.checkpoint asks the same.
+        if torch._C._current_graph_task_id() == -1:
+            self._ran_under = self._armed
+        elif self._ran_under is not self._armed:
+            raise ReplayError(
+                f"layer {self.layer} is recomputed for its backward under other routes than its forward ran with. "
+                f"Fix: disarm, or arm with the next routes, after the backward."
+            )
+
+
+class _Replacement(TorchFunctionMode):
+    """Hands the choice of a slot's router to the slot."""
+
+    def __init__(self, slot: RouterSlot) -> None:
+        super().__init__()
+        self.count = 0
+        self._slot = slot
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        scores = find_scores(func, args, kwargs, self._slot.experts, self._slot.top_k)
+        if scores is None:
+            return result
+        self.count += 1
+        return self._slot.choose(scores, result)
+
+
+def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
+    """Find the scores, (tokens, experts), if a call of torch is a choice of ``top_k`` among ``experts``.
+
+    The choice of a group of experts differs by its width; None for any other call.
+    """
+    if func not in _TOPK:
+        return None
+    names = ("input", "k", "dim", "largest")
+    given = {"dim": -1, "largest": True, **dict(zip(names, args, strict=False)), **kwargs}
+    scores: Tensor = given["input"] if "input" in given else given["self"]
+    over_experts = scores.dim() == 2 and scores.shape[-1] == experts and given["dim"] in (-1, 1)
+    return scores if over_experts and given["k"] == top_k and given["largest"] else None
+
+
+def equal_sets(ids: Tensor, other: Tensor) -> Tensor:
+    """Flag rows that name the same experts in any order.
+
+    Args:
+        ids, other: (..., k) integers.
+
+    Returns:
+        (...) bool.
+
+    Example:
+        >>> equal_sets(torch.tensor([[3, 1], [3, 1]]), torch.tensor([[1, 3], [1, 2]]))
+        tensor([ True, False])
+    """
+    return (ids.sort(-1).values == other.sort(-1).values).all(-1)

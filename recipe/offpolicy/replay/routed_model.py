@@ -1,0 +1,128 @@
+"""Replay of recorded routes in a whole model, without a copy of its routers' code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .choice_search import find_routers
+from .expert_choice import ChoiceRecord, ReplayError, RouterSlot
+from .routes import RoutedLayers, check_ids, check_shape, find_routed_rows
+
+_MARK = "_offpolicy_replay"
+
+
+def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> RoutedModel:
+    """Find the routers of a model and put replay around their forwards.
+
+    Unarmed, they run as before. On a sharded model every rank calls this together.
+
+    Args:
+        model: a causal language model of transformers, before or after sharding.
+        inputs: keyword arguments of the forward that finds them; None: a row of a few tokens on the parameters'
+            device, which is another than the forward's where they are offloaded.
+
+    Raises:
+        ReplayError: the model chooses experts in another way, or has replay installed.
+    """
+    layout, routers = find_routers(model, inputs)
+    if any(hasattr(router.forward, _MARK) for router in routers.values()):
+        raise ReplayError(f"{layout.model} has routing replay installed. Fix: remove() the other one first.")
+    return RoutedModel(layout, routers)
+
+
+class RoutedModel:
+    """A model whose routers replay recorded routes.
+
+    Args:
+        layout: its layers with experts.
+        routers: the module that chooses in each, by absolute number of the layer.
+    """
+
+    def __init__(self, layout: RoutedLayers, routers: Mapping[int, nn.Module]) -> None:
+        self.layout = layout
+        self._slots = {layer: RouterSlot(layer, layout.experts, layout.top_k) for layer in routers}
+        self._routers = dict(routers)
+        self._replaced = {layer: vars(router).get("forward") for layer, router in routers.items()}
+        for layer, router in routers.items():
+            router.forward = _wrap(router.forward, self._slots[layer])
+
+    def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
+        """Replay these routes in each forward from here on.
+
+        Activation checkpointing runs a forward again in its backward: disarm, or arm anew, after the backward.
+
+        Args:
+            routes: (tokens, depth, k) uint8, int16, int32 or int64, for the tokens of one forward in their order;
+                layers are numbered as in the model, and zero where it has no experts.
+            rows: (tokens,) bool, tokens that have routes; None: those that are not zero in all layers. The others
+                are routed natively.
+
+        Raises:
+            ReplayError: dtype, shape or ids do not fit; nothing is armed.
+        """
+        self.disarm()
+        check_shape(routes, rows, self.layout)
+        rows = find_routed_rows(routes) if rows is None else rows.to(routes.device)
+        check_ids(routes, rows, self.layout)
+        for layer, slot in self._slots.items():
+            slot.arm(routes[:, layer], rows)
+
+    def record_own(self) -> None:
+        """Record the routers' own choice in each forward from here on."""
+        for slot in self._slots.values():
+            slot.arm()
+
+    def disarm(self) -> None:
+        """Leave the routers alone; records stay until the next arming."""
+        for slot in self._slots.values():
+            slot.disarm()
+
+    def get_records(self) -> dict[int, ChoiceRecord]:
+        """Return what each layer chose in the last forward since the arming, by absolute number.
+
+        Raises:
+            ReplayError: a layer did not choose since.
+        """
+        if missing := [layer for layer, slot in self._slots.items() if slot.record is None]:
+            raise ReplayError(
+                f"layer(s) {missing} of {self.layout.model} have chosen no experts since routing replay was armed. "
+                f"Fix: run the whole model between arming and reading."
+            )
+        return {layer: slot.record for layer, slot in self._slots.items() if slot.record is not None}
+
+    def stack_ids(self) -> Tensor:
+        """Stack the ids that went into the experts in the last forward.
+
+        Returns:
+            (tokens, depth, k) int64, as ``arm`` takes them: 0 in layers without experts.
+
+        Raises:
+            ReplayError: a layer did not choose since the arming.
+        """
+        records = self.get_records()
+        dense = torch.zeros_like(next(iter(records.values())).ids)
+        return torch.stack(
+            [records[layer].ids if layer in records else dense for layer in range(self.layout.depth)], dim=1
+        )
+
+    def remove(self) -> None:
+        """Give the routers their own forwards back."""
+        self.disarm()
+        for layer, router in self._routers.items():
+            del router.forward
+            if (replaced := self._replaced[layer]) is not None:
+                router.forward = replaced
+
+
+def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return slot.run(forward, args, kwargs)
+
+    setattr(run, _MARK, True)
+    return run

@@ -1,0 +1,158 @@
+"""Which modules choose experts, in models of transformers and in small ones that choose in another way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipe.offpolicy.replay.choice_search import find_routers
+from recipe.offpolicy.replay.expert_choice import ReplayError
+from tests.support.mixtures import build_mixture
+
+
+class Gate(nn.Module):
+    """Chooses so many times."""
+
+    def __init__(self, choices: int = 1) -> None:
+        super().__init__()
+        self.choices = choices
+
+    def forward(self, scores: Tensor) -> Tensor:
+        for _ in range(self.choices):
+            scores.topk(2, dim=-1)
+        return scores
+
+
+class MaskedGate(nn.Module):
+    """Chooses within the first half of its experts, and weighs by the scores before or after this mask."""
+
+    def __init__(self, mask: float, weighs_by_masked: bool) -> None:
+        super().__init__()
+        self.mask, self.weighs_by_masked = mask, weighs_by_masked
+
+    def forward(self, scores: Tensor) -> Tensor:
+        scores = scores.softmax(-1)
+        masked = scores.clone()
+        masked[:, 2:] = self.mask
+        values, ids = masked.topk(2, dim=-1)
+        return scores + (values if self.weighs_by_masked else scores.gather(-1, ids)).sum(-1, keepdim=True)
+
+
+class Tiny(nn.Module):
+    """A model of gates under a name, which also balances their load where it is asked to."""
+
+    def __init__(self, *gates: nn.Module, name: str = "layers", balanced: bool = False, **config: Any) -> None:
+        super().__init__()
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": len(gates), "vocab_size": 8, **config}
+        self.config = SimpleNamespace(**sizes)
+        self.config.get_text_config = lambda: self.config
+        self.embed = nn.Embedding(8, 4)
+        self.balanced = balanced
+        setattr(self, name, nn.ModuleList(nn.ModuleDict({"gate": gate}) for gate in gates))
+        self.blocks: Any = getattr(self, name)
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        scores = self.embed(input_ids[0])
+        for block in self.blocks:
+            for module in block.values():
+                scores = module(scores)
+        if self.balanced:
+            scores.topk(2, dim=-1)
+        return scores
+
+
+def test_routers_are_the_innermost_modules_that_choose() -> None:
+    model = build_mixture("Qwen3Moe")
+    layout, routers = find_routers(model)
+    assert (layout.layers, layout.dense, layout.depth, layout.experts, layout.top_k) == ((0, 1, 2), (), 3, 8, 2)
+    assert all(routers[layer] is model.model.layers[layer].mlp.gate for layer in range(3))
+
+
+def test_layers_are_numbered_as_in_the_model() -> None:
+    """Its first layer is dense, and groups of experts are no choice of experts."""
+    model = build_mixture("DeepseekV3")
+    layout, routers = find_routers(model)
+    assert (layout.layers, layout.dense) == ((1, 2), (0,))
+    assert all(routers[layer] is model.model.layers[layer].mlp for layer in (1, 2))
+
+
+def test_the_search_leaves_a_model_as_it_was() -> None:
+    model = build_mixture("Qwen3Moe")
+    model.model.layers[1].eval()
+    before, state = {name: module.training for name, module in model.named_modules()}, torch.get_rng_state()
+    find_routers(model)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(weight.grad is None for weight in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_inputs_may_be_given() -> None:
+    given = torch.tensor([[5, 6, 7]])
+    layout, _ = find_routers(build_mixture("Qwen3Moe"), {"input_ids": given, "use_cache": False})
+    assert layout.layers == (0, 1, 2)
+
+
+def test_the_loss_that_balances_the_load_is_no_router() -> None:
+    model = build_mixture("Qwen3Moe", output_router_logits=True)
+    assert find_routers(model)[0].layers == (0, 1, 2)
+    assert find_routers(Tiny(Gate(), Gate(), balanced=True))[0].layers == (0, 1)
+
+
+def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
+    with pytest.raises(ReplayError, match=r"phimoe: layer\(s\) \[0, 1, 2\] make no choice of 2 among 8"):
+        find_routers(build_mixture("Phimoe"))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Tiny(Gate(), Gate(2)), r"Tiny: layer 1 makes 2 choices .*\['layers.1.gate', 'layers.1.gate'\]"),
+        (Tiny(Gate(), name="stages"), "module stages.0.gate chooses experts and lies in no `layers.<n>.`"),
+        (Tiny(Gate(0), balanced=True), r"module \(the model itself\) chooses experts"),
+        (Tiny(Gate(0)), r"layer\(s\) \[0\] make no choice"),
+        (Tiny(Gate(), num_experts=None), "config has none of num_experts, num_local_experts"),
+        (Tiny(Gate(), num_experts=[4, 8]), r"num_experts=\[4, 8\] differs by layer"),
+        (Tiny(Gate(), Gate(), num_hidden_layers=1), "layer 1 chooses experts and num_hidden_layers=1"),
+        (Tiny(Gate(), MaskedGate(0.0, True)), "weighs experts by scores that it masks"),
+        (Tiny(MaskedGate(float("-inf"), True)), "weighs experts by scores that it masks"),
+    ],
+)
+def test_models_made_otherwise_are_refused_by_name(model: Tiny, reason: str) -> None:
+    with pytest.raises(ReplayError, match=reason):
+        find_routers(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Tiny(Gate(), Gate(0)),
+        Tiny(Gate(), num_experts=[4, 4]),
+        # Shipped experts of other groups keep their weight.
+        Tiny(MaskedGate(float("-inf"), False)),
+        Tiny(MaskedGate(0.0, False)),
+    ],
+)
+def test_models_made_otherwise_are_found(model: Tiny) -> None:
+    assert find_routers(model)[0].layers == (0,)
+
+
+def test_logits_that_are_zero_are_not_masked() -> None:
+    """The gate of a model without weights, or the token whose embedding is zero."""
+    model = build_mixture("GptOss")
+    for name, weight in model.named_parameters():
+        if "router" in name:
+            torch.nn.init.zeros_(weight)
+    assert find_routers(model)[0].layers == (0, 1, 2)
+
+
+def test_a_layer_whose_experts_nothing_chooses_is_refused() -> None:
+    """Its routes would be left out in silence."""
+    model = Tiny(Gate(), Gate(0))
+    model.blocks[1]["experts"] = nn.Identity()
+    with pytest.raises(ReplayError, match=r"layer\(s\) \[1\] make no choice"):
+        find_routers(model)
