@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 def test_each_chunk_was_sampled_by_the_version_that_it_names(run_program: Callable[..., Any], tmp_path: Path) -> None:
     """Responses of 48 tokens, 8 at a time, are interrupted by the synchronisations; each step's weights are kept.
 
-    Interrupted rows resume behind newly issued ones: with eta=1 the trainer waits for them, which verl's own keys do not.
+    Interrupted rows resume behind newly issued ones: under eta=1 the trainer waits for them, as verl alone does not.
 
     In float32 engine and trainer agree to some 1e-7 nats a token under equal weights.
     """
