@@ -20,7 +20,7 @@ BASE = 5
 INSTRUCTION = f"Add up the digits modulo {BASE}: "
 MARKER = "So "
 LENGTHS = (3, 4)
-"""Digits of a question in the warm start; in training it is the last of these, of which no model knows all by heart."""
+"""Digits of a question in the warm start; in training it is the last of these."""
 STEP = re.compile(r"(\d)\+(\d)=(\d)\. ?")
 
 Digits = tuple[int, ...]

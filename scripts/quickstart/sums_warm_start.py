@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from .sums import LENGTHS, Digits, SumsSettings, check_steps, demonstrate, list_questions, to_row
 from .sums_reward import FORCE_PROMPT
-from .warm_start import collate, tokenize_prompts
+from .warm_start import collate, tokenize_prompts, update
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,13 @@ def warm_start_sums(
         chosen = [rng.choice(train if rng.random() < 0.5 else shorter) for _ in range(settings.batch)]
         texts = [demonstrate(digits, rng, data) for digits in chosen]
         answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        loss = model(**collate(tokenize_questions(tokenizer, chosen), answers, tokenizer.pad_token_id)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        prompts = tokenize_questions(tokenizer, chosen)
+        loss = update(model, optimizer, collate(prompts, answers, tokenizer.pad_token_id))
         if step % CHECK_EVERY == 0:
             model.eval()
             share = measure_right_share(model, tokenizer, train[:CHECK_QUESTIONS])
             model.train()
-            report(step, loss.item(), share)
+            report(step, loss, share)
             if reached is None and share >= settings.target:
                 reached = step
     return reached is not None

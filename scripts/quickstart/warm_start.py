@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,16 @@ def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int
     return {"input_ids": padded(rows, pad), "attention_mask": attention, "labels": padded(learnt, IGNORED)}
 
 
+def update(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
+    """Make one update by a batch of ``collate``, and return its loss."""
+    loss = model(**batch).loss
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
 @torch.no_grad()
 def measure_sample_score(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]
@@ -99,17 +109,14 @@ def warm_start(
         rows = rng.sample(range(len(entries)), BATCH)
         texts = [demonstrate(entries[row], rng, settings.careful) for row in rows]
         answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        loss = model(**collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        batch = collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)
+        loss = update(model, optimizer, batch)
         schedule.step()
         if step % CHECK_EVERY == 0:
             model.eval()
             score = measure_sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
             model.train()
-            report(step, loss.item(), score)
+            report(step, loss, score)
             if score >= settings.target:
                 break
     return score

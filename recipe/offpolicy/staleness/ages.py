@@ -78,7 +78,7 @@ class AgeLimit:
 
 @dataclass(frozen=True)
 class RowTag:
-    """What verl's tag of a row says of it.
+    """Versions, issue and length of a row, from the tag that verl gives it.
 
     Attributes:
         key: uid of the prompt, session and number of the output.
