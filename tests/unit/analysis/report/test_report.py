@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.pages import plotting
-from recipe.offpolicy.analysis.pages.page import LARGEST
 from recipe.offpolicy.analysis.pages.plotting import draw_panels
 from recipe.offpolicy.analysis.report import report_figures
 from recipe.offpolicy.analysis.report.step_sample import sample_steps, spread_evenly
@@ -38,49 +35,11 @@ from recipe.offpolicy.report import main
 from tests.support.corrections import GSM, TIS
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
+from tests.support.report_page import Tags, made, report
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 MASKS = {"masks": {"gsm": GSM}}
 SPEC = CorrectionSpec.from_mapping(MASKS)
-
-
-class Tags(HTMLParser):
-    """Every tag and attribute of a page, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def made(tmp_path: Path, steps: int = 4, *, card: Any = None, proof: Any = None, **columns: Any) -> Path:
-    """A recording of rows of two lengths in groups of 4, uncorrected."""
-    lengths = np.tile([8, 40], 12)
-    directory = tmp_path / "run"
-    for step in range(1, steps + 1):
-        uid = np.array([f"{step}/{row // 4}" for row in range(24)], dtype=object)
-        record(directory, drawn_rows(lengths, seed=step, step=step, backend=0.03, uid=uid, **columns))
-    for name, content in (("run.json", card), ("proof.json", proof)):
-        if content is not None:
-            (directory / name).write_text(json.dumps(content))
-    return directory
-
-
-def report(directory: Path, tmp_path: Path, *arguments: str) -> tuple[str, Tags]:
-    out = tmp_path / "out" / "report.html"
-    assert main([str(directory), "--out", str(out), *arguments]) == 0
-    text = out.read_text()
-    assert len(text.encode()) < LARGEST
-    return text, Tags(text)
 
 
 CARD = {
