@@ -64,16 +64,17 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     """
     fields = read_extra_fields(data)
     by_row = read_row_versions(data, fields)
-    turns = [row.get(CHUNKS) for row in fields]
-    if by_row is None or all(row is None for row in turns):
+    if by_row is None or all(row.get(CHUNKS) is None for row in fields):
         return by_row
+    one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
     # Asked of the mappings: to ask tensors may be to wait for a device.
-    if all(map(_has_one_version, fields)):
-        rows = detect_layout(mask=response_mask)
-        mask, version = rows.tokens(response_mask).bool(), rows.to_column(by_row.oldest.to(response_mask.device))
-        tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
+    turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
+    if any(row is not None for row in turns):
+        tokens = lay_out(turns, response_mask, one)
     else:
-        tokens = lay_out(turns, response_mask, torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN))
+        rows = detect_layout(mask=response_mask)
+        mask, version = rows.tokens(response_mask).bool(), rows.to_column(one.to(response_mask.device))
+        tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
     return TokenVersions(by_row.oldest, by_row.newest, tokens)
 
 

@@ -128,6 +128,23 @@ def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
     assert read_versions(TensorDict({}, batch_size=3), MASK) is None
 
 
+def test_a_row_of_one_version_has_it_whatever_rows_stand_beside_it() -> None:
+    """Its chunks may fall short: verl names one version. Where a chunk names another, the row is not of one."""
+    alone = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(3, 4)), MASK)
+    beside = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 4, [[(3, 1), (4, 1)]]), field(3, 4)), MASK)
+    other = read_versions(batch(field(2, 2, [[(2, 1), (3, 2)]]), field(3, 3), field(4, 4)), MASK)
+    assert isinstance(alone, TokenVersions)
+    assert isinstance(beside, TokenVersions)
+    assert isinstance(other, TokenVersions)
+    assert alone.tokens.tolist() == [[2, 2, 2], [3, 3, -1], [-1, -1, -1]]
+    assert beside.tokens.tolist() == [[2, 2, 2], [3, 4, -1], [-1, -1, -1]]
+    assert other.tokens.tolist() == [[2, 3, 3], [3, 3, -1], [4, 4, -1]]
+    nested = torch.nested.nested_tensor([row[row] for row in MASK], layout=torch.jagged)
+    packed = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(4, 4)), nested)
+    assert isinstance(packed, TokenVersions)
+    assert [row.tolist() for row in packed.tokens.unbind()] == [[2, 2, 2], [3, 3], [4, 4]]
+
+
 def test_versions_are_by_token_where_they_are_noted_and_what_does_not_fit_is_counted() -> None:
     """In step 6, of weights of version 5: a row that cannot be laid out is as old as its first token."""
     found = read_versions(batch(field(3, 5, [[(4, 1), (5, 2)]]), field(2, 4, [[(2, 1)]]), field(4, 4)), MASK)
