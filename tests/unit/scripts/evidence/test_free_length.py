@@ -85,8 +85,20 @@ def test_the_table_is_of_first_and_last_steps(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert free_length.read_ends(tmp_path / "none-0.jsonl") == pytest.approx((15.5, 35.5, 0.055, 0.255))
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(free_length.build_table(tmp_path))
+    console.print(free_length.build_table(free_length.read_runs(tmp_path)))
     text = console.export_text()
     assert "35.5 to 35.5" in text
     assert "group/before" in text
     assert "anchor/after" not in text
+
+
+def test_expectations_are_judged_by_the_ends_of_paired_seeds() -> None:
+    """none: 30 tokens, 0.6 then 0.9 right. 8 tokens are below a third, 11 are not."""
+    runs: dict[str, dict[int, free_length.Ends]] = {arm: {} for arm in ARMS}
+    runs["none"] = dict.fromkeys(range(8), (25.0, 30.0, 0.6, 0.9))
+    runs["uniform/before"] = {seed: (25.0, 8.0 if seed < 6 else 11.0, 0.6, 0.3) for seed in range(8)}
+    runs["group/before"] = {seed: (25.0, 8.0, 0.6, 0.3 if seed < 5 else 0.7) for seed in range(8)}
+    runs["anchor/before"] = dict.fromkeys(range(8), (25.0, 20.0, 0.6, 0.86))
+    runs["anchor/after"] = dict.fromkeys(range(8), (25.0, 20.0, 0.6, 0.84))
+    assert [came_true for _, came_true, _ in free_length.judge(runs)] == [True, False, True, False]
+    assert free_length.judge(runs)[2][2] == "-10.0 tokens, -0.040 right"
