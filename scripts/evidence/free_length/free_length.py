@@ -2,9 +2,10 @@
 
     python scripts/evidence/free_length/free_length.py MODEL [--seeds 8] [--steps 80] [--out OUT] [--seconds S]
 
-MODEL is what free_length_task.py makes. Runs that are there in OUT, outputs/free_length, are not run again, and none is
-begun after S seconds, so that a call goes on where the last one ended. Prints a table of all runs and whether what was
-expected beforehand came true; `python -m recipe.offpolicy.lengths OUT/*.jsonl --png FILE` draws them.
+MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
+outputs/free_length, are not run again, and none is begun after S seconds, so that a call goes on where the last one
+ended. Prints a table of all runs and whether what was expected beforehand came true;
+`python -m recipe.offpolicy.lengths OUT/*.jsonl --png FILE` draws them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 import torch  # noqa: E402
-from free_length.free_length_training import ARMS, train  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from free_length.free_length_training import ARMS, train  # noqa: E402
 from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
 
 LAST = 10

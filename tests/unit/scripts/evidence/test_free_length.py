@@ -1,9 +1,8 @@
-"""The evidence on length: the task's answers and reward, one step of each arm, and the table of what was run."""
+"""The evidence on length: one step of each arm, and the table and verdict of what was run."""
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -17,32 +16,15 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
 from free_length import free_length, free_length_training
-from free_length.free_length_reward import compute_score
-from free_length.free_length_task import MOST_TOKENS, demonstrate, warm_start
 from free_length.free_length_training import ARMS, build_penalty, estimate, train
 
+from scripts.quickstart.free_length import MOST_TOKENS
+from scripts.quickstart.free_length_warm_start import warm_start_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
 
 pytestmark = pytest.mark.verl(">=0.9")
 
 ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
-
-
-def test_the_last_word_is_scored() -> None:
-    assert compute_score("", "cat cat tac", "tac") == compute_score("", "TAC", "tac") == 1.0
-    assert compute_score("", "tac cat", "tac") == compute_score("", " ", "tac") == 0.0
-
-
-def test_demonstrations_with_more_copies_are_right_more_often() -> None:
-    """0.2 + 0.15 m: 0.2 without a copy, always from 6 on."""
-    rng = random.Random(0)
-    shown = [demonstrate(ENTRY, rng).split() for _ in range(4000)]
-    assert {len(words) for words in shown} == set(range(1, 8))
-    share = {m: [words[-1] == "tac" for words in shown if len(words) == m + 1] for m in (0, 3, 6)}
-    assert sum(share[0]) / len(share[0]) == pytest.approx(0.2, abs=0.05)
-    assert sum(share[3]) / len(share[3]) == pytest.approx(0.65, abs=0.06)
-    assert all(share[6])
-    assert max(len(" ".join(words)) for words in shown) < MOST_TOKENS
 
 
 def test_arms_are_all_kinds_in_both_places() -> None:
@@ -67,7 +49,7 @@ def test_advantages_are_verls_without_a_penalty_and_others_with_one() -> None:
 def test_a_run_is_written_step_by_step(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("Spell backward:")
     model = build_model(tokenizer)
-    assert warm_start(model, tokenizer, [ENTRY] * 8, steps=2) > 0
+    warm_start_at_length(model, tokenizer, [ENTRY] * 8, lambda *_: None, steps=2)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     history = train("uniform/before", 0, tmp_path, [ENTRY] * 8, 1)
