@@ -26,7 +26,6 @@ from scripts.quickstart.task import Entry
 from scripts.quickstart.warm_start import tokenize_prompts
 
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
-ARMS = ("none", *(f"{kind}/{place}" for kind in ("uniform", "group", "anchor") for place in ("after", "before")))
 
 
 @dataclass(frozen=True)
