@@ -41,7 +41,7 @@ from .process_metrics import summarize_advantages, summarize_cost, summarize_val
 from .process_worker import ProcessReport, ProcessWorker
 from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
 from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, is_synchronous, takes_rows_out
+from .start_up import MANAGER, find_manager, is_synchronous, serve_scores, takes_rows_out
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -99,6 +99,7 @@ class PrefixValueRewards(Extension):
         self._synchronous, self._exact = is_synchronous(config), not takes_rows_out(config)
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
         self._by_token = bool(sees_positions(config, plain_advantage()))
+        serve_scores()
 
     def next_batch(self, prompts: PromptView) -> None:
         self._submitted = time.time()
