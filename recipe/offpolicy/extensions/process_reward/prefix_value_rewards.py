@@ -48,6 +48,9 @@ logger = logging.getLogger("verl.offpolicy")
 UNFIT, UPDATES = 0.55, 5
 """Separation below which values do not tell passed from failed rows, and consecutive updates until that is said."""
 
+COMPARISONS = 2
+"""Steps whose values are compared: the first, and the one behind the first synchronisation of trained weights."""
+
 
 class PrefixValueRewards(Extension):
     """Process rewards of one run; see ``settings.ProcessSettings`` for their section."""
@@ -63,7 +66,7 @@ class PrefixValueRewards(Extension):
         self._utilities: BatchUtilities | None = None
         self._sent: list[int] = []
         self._metrics: dict[str, float] = {}
-        self._moved = self._unfit = self._compared = 0
+        self._moved = self._unfit = self._compared = self._comparisons = 0
         self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ class PrefixValueRewards(Extension):
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
-        if self._synchronous and not self._compared:
+        if self._synchronous and self._comparisons < COMPARISONS:
             self._compare(batch, found)
         self._watch(self._metrics["value/separation"])
 
@@ -135,11 +138,13 @@ class PrefixValueRewards(Extension):
         rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         own = batch.compute_log_probs([(prompt, response) for prompt, response, _ in rows])
         values = [found[row].values[number] for row, number in chosen]
-        self._apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
-        self._compared = len(chosen)
+        apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
+        self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
+        self._comparisons += 1
+        self._compared += len(chosen)
         logger.info(
             "%s LIVE: %d values of the rollout engine are those of the trainer's own forward pass, to %.1g nats.",
-            *(self.section, self._compared, self._apart),
+            *(self.section, len(chosen), apart),
         )
 
     def _watch(self, separation: float) -> None:
