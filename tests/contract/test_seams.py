@@ -31,6 +31,11 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
 
 
+@SCORING
+def test_the_servers_that_score_are_where_they_were() -> None:
+    engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
+
+
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
 
 
