@@ -28,7 +28,7 @@ INGREDIENTS = {
     "model": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
     "free_length_model": (
-        ["task.py", "free_length.py", "free_length_warm_start.py", "model.py", "warm_start.py"],
+        ["free_length.py", "free_length_reward.py", "free_length_warm_start.py", *_OF_A_MODEL[0]],
         ["torch", "transformers", "reasoning-gym"],
     ),
     "sums": (_OF_SUMS, []),
@@ -123,7 +123,7 @@ def prepare_free_length_model(path: Path, task: TaskSettings) -> None:
     import torch
     import transformers
 
-    from .free_length_warm_start import STEPS, warm_start_at_length
+    from .free_length_warm_start import LengthWarmStart, warm_start_at_length
     from .model import build_model, build_tokenizer
 
     torch.set_num_threads(1)
@@ -133,14 +133,18 @@ def prepare_free_length_model(path: Path, task: TaskSettings) -> None:
     def say(text: str) -> None:
         print(f"warm start at free length: {text}", flush=True)
 
-    def report(step: int, loss: float) -> None:
-        say(f"step {step} of {STEPS}, loss {loss:.2f}, {time.monotonic() - start:.0f} s")
+    settings = LengthWarmStart()
+
+    def report(step: int, loss: float, share: float) -> None:
+        say(f"step {step}, loss {loss:.2f}, {share:.0%} right, {time.monotonic() - start:.0f} s")
 
     def build(draft: Path) -> None:
         entries = splits(task)["warm_start"]
         tokenizer = build_tokenizer(get_instruction(entries))
         model = build_model(tokenizer)
-        warm_start_at_length(model, tokenizer, entries, report)
+        share = warm_start_at_length(model, tokenizer, entries, report, settings)
+        if share < settings.target:
+            say(f"stopped at {share:.0%} right, below its aim of {settings.target:.0%}")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 

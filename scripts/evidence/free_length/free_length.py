@@ -1,6 +1,6 @@
 """Length over steps without a penalty and with each kind, before and after normalisation, on a task with free length.
 
-    python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 80] [--out OUT] [--seconds S]
+    python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
 
 MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
@@ -79,7 +79,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("model", type=Path)
     running.add_argument("--seeds", type=int, default=8)
-    running.add_argument("--steps", type=int, default=80)
+    running.add_argument("--steps", type=int, default=30)
     running.add_argument("--out", type=Path, default=ROOT / "outputs" / "free_length")
     running.add_argument("--seconds", type=float, default=float("inf"))
     running.set_defaults(command=run)

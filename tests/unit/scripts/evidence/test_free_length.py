@@ -33,7 +33,6 @@ from free_length.free_length_measured import (
 from free_length.free_length_training import build_penalty, estimate, train
 
 from scripts.quickstart.free_length import MOST_TOKENS
-from scripts.quickstart.free_length_warm_start import warm_start_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
 
 pytestmark = pytest.mark.verl(">=0.9")
@@ -63,7 +62,6 @@ def test_advantages_are_verls_without_a_penalty_and_others_with_one() -> None:
 def test_a_run_is_written_step_by_step(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("Spell backward:")
     model = build_model(tokenizer)
-    warm_start_at_length(model, tokenizer, [ENTRY] * 8, lambda *_: None, steps=2)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     history = train("uniform/before", 0, tmp_path, [ENTRY] * 8, 1)

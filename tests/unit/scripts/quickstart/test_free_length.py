@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from scripts.quickstart import prepare
+from scripts.quickstart import free_length_warm_start, prepare
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
 from scripts.quickstart.free_length_reward import compute_score
-from scripts.quickstart.free_length_warm_start import CHECK_EVERY, warm_start_at_length
+from scripts.quickstart.free_length_warm_start import LengthWarmStart, measure_right_share, warm_start_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
 from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, TASKS, Options, build_length_overrides
 from scripts.quickstart.task import TaskSettings
+from scripts.quickstart.warm_start import TEACHER
 
 ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
 
@@ -35,14 +38,33 @@ def test_demonstrations_with_more_copies_are_right_more_often() -> None:
     assert max(len(" ".join(words)) for words in shown) < MOST_TOKENS
 
 
-def test_the_warm_start_learns_and_reports() -> None:
+@pytest.mark.parametrize(("shares", "steps"), [([0.2, 0.6, 0.9], [2, 4]), ([0.1, 0.2, 0.3], [2, 4, 6])])
+def test_the_warm_start_ends_when_enough_answers_are_right(
+    shares: list[float], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, first, said = iter(shares), [], []
+    monkeypatch.setattr(free_length_warm_start, "measure_right_share", lambda *_: next(found))
+    monkeypatch.setattr(free_length_warm_start, "warm_start", lambda *given: first.append(given[-1]))
     tokenizer = build_tokenizer("Spell backward:")
-    said: list[tuple[int, float]] = []
-    last = warm_start_at_length(
-        build_model(tokenizer), tokenizer, [ENTRY] * 8, lambda *each: said.append(each), CHECK_EVERY
-    )
-    assert said == [(CHECK_EVERY, last)]
-    assert 0 < last < 4
+    settings = LengthWarmStart(target=0.5, max_steps=6, check_every=2)
+    model = build_model(tokenizer)
+    last = warm_start_at_length(model, tokenizer, [ENTRY] * 8, lambda *each: said.append(each), settings)
+    assert [step for step, _, _ in said] == steps
+    assert last == said[-1][2] == shares[len(steps) - 1]
+    assert said[-1][1] < said[0][1]
+    assert first == [TEACHER]
+
+
+def test_the_share_of_right_answers_is_of_sampled_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer("Spell backward:")
+    model = build_model(tokenizer)
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        answers = [tokenizer(text)["input_ids"] for text in ("cat tac", "tac cat")]
+        return torch.cat([input_ids, torch.tensor(answers)], -1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    assert measure_right_share(model, tokenizer, [ENTRY] * 2) == 0.5
 
 
 def test_a_model_that_is_cached_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
