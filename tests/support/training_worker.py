@@ -82,12 +82,12 @@ def actor_config(*, strategy: str = "fsdp2", **changes: Any) -> Any:
     return FSDPActorConfig(**(values | changes))
 
 
-def start_worker(model: Path, *, strategy: str = "fsdp2", use_remove_padding: bool = False, rate: float = 1e-2) -> Any:
+def start_worker(model: Path, *, strategy: str = "fsdp2", use_remove_padding: bool = False) -> Any:
     """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it."""
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    actor = actor_config(strategy=strategy, optim=FSDPOptimizerConfig(lr=rate, total_training_steps=10))
+    actor = actor_config(strategy=strategy)
     engine = actor.fsdp_config
     engine.use_dynamic_bsz = False
     worker = TrainingWorker(

@@ -48,7 +48,7 @@ from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
 
 _OPTIONS = ROOT / "configs" / "correction"
 STEPS, EVERY = 80, 20
-PROMPTS, ROLLOUTS, MINI_BATCHES, MICRO_BATCH, MAX_TOKENS = 16, 8, 4, 32, 10
+PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
 ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
 SECONDS = 45
 """Of a run, on one idle core."""
@@ -205,25 +205,23 @@ def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, gree
 
 def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict[str, float]]]:
     """Train once; return what each step measured, under verl's names, the 0th of which is before training."""
+    from collapse.worker import SampledRows, Trainer, build_actor_config
     from transformers import Qwen2ForCausalLM
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-    from tests.support import training_worker as tw
-    from tests.support.first_update import planned
 
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     task, spec = Spelling(model), CorrectionSpec.from_mapping(ARMS[run.arm])
-    worker = tw.start_worker(model, rate=run.rate)
+    config = build_actor_config(run.rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
+    trainer = Trainer(model, config)
     sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     ring: deque[dict[str, Tensor]] = deque(maxlen=run.eta + 1)
-    config = tw.actor_config(ppo_mini_batch_size=PROMPTS // MINI_BATCHES, rollout_n=ROLLOUTS)
     loss = MeasuredLoss(spec, config, at_random=run.arm == "random", seed=run.seed)
     order = torch.randperm(len(task.entries["train"])).tolist()
     records = [(0, _validate(sampler, task))]
     for step in range(1, steps + 1):
         began = time.time()
-        ring.append(tw.parameters(worker))
+        ring.append(trainer.copy_weights())
         sampler.load_state_dict(ring[0], strict=False)
         first = (step - 1) * PROMPTS % (len(order) - PROMPTS)
         chosen = [task.entries["train"][place] for place in order[first : first + PROMPTS] for _ in range(ROLLOUTS)]
@@ -235,21 +233,19 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
         rewards = torch.zeros(padded.shape).scatter(1, padded.sum(1, keepdim=True) - 1, scores[:, None])
         groups = [str(row // ROLLOUTS) for row in range(len(chosen))]
         advantages, _ = compute_grpo_outcome_advantage(rewards, padded, _array(groups))
-        rollout = tw.Rollout(
+        rows = SampledRows(
             prompts=[torch.tensor(each) for each in prompts],
             responses=answers,
-            response_mask=masks,
             advantages=[row[: len(answer)] for row, answer in zip(advantages, answers, strict=True)],
-            rollout_log_probs=log_mu,
+            log_mu=log_mu,
         )
-        pi_old = tw.trainer_log_probs(worker, rollout)
-        rollout.old_log_probs = pi_old
-        data = planned(spec, rollout)
+        pi_old = trainer.compute_log_probs(rows)
+        rows.pi_old = log_mu if spec.proximal == "bypass" else pi_old
         loss.kept.clear()
-        metrics = tw.update(worker, loss, data, mini_batches=MINI_BATCHES, micro_batch_size=MICRO_BATCH)
-        records.append((step, _measure(scores, pi_old, log_mu, masks, loss, metrics, time.time() - began)))
+        trainer.update(loss, spec, rows, step)
+        records.append((step, _measure(scores, pi_old, log_mu, loss, time.time() - began)))
         if step % EVERY == 0 or step == steps:
-            sampler.load_state_dict(tw.parameters(worker), strict=False)
+            sampler.load_state_dict(trainer.copy_weights(), strict=False)
             records[-1][1].update(_validate(sampler, task))
     return records
 
@@ -269,13 +265,7 @@ def _validate(sampler: Any, task: Spelling) -> dict[str, float]:
 
 
 def _measure(
-    scores: Tensor,
-    pi_old: Sequence[Tensor],
-    log_mu: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    loss: MeasuredLoss,
-    metrics: dict[str, Any],
-    seconds: float,
+    scores: Tensor, pi_old: Sequence[Tensor], log_mu: Sequence[Tensor], loss: MeasuredLoss, seconds: float
 ) -> dict[str, float]:
     apart = torch.cat(list(pi_old)).double() - torch.cat(list(log_mu)).double()
     ratio = apart.exp()
@@ -285,7 +275,7 @@ def _measure(
         "k3": float((ratio - 1 - apart).mean()),
         "ratio_ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         "kept": kept / whole if whole else 1.0,
-        "length": float(sum(len(mask) for mask in masks) / len(masks)),
+        "length": sum(map(len, log_mu)) / len(log_mu),
         "seconds": seconds,
     }
     return {results.COLUMNS[name][0]: value for name, value in values.items()}
@@ -323,9 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not left:
         return 0
-    from tests.support import training_worker as tw
+    from collapse.worker import join_process_group
 
-    tw.join_process_group()
+    join_process_group()
     model, end = find_model(), time.time() + 3600 * options.hours
     for run in left:
         if time.time() + SECONDS > end:
