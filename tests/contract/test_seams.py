@@ -49,6 +49,11 @@ def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
     engine_loss.check(agent_loops.SEAMS_V1)
 
 
+@ONLY_V1
+def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
+    engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
+
+
 OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client) for seam in quoted(module, ONLY_V1)]
 
 

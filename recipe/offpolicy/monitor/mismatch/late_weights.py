@@ -1,4 +1,4 @@
-"""Weights that reach the rollout engine late, told by the mismatch alone: verl's versions cannot see them.
+"""Weights that reach the rollout engine late, told by the mismatch: verl's versions cannot see them.
 
 At a run's first update trainer and engine hold the same weights, however late later ones come, so that its mismatch is
 that of two engines. Where rows that verl calls fresh differ by many times that a few updates on, the engine has not got
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -18,6 +18,8 @@ UPDATES = 8
 FACTOR, LEAST = 20.0, 5e-3
 """Times the first update's k3, and nats a token, from which an update counts."""
 IN_A_ROW = 2
+TOLD = 0.5
+"""Share of the distance from the present weights that older ones may be from mu, to be told apart from them."""
 
 
 class LateWeightsWatch:
@@ -51,3 +53,15 @@ class LateWeightsWatch:
             *(k3, self._first),
         )
         return True
+
+
+def find_lag(apart: Sequence[float]) -> int | None:
+    """Find by how many updates the engine's weights lag; None where that cannot be told.
+
+    Args:
+        apart: mean |log mu - log pi| of a few tokens under the present weights, those before, and so on.
+    """
+    if not all(map(math.isfinite, apart)):
+        return None
+    nearest = min(range(len(apart)), key=apart.__getitem__)
+    return nearest if nearest == 0 or apart[nearest] <= TOLD * apart[0] else None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from recipe.offpolicy.monitor.mismatch.late_weights import UPDATES, LateWeightsWatch
+from recipe.offpolicy.monitor.mismatch.late_weights import UPDATES, LateWeightsWatch, find_lag
 
 
 def warned(*k3: float, stale: float = 0.0) -> list[int]:
@@ -36,3 +36,11 @@ def test_late_updates_and_rows_that_verl_calls_stale_say_nothing() -> None:
     assert warned(1e-4, 0.5, 0.5, 0.5, stale=2.0) == []
     watch = LateWeightsWatch()
     assert not any(watch.see(values) for values in ({}, {"kl/k3": math.nan}, {"kl/k3": 0.1}, {"kl/k3": 0.2}))
+
+
+def test_a_lag_is_that_of_the_weights_nearest_to_mu() -> None:
+    assert find_lag([0.4, 0.3, 1e-5, 0.2]) == 2
+    assert find_lag([2e-3, 0.3, 0.4]) == 0  # two engines, in step
+    assert find_lag([0.1]) == 0
+    assert find_lag([0.30, 0.28, 0.29]) is None  # mu is of neither
+    assert find_lag([0.3, math.nan]) is None
