@@ -68,14 +68,16 @@ class Options:
     Attributes:
         model: folder of a Hugging Face model to train; None for the quickstart's own.
         platform: one of PLATFORMS.
+        mixture: train the quickstart's mixture of experts.
     """
 
     model: Path | None
     platform: str
+    mixture: bool = False
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL and the override `platform=`.
+        """Read MODEL and the overrides `platform=` and `model=`.
 
         Raises:
             ValueError: names the variable, its value and the fix.
@@ -86,7 +88,19 @@ class Options:
         platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        return cls(model, platform)
+        name = find_last("model", overrides)
+        if name not in (None, "moe"):
+            raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
+        if name and (model or is_rewarded_by_process(overrides)):
+            raise ValueError(
+                "model=moe: it is a model of its own, with a task of its own. Leave MODEL and process_reward out"
+            )
+        return cls(model, platform, mixture=name == "moe")
+
+    @property
+    def part(self) -> str:
+        """The part of the cache that holds the quickstart's own model."""
+        return "mixture" if self.mixture else "model"
 
 
 def build_child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
@@ -116,6 +130,12 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
         sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
         chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
     return chosen
+
+
+def build_replay_overrides(overrides: Sequence[str]) -> list[str]:
+    """Build what goes with routing replay R3: the rollout engine has to record routes."""
+    replayed = find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3"
+    return ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"] if replayed else []
 
 
 def find_trainer_mode(overrides: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from .options import (
     Options,
     build_child_environment,
     build_release_overrides,
+    build_replay_overrides,
     is_rewarded_by_process,
     is_taught,
     needs_teacher,
@@ -68,8 +69,8 @@ class Quickstart:
 
     def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
         self.options = options
-        # The platform is among the options, and Hydra takes a group's choice once.
-        self.overrides = [override for override in overrides if not override.startswith("platform=")]
+        # Platform and model are among the options; Hydra takes a group's choice once, and has no such group.
+        self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
         self.progress = progress
         self.history = History()
         self.current: Child | None = None
@@ -127,7 +128,7 @@ class Quickstart:
     def _parts(self) -> list[str]:
         if self._by_process:
             return ["sums", *([] if self.options.model else ["sums_model"])]
-        return ["data", *([] if self.options.model else ["model"]), *(["teacher"] if self._taught else [])]
+        return ["data", *([] if self.options.model else [self.options.part]), *(["teacher"] if self._taught else [])]
 
     @property
     def _by_process(self) -> bool:
@@ -193,7 +194,8 @@ class Quickstart:
             self._report_utilities()
         self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
-        model = self.options.model.name if self.options.model else "a Qwen2 of 0.4 M parameters"
+        own = "a mixture of 1.2 M parameters" if self.options.mixture else "a Qwen2 of 0.4 M parameters"
+        model = self.options.model.name if self.options.model else own
         task = "sums modulo 5, with process rewards" if self._by_process else "reasoning-gym's spell_backward"
         draw(self.history, picture, f"GRPO of {model} on {task}, {describe(correction)}")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
@@ -214,6 +216,7 @@ class Quickstart:
             quote("hydra.run.dir", self._folder / "hydra"),
             quote("reward.custom_reward_function.path", HERE / ("sums_reward.py" if self._by_process else "reward.py")),
             *build_release_overrides(self.options.platform, release, self.overrides),
+            *build_replay_overrides(self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
             *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),
@@ -224,7 +227,7 @@ class Quickstart:
         return quote("offpolicy.record.dir", self._folder / "recorded")
 
     def _data(self, folders: Mapping[str, Path]) -> list[str]:
-        data, model = ("sums", "sums_model") if self._by_process else ("data", "model")
+        data, model = ("sums", "sums_model") if self._by_process else ("data", self.options.part)
         return [
             quote("data.train_files", folders[data] / "train.parquet"),
             quote("data.val_files", folders[data] / "heldout.parquet"),
