@@ -31,7 +31,7 @@ def options() -> dict[str, dict[str, Any]]:
 
 
 OPTIONS = options()
-NEEDS_GPG = [name for name, values in OPTIONS.items() if (values.get("weight") or {}).get("ratio") == "full"]
+NEEDS_GPG = [name for name, values in OPTIONS.items() if CorrectionSpec.from_mapping(values).weighs_full_ratio]
 
 
 def changes(name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import legacy_actor as la
 from tests.support.legacy_updates import (
     GSM,
@@ -51,7 +52,7 @@ def test_each_option_is_proved_live(name: str) -> None:
 
     mapping = options()[name]
     config: Settings = dict(KL) if name == "kl_clip" else {}
-    if (mapping.get("weight") or {}).get("ratio") == "full":
+    if CorrectionSpec.from_mapping(mapping).weighs_full_ratio:
         config = dict(policy_loss=PolicyLossConfig(loss_mode="gpg"))
     live = verdict(mapping, **config)
     assert live["proved"] == 1.0

@@ -187,12 +187,26 @@ def masks(
 
 
 @draw.composite
+def weights_by_sign(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[str, Any]:
+    """A weight for one sign or for each, of rows or of tokens; maybe none."""
+    drawn = [draw_one(weights(factors)) for _ in range(2)]
+    sign = draw_one(draw.sampled_from(["row", "token"]))
+    return {
+        name: weight | {"normalize": False, "when": when, "sign": sign}
+        for name, when, weight in zip("ab", ("negative", "positive"), drawn, strict=True)
+        if weight is not None
+    }
+
+
+@draw.composite
 def corrections(draw_one: Any, by_age: bool = False) -> CorrectionSpec:
-    """Any weight and up to three masks, of the default proximal policy; what goes by age if it is asked for."""
+    """Any weight or weights by sign, up to three masks, the default proximal policy; what goes by age if asked for."""
     drawn = masks((*AGGREGATES, "second_moment", "staleness"), FACTORS) if by_age else masks()
     named = dict(zip("abc", draw_one(draw.lists(drawn, max_size=3)), strict=False))
-    weight = draw_one(weights(FACTORS if by_age else (None,)))
-    return CorrectionSpec.from_mapping({"weight": weight, "masks": named})
+    factors = FACTORS if by_age else (None,)
+    weight = draw_one(weights(factors))
+    by_sign = draw_one(weights_by_sign(factors)) if weight is None else {}
+    return CorrectionSpec.from_mapping({"weight": weight, "weights": by_sign, "masks": named})
 
 
 @draw.composite

@@ -83,6 +83,16 @@ def expected(correction: Plain, batch: Batch) -> Expected:
             dropped |= set(unit) if drops else set()
         if weight["kind"] == "reject":
             result.rejected["weight"] = dropped
+    for name, part in correction.get("weights", {}).items():
+        lost: set[Token] = set()
+        signs = signed_by({"sign": "row", **part}, batch, counted)
+        for unit, value, drops in weighed(part, batch, counted, result):
+            for b, t in unit:
+                if concerned(part, signs, (b, t), result):
+                    result.weight[b][t] = value
+                    lost |= {(b, t)} if drops else set()
+        if part["kind"] == "reject":
+            result.rejected[f"weights.{name}"] = lost
 
     for drop in result.rejected.values():
         left -= drop

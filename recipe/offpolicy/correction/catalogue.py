@@ -91,8 +91,12 @@ ENTRIES: Final = (
     StatisticEntry(
         f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"
     ),
-    StatisticEntry("{mask/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"),
-    StatisticEntry(f"{{mask/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"),
+    StatisticEntry(
+        "{mask/<name>,weights/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"
+    ),
+    StatisticEntry(
+        f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"
+    ),
     StatisticEntry(
         f"length/{_group(BUCKETS)}",
         {"sequences": Reduction.SUM}

@@ -19,7 +19,9 @@ class CorrectionParts:
     """A weight, masks that must all keep, and the options around them.
 
     Attributes:
-        weight: importance weight, or None for 1.
+        weight: importance weight of every token, or None for 1.
+        weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
+            two of them, and one that is in none has weight 1. Empty beside ``weight``.
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
@@ -41,10 +43,11 @@ class CorrectionParts:
     kl_clip: tuple[float, float] | None = None
     skyrl_compat: bool = False
     allow_truncated_sampling: bool = False
+    weights: tuple[tuple[str, WeightSpec], ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
-        return {
+        mapping: dict[str, Any] = {
             "weight": None if self.weight is None else self.weight.to_mapping(),
             "masks": {name: mask.to_mapping() for name, mask in self.masks},
             "proximal": self.proximal,
@@ -55,18 +58,44 @@ class CorrectionParts:
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
+        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
+        if self.weights:
+            mapping["weights"] = {name: {"when": "any", **weight.to_mapping()} for name, weight in self.weights}
+        return mapping
 
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act through a weight or a mask alone, see rules.check_together.
-        return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
+        weighed = bool(self.all_weights)
+        return not weighed and not self.masks and self.proximal == "recompute" and self.kl_clip is None
+
+    @property
+    def all_weights(self) -> dict[str, WeightSpec]:
+        """Weights by key below ``correction``: ``weight``, or each of ``weights``."""
+        one = {} if self.weight is None else {"weight": self.weight}
+        return one | {f"weights.{name}": weight for name, weight in self.weights}
+
+    @property
+    def normalized(self) -> WeightSpec | None:
+        """The weight that is divided by its mean over the batch; None where none is."""
+        return next((weight for weight in self.all_weights.values() if weight.normalize), None)
+
+    @property
+    def weighs_full_ratio(self) -> bool:
+        """True if a weight is on pi / mu, beside which the base loss has no ratio of its own."""
+        return any(weight.ratio == "full" for weight in self.all_weights.values())
+
+    @property
+    def weight_rejects(self) -> bool:
+        """True if a weight drops what lies outside its bounds."""
+        return any(weight.kind == "reject" for weight in self.all_weights.values())
 
     @property
     def levels(self) -> frozenset[Level]:
         """Levels that the weight or a mask decides by."""
         used: set[Level] = {mask.level for _, mask in self.masks}
-        return frozenset(used | ({self.weight.level} if self.weight else set()))
+        return frozenset(used | {weight.level for weight in self.all_weights.values()})
 
     @property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
@@ -74,15 +103,12 @@ class CorrectionParts:
         parts: dict[str, WeightSpec | MaskSpec] = {
             f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
         }
-        if self.weight is not None and self.weight.by_staleness is not None:
-            parts["weight"] = self.weight
-        return parts
+        return parts | {key: weight for key, weight in self.all_weights.items() if weight.by_staleness is not None}
 
     @property
     def needs_constants(self) -> bool:
         """True if a part needs batch-level constants, see ``batch_constants``."""
-        normalized = self.weight is not None and self.weight.normalize
-        return normalized or any(mask.budget is not None for _, mask in self.masks)
+        return self.normalized is not None or any(mask.budget is not None for _, mask in self.masks)
 
     @property
     def needs_batch(self) -> bool:
@@ -93,11 +119,12 @@ class CorrectionParts:
     def step_parts(self) -> tuple[str, ...]:
         """Keys, below ``correction``, of the parts that need the current policy or the advantages."""
         parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
-        return tuple((["weight"] if self.weight is not None and self.weight.needs_step else []) + parts)
+        return tuple([key for key, weight in self.all_weights.items() if weight.needs_step] + parts)
 
     @property
     def rollout_rejects(self) -> tuple[str, ...]:
         """Keys, below ``correction``, of the parts that can drop tokens by mu and pi_old alone."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
-        rejects = self.weight is not None and self.weight.kind == "reject" and not self.weight.needs_step
-        return tuple((["weight"] if rejects else []) + parts)
+        weights = self.all_weights.items()
+        rejecting = [key for key, weight in weights if weight.kind == "reject" and not weight.needs_step]
+        return tuple(rejecting + parts)

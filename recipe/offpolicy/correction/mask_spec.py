@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
+from .signs import Sign, When, check_sign_is_read
 from .units import Level
 from .validation import (
     get_usual_bounds,
@@ -22,8 +23,6 @@ from .validation import (
 )
 
 Ratio = Literal["rollout", "full", "ppo"]
-When = Literal["any", "negative", "positive"]
-Sign = Literal["row", "token"]
 
 AGE = "staleness"
 """Aggregate of a mask on the age of the weights."""
@@ -154,15 +153,8 @@ class MaskSpec:
         return mask
 
     def _check(self, key: str) -> None:
-        if self.sign == "token" and self.when == "any":
-            raise SpecError(
-                "no advantage is looked at.",
-                f"Set {key}.when=negative or positive, or {key}.sign=row.",
-                key=f"{key}.sign",
-                value="token",
-                beside={f"{key}.when": "any"},
-                mend={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
-            )
+        mend = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
+        check_sign_is_read(self.when, self.sign, key, mend)
         if self.by_staleness is not None and not self.entry.on_ratio:
             raise SpecError(
                 f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",

@@ -10,6 +10,7 @@ from .mask_spec import MaskSpec
 from .ratios import exceeds_bounds
 from .row_layout import RowLayout, detect_layout
 from .units import Units
+from .weight_spec import WeightSpec
 
 
 def find_outside(
@@ -172,8 +173,10 @@ def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def find_applicable(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
-    """Find the tokens that a mask applies to, by the sign of the row's mean advantage or of each token's own.
+def find_applicable(
+    spec: MaskSpec | WeightSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None
+) -> Tensor:
+    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage or of each token's own.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.

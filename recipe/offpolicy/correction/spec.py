@@ -29,6 +29,7 @@ from .weight_spec import WeightSpec
 
 _KEYS = (
     "weight",
+    "weights",
     "masks",
     "proximal",
     "alpha",
@@ -68,6 +69,7 @@ class CorrectionSpec(CorrectionParts):
             kl_clip=_kl_clip(mapping.get("kl_clip")),
             skyrl_compat=read_bool(mapping, "skyrl_compat", "correction"),
             allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
+            weights=_weights(mapping.get("weights")),
         )
         check_together(spec)
         return spec
@@ -99,7 +101,36 @@ def _weight(value: Any) -> WeightSpec | None:
         return None
     key = "correction.weight"
     fix = f"Set {key}=null, or choose an option that has a weight, such as tis_token, in correction=[...]."
-    return WeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+    given = require_mapping(value, key, fix, {key: None})
+    for name in ("when", "sign"):
+        if name in given:
+            raise SpecError(
+                "weight is of every token.",
+                f"Remove it, or give the weight as correction.weights.<name>, with {name}.",
+                key=f"{key}.{name}",
+                value=given[name],
+                removed={f"{key}.{name}": given[name]},
+            )
+    return WeightSpec.from_mapping(given, key=key)
+
+
+def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
+    whole, option = "correction.weights", "choose an option that has them, such as topr, in correction=[...]."
+    weights = require_mapping({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    specs = []
+    for given, weight in sorted((str(name), weight) for name, weight in weights.items()):
+        name, key = check_metric_name(given, whole, weight), f"{whole}.{given}"
+        mapping = require_mapping(weight, key, f"Remove it, or {option}")
+        if mapping.get("when", "???") == "???":
+            raise SpecError(
+                "not set; it has no default.",
+                f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs.",
+                key=f"{key}.when",
+                value="???",
+                mend={f"{key}.when": "negative"},
+            )
+        specs.append((name, WeightSpec.from_mapping(mapping, key=key)))
+    return tuple(specs)
 
 
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:

@@ -53,11 +53,11 @@ def batch_constants(
     old, mu, mask = (rows.tokens(tensor) for tensor in given.values())
     valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
     weight_mean = None
-    if spec.weight is not None and spec.weight.normalize:
-        ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
+    if (weight := spec.normalized) is not None:
+        ids = _ids(weight.level, rows, response_mask, segment_ids, versions)
         ages = _ages(spec, rows, staleness, valid)
-        units = partition_units(spec.weight.level, valid, ids, rows, ages)
-        total, count = sum_weights(spec.weight, log_rho, units)
+        units = partition_units(weight.level, valid, ids, rows, ages)
+        total, count = sum_weights(weight, log_rho, units)
         # Where everything is rejected there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
@@ -177,8 +177,8 @@ def rollout_stage(
             sample = build_sample(rows, mask, valid, segments, staleness)
         if measure == "all":
             statistics, mismatch = telemetry.measure_rollout(sample, log_rho, old, mu)
-        if spec.weight is None or not spec.weight.needs_step:
-            statistics |= telemetry.measure_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
+        if not any(each.needs_step for each in spec.all_weights.values()):
+            statistics |= telemetry.measure_weight(sample, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
         weight=rows.to_given_layout(valid.to(dtype) if weight is None else weight),
@@ -241,15 +241,21 @@ def step_stage(
     if log_r is not None:
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
-    weight, weighed = rows.tokens(stage.weight), None
+    weight = rows.tokens(stage.weight)
     keep = rows.tokens(stage.keep)
     drops: dict[str, Tensor] = {}
-    if spec.weight is not None and spec.weight.needs_step:
-        weighed = _weigh(spec.weight, operands["full"][0], stage.units[spec.weight.level], valid, 1.0, weight.dtype)
-        weight = weighed.weight
-        if weighed.drop is not None:
-            drops["weight"] = weighed.drop
-            keep = keep & ~weighed.drop
+    weighed: list[telemetry.AppliedWeight] = []
+    for key, part in spec.all_weights.items():
+        if not part.needs_step:
+            continue
+        applied = _weigh(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
+        if part.when != "any":
+            applied = applied.restrict(find_applicable(part, signs, valid, rows))
+        weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
+        if applied.drop is not None:
+            drops[key] = applied.drop
+            keep = keep & ~applied.drop
+        weighed.append(applied)
     for name, mask in spec.masks:
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
@@ -264,8 +270,10 @@ def step_stage(
                 stage.sample, stage.mismatch, operands["ppo"][0], operands["full"][0], pi, signs
             )
             statistics |= of_step
-        if weighed is not None:
-            statistics |= telemetry.measure_weight(stage.sample, spec.weight, weighed, full)
+        if weighed and weighed[0].at is None:
+            statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
+        elif weighed:
+            statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
         before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
         statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs)
     return StepStage(
@@ -281,8 +289,7 @@ def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
     parts: list[tuple[str, WeightSpec | MaskSpec]] = [
         (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
     ]
-    if spec.weight is not None and not spec.weight.needs_step:
-        parts.append(("weight", spec.weight))
+    parts += [(key, weight) for key, weight in spec.all_weights.items() if not weight.needs_step]
 
     def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
         _, part = item
@@ -309,7 +316,9 @@ def _weigh(
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
     weight = weight if mean == 1.0 else weight / mean
-    return telemetry.AppliedWeight(units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
+    return telemetry.AppliedWeight(
+        spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds
+    )
 
 
 def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
@@ -350,9 +359,10 @@ def _ids(
 
 
 def _no_advantages(spec: CorrectionSpec) -> None:
-    for name, mask in spec.masks:
-        if mask.when != "any":
+    parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
+    for key, part in (parts | spec.all_weights).items():
+        if part.when != "any":
             raise ValueError(
-                f"correction.masks.{name}.when={mask.when} without advantages: its rows are unknown. "
-                f"Pass advantages, (B, T), or set correction.masks.{name}.when=any."
+                f"correction.{key}.when={part.when} without advantages: its rows are unknown. "
+                f"Pass advantages, (B, T), or set correction.{key}.when=any."
             )

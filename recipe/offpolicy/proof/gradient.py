@@ -142,8 +142,10 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
     """List each configured part as a correction of its own, as (Hydra path below ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
+    weights = [(f"weights.{name}", CorrectionSpec(weights=((name, weight),))) for name, weight in spec.weights]
     if spec.weight is not None:
-        parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+        weights.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+    parts = weights + parts
     if spec.proximal != "recompute":
         parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
     if spec.kl_clip is not None:
@@ -243,9 +245,9 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
 def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
     if spec.proximal != "recompute":
         return [_proximal_trial(batch)]
-    return (
-        build_weight_trials(spec.weight, batch) if spec.weight is not None else build_mask_trials(*spec.masks[0], batch)
-    )
+    for weight in spec.all_weights.values():
+        return build_weight_trials(weight, batch)
+    return build_mask_trials(*spec.masks[0], batch)
 
 
 def _proximal_trial(batch: mb.MicroBatch) -> Trial:

@@ -53,7 +53,8 @@ class Trial:
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
 
-    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit.
+    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit. One of
+    a sign is tried under advantages of that sign, of the other, and of both in one row.
     """
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
@@ -85,16 +86,27 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
     )
-    for raw, weight in demanded.items():
+    sign = -1.0 if spec.when == "negative" else 1.0
+    same = torch.full_like(size, sign)
+
+    def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
         # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
-        # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
-        old_log_prob = batch.log_prob.double() + BEYOND
+        # for a positive advantage, nor one above 1 for a negative, however narrow the base loss's clip, so every token
+        # has a gradient to weigh.
+        old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=torch.ones_like(shift))
-        factor = torch.where(hit, weight / mean, 1.0 / mean)
-        acts = bool((factor != 1).any())
-        yield Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
+        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
+        factor = torch.where(weighed, weight / mean, 1.0 / mean)
+        acts = bool((factor != 1).any()) and advantages is same
+        return Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
+
+    for raw, weight in demanded.items():
+        yield place(raw, same, hit, weight)
+        if spec.when != "any":
+            yield place(raw, -same, torch.zeros_like(hit), weight)
+            mixed = _mix_signs(batch.response_mask, sign)
+            yield place(raw, mixed, hit if spec.sign == "row" else hit & (mixed * sign > 0), weight)
 
 
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
@@ -177,13 +189,17 @@ def _build_mixed_sign_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
     """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the other."""
-    mask = batch.response_mask
-    first = mask & (mask.cumsum(-1) == 1)
-    count = mask.sum(-1, keepdim=True).double()
-    advantages = torch.where(first, sign * (count + 1), -sign)
+    advantages = _mix_signs(batch.response_mask, sign)
     moved, hit = _place_policies(spec, batch, value, side, advantages)
     looked_at = hit if spec.sign == "row" else hit & (advantages * sign > 0)
     return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
+
+
+def _mix_signs(mask: Tensor, sign: float) -> Tensor:
+    """Build advantages of rows whose mean has ``sign`` and whose tokens after the first have the other."""
+    first = mask & (mask.cumsum(-1) == 1)
+    count = mask.sum(-1, keepdim=True).double()
+    return torch.where(first, sign * (count + 1), -sign)
 
 
 def _place_policies(

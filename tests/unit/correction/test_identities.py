@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.correction import CorrectionSpec, StepStage, WeightSpec
 from recipe.offpolicy.correction.statistics import merge_all
 from tests.support.corrections import GSM, TIS, on_host, opsm, spec, values
 from tests.support.drawn import Rows, batches, constants_of, corrections, decide, examples, masks, weights
@@ -184,7 +184,7 @@ def test_micro_batches_add_up_to_the_whole(correction: CorrectionSpec, rows: Row
 def test_parts_of_a_correction_do_not_look_at_each_other(correction: CorrectionSpec, rows: Rows) -> None:
     """keep is the intersection of what each part keeps; the weight is that of no mask. So no order can matter."""
     step = decide(correction, rows)
-    alone = decide(CorrectionSpec(weight=correction.weight), rows)
+    alone = decide(CorrectionSpec(weight=correction.weight, weights=correction.weights), rows)
     assert torch.equal(step.weight, alone.weight)
     keep = alone.keep
     for name, mask in correction.masks:
@@ -218,14 +218,17 @@ def test_nothing_carries_a_gradient(correction: CorrectionSpec, rows: Rows) -> N
 
 def by_level(correction: CorrectionSpec, level: str) -> CorrectionSpec:
     """The same correction with all that is decided by sequence decided by ``level``."""
-    weight = correction.weight
-    if weight is not None and weight.level == "sequence":
-        weight = replace(weight, level=level)  # type: ignore[arg-type]
+
+    def moved(weight: WeightSpec) -> WeightSpec:
+        return replace(weight, level=level) if weight.level == "sequence" else weight  # type: ignore[arg-type]
+
+    weight = None if correction.weight is None else moved(correction.weight)
+    weights = tuple((name, moved(each)) for name, each in correction.weights)
     decided = tuple(
         (name, replace(mask, level=level) if mask.level == "sequence" else mask)  # type: ignore[arg-type]
         for name, mask in correction.masks
     )
-    return replace(correction, weight=weight, masks=decided)
+    return replace(correction, weight=weight, weights=weights, masks=decided)
 
 
 @examples

@@ -115,6 +115,24 @@ def test_a_weight_is_mended_by_one_paste(name: str) -> None:
     assert {key: getattr(spec.weight, key) for key in expected} == expected
 
 
+SIGNED = TIS | {"when": "negative"}
+BY_SIGN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "of both": ({"weight": TIS, "weights": {"a": SIGNED}}, ["weights.a"]),
+    "of one sign": ({"weights": {"a": SIGNED, "b": SIGNED}}, ["weights.a"]),
+    "of no sign": ({"weights": {"a": TIS}}, ["weights.a"]),
+    "with a sign for every token": ({"weight": TIS | {"when": "negative"}}, ["weight"]),
+    "no mapping": ({"weights": 2.0}, []),
+    "normalised by advantages": ({"weights": {"a": SIGNED | {"normalize": True}}}, ["weights.a"]),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIGN)
+def test_weights_by_sign_are_mended_by_one_paste(name: str) -> None:
+    given_, left = BY_SIGN[name]
+    spec, pastes = mended(given_)
+    assert (list(spec.all_weights), pastes) == (left, 1)
+
+
 RENAMED = {"Tight-Max": "tight_greatest", "minimax": "leastigreatest", "9": "mask_9", "mmininx": "mleastinx"}
 
 

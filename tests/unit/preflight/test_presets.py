@@ -54,6 +54,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "loglinear": {"proximal": "loglinear", "alpha": 0.5},
     "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
     "tis_token": weight("token", "truncate", None, 2.0),
+    "topr": {
+        "weights": {
+            "negative": weight("sequence", "truncate", None, 1.0, ratio="full")["weight"] | {"when": "negative"}
+        },
+        "proximal": "bypass",
+    },
     "tis_token_clip": weight("token", "clip", 0.2, 5.0),
     "tis_sequence": weight("sequence", "truncate", None, 5.0),
     "tis_geometric": weight("sequence", "truncate", None, 5.0, aggregate="geometric"),

@@ -155,7 +155,7 @@ def compute_gradient_weight(
     if scale is not None:
         applied = applied * torch.from_numpy(scale[of.block.rows])[:, None]
     # A weight on pi / mu replaces the base loss's ratio.
-    if spec.weight is not None and spec.weight.ratio == "full":
+    if spec.weighs_full_ratio:
         return applied
     # Same pi_old, same factor: computed once for the block.
     if by.old_log_prob is of.block.old_log_prob:

@@ -81,14 +81,14 @@ def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bo
     """
     if spec.baseline == recorded.baseline == "include":
         return False
-    return (spec.baseline, spec.weight, spec.masks) != (recorded.baseline, recorded.weight, recorded.masks)
+    return (spec.baseline, spec.all_weights, spec.masks) != (recorded.baseline, recorded.all_weights, recorded.masks)
 
 
 def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
     """Compute the batch-level constants of ``spec``, with the step's rows as one batch."""
     if not spec.needs_constants:
         return BatchConstants()
-    normalised_rows = spec.weight is not None and spec.weight.normalize and spec.weight.level != "token"
+    normalised_rows = spec.normalized is not None and spec.normalized.level != "token"
     # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
     whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
     return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))

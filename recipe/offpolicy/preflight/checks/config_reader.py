@@ -62,9 +62,7 @@ def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
 
 def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]:
     """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
-    parts = []
-    if spec.weight is not None:
-        parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
+    parts = [ConfiguredPart(key, _describe_weight(weight)) for key, weight in spec.all_weights.items()]
     parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), _reads_mu(mask)) for name, mask in spec.masks]
     if spec.proximal != "recompute":
         parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
@@ -104,7 +102,8 @@ def _reads_mu(mask: MaskSpec) -> bool:
 def _describe_weight(weight: WeightSpec) -> str:
     ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
     band = _format_band(weight.lower, weight.upper)
-    return f"{weight.level}, {weight.kind} {band} on {ratio}{_format_factors(weight)}"
+    when = "" if weight.when == "any" else f", {weight.when}"
+    return f"{weight.level}, {weight.kind} {band} on {ratio}{when}{_format_factors(weight)}"
 
 
 def _describe_mask(mask: MaskSpec) -> str:

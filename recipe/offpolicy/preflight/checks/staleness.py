@@ -52,7 +52,7 @@ def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     if (uncovered := _find_uncovered(config)) is not None:
         yield uncovered
         return
-    if settings.adapt is not None and spec.weight is None:
+    if settings.adapt is not None and not spec.all_weights:
         reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
         off = set_to(TARGET, None)
         fix = f"Add a weight, correction=decoupled_ppo for example, or set {off}."
