@@ -83,6 +83,7 @@ ENTRIES: Final = (
         "the weight as applied, a token, 0 where it rejects; tokens whose raw weight lies outside the bounds",
     ),
     StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
+    StatisticEntry("penalty", _means("mean"), "(log r)^2 of the ratio that is penalised, a token, where one is"),
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),

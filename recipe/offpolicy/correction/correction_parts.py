@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .mask_spec import MaskSpec
+from .penalty import PenaltySpec
 from .proximal import Proximal
 from .units import Level
 from .weight_spec import WeightSpec
 
 Denominator = Literal["original", "kept"]
+Nonfinite = Literal["counted", "excluded"]
 Baseline = Literal["include", "exclude"]
 
 
@@ -22,6 +24,9 @@ class CorrectionParts:
         weight: importance weight of every token, or None for 1.
         weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
             two of them, and one that is in none has weight 1. Empty beside ``weight``.
+        penalty: on the squared log-ratio of every valid token, beside the policy term; None for none.
+        nonfinite: tokens whose mu is not finite: ``counted`` in the loss's denominator, to which they add nothing, or
+            ``excluded`` from it.
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
         alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
@@ -44,6 +49,8 @@ class CorrectionParts:
     skyrl_compat: bool = False
     allow_truncated_sampling: bool = False
     weights: tuple[tuple[str, WeightSpec], ...] = ()
+    penalty: PenaltySpec | None = None
+    nonfinite: Nonfinite = "counted"
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
@@ -58,7 +65,11 @@ class CorrectionParts:
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
-        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
+        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        if self.penalty is not None:
+            mapping["penalty"] = self.penalty.to_mapping()
+        if self.nonfinite != "counted":
+            mapping["nonfinite"] = self.nonfinite
         if self.weights:
             mapping["weights"] = {name: {"when": "any", **weight.to_mapping()} for name, weight in self.weights}
         return mapping
@@ -67,8 +78,20 @@ class CorrectionParts:
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act through a weight or a mask alone, see rules.check_together.
-        weighed = bool(self.all_weights)
-        return not weighed and not self.masks and self.proximal == "recompute" and self.kl_clip is None
+        terms = (*self.all_weights, *self.masks, *(each for each in (self.kl_clip, self.penalty) if each is not None))
+        return not terms and self.proximal == "recompute"
+
+    @property
+    def reads_mu(self) -> bool:
+        """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
+        masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
+        penalised = self.penalty is not None and self.penalty.ratio == "full"
+        return bool(self.all_weights) or masks or penalised or self.proximal in ("bypass", "loglinear")
+
+    @property
+    def recounts(self) -> bool:
+        """True if the loss divides by another count of tokens and rows than the base loss does."""
+        return self.denominator == "kept" or self.nonfinite == "excluded"
 
     @property
     def all_weights(self) -> dict[str, WeightSpec]:
@@ -113,7 +136,7 @@ class CorrectionParts:
     @property
     def needs_batch(self) -> bool:
         """True if a part reads the whole batch before the first gradient step."""
-        return self.needs_constants or self.denominator == "kept" or self.baseline == "exclude"
+        return self.needs_constants or self.recounts or self.baseline == "exclude"
 
     @property
     def step_parts(self) -> tuple[str, ...]:

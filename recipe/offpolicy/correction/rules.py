@@ -25,7 +25,8 @@ def check_together(spec: CorrectionParts) -> None:
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
-    for rule in (_check_weights, _check_proximal, _check_denominator, _check_baseline, _check_skyrl, _check_factors):
+    rules = (_check_weights, _check_proximal, _check_denominator, _check_nonfinite, _check_baseline, _check_skyrl)
+    for rule in (*rules, _check_factors):
         rule(spec)
 
 
@@ -94,6 +95,15 @@ def _check_proximal(spec: CorrectionParts) -> None:
         _refuse_inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
     if spec.proximal == "reuse":
         _refuse_inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
+        if spec.penalty is not None and spec.penalty.ratio == "ppo":
+            raise SpecError(
+                "pi_old is the current policy, and the log of this ratio is 0.",
+                "Set correction.penalty.ratio=full, or correction.proximal=recompute.",
+                key="correction.penalty.ratio",
+                value="ppo",
+                beside=_proximal(spec),
+                mend={"correction.penalty.ratio": "full"},
+            )
         if spec.kl_clip is not None:
             raise SpecError(
                 "pi / pi_old is 1, so that nothing is clipped.",
@@ -170,6 +180,27 @@ def _check_denominator(spec: CorrectionParts) -> None:
         )
 
 
+def _check_nonfinite(spec: CorrectionParts) -> None:
+    if spec.nonfinite == "counted":
+        return
+    reason, beside = "", {}
+    if spec.denominator == "kept":
+        reason = "kept counts what is kept, and a token whose mu is not finite is not."
+        beside = {"correction.denominator": "kept"}
+    elif not spec.reads_mu:
+        reason = (
+            "nothing in the correction reads mu, so that tokens whose mu is not finite keep their gradient and count."
+        )
+    if reason:
+        raise SpecError(
+            reason,
+            key="correction.nonfinite",
+            value="excluded",
+            beside=beside,
+            mend={"correction.nonfinite": "counted"},
+        )
+
+
 def _check_baseline(spec: CorrectionParts) -> None:
     if spec.baseline == "include":
         return
@@ -206,7 +237,7 @@ def _check_skyrl(spec: CorrectionParts) -> None:
         if weight.needs_step or not known:
             plain = {key: value for key, value in weight.to_mapping().items() if key in _OF_WEIGHT}
             _refuse_skyrl(f"correction.{part}", plain, "weight")
-    if spec.needs_batch:
+    if spec.needs_batch and _batch_level_keys(spec):
         key, value = next(iter(_batch_level_keys(spec).items()))
         _refuse_skyrl(key, value, "key")
 

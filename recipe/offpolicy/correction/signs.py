@@ -8,12 +8,11 @@ from .problem import SpecError
 
 When = Literal["any", "negative", "positive"]
 Sign = Literal["row", "token"]
+MaskWhen = Literal["any", "negative", "positive", "outward"]
+"""A mask can also look at tokens whose update takes the two policies of its ratio r further apart: A log r > 0."""
 
-SIGNED: tuple[When, ...] = ("negative", "positive")
-"""Halves of the tokens that cannot overlap, for one and the same ``sign``."""
 
-
-def check_sign_is_read(when: When, sign: Sign, key: str, mend: dict[str, Any]) -> None:
+def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, mend: dict[str, Any]) -> None:
     """Check that ``sign`` says whose advantage only where one is looked at.
 
     Raises:

@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .correction_parts import Baseline, CorrectionParts, Denominator
+from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
 from .dialects.skyrl import convert_skyrl
 from .dialects.trl import convert_trl
 from .dialects.verl import convert_verl
 from .mask_spec import MaskSpec
+from .penalty import PenaltySpec
 from .problem import SpecError
 from .proximal import Proximal
 from .rules import check_together
@@ -36,6 +37,8 @@ _KEYS = (
     "denominator",
     "baseline",
     "kl_clip",
+    "penalty",
+    "nonfinite",
     "skyrl_compat",
     "allow_truncated_sampling",
 )
@@ -70,6 +73,8 @@ class CorrectionSpec(CorrectionParts):
             skyrl_compat=read_bool(mapping, "skyrl_compat", "correction"),
             allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
             weights=_weights(mapping.get("weights")),
+            penalty=_penalty(mapping.get("penalty")),
+            nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
         )
         check_together(spec)
         return spec
@@ -141,6 +146,14 @@ def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
         name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
         specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, f"Remove it, or {option}"), key=key)))
     return tuple(specs)
+
+
+def _penalty(value: Any) -> PenaltySpec | None:
+    if value is None:
+        return None
+    key = "correction.penalty"
+    fix = f"Set {key}=null, or choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
+    return PenaltySpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
 
 
 def _kl_clip(value: Any) -> tuple[float, float] | None:

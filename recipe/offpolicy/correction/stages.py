@@ -85,7 +85,8 @@ def rollout_stage(
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
-    A token whose mu or pi_old is not finite leaves weights, masks, T and statistics, and is counted.
+    A token whose pi_old is not finite leaves weights, masks, T and statistics, and is counted; so does one whose mu is
+    not, unless the correction does not read mu: then it leaves statistics alone.
 
     Args:
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
@@ -145,11 +146,12 @@ def rollout_stage(
             staleness=staleness,
         )
 
-    ages = _ages(spec, rows, staleness, valid)
-    units = {level: partition_units(level, valid, ids[level], rows, ages) for level in spec.levels}
+    decided = valid if spec.reads_mu else mask & torch.isfinite(old)
+    ages = _ages(spec, rows, staleness, decided)
+    units = {level: partition_units(level, decided, ids[level], rows, ages) for level in spec.levels}
     dtype = promote_weight_dtype(old, mu)
     weight, weighed = None, None
-    keep = valid
+    keep = decided
     drops: dict[str, Tensor] = {}
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
@@ -181,11 +183,12 @@ def rollout_stage(
             statistics |= telemetry.measure_weight(sample, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
-        weight=rows.to_given_layout(valid.to(dtype) if weight is None else weight),
+        weight=rows.to_given_layout(decided.to(dtype) if weight is None else weight),
         keep=rows.to_given_layout(keep),
         rejected={key: rows.to_given_layout(drop) for key, drop in drops.items()},
         log_ratio=rows.to_given_layout(log_rho),
         valid=rows.to_given_layout(valid),
+        decided=rows.to_given_layout(decided),
         response_mask=rows.to_given_layout(mask),
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
@@ -233,7 +236,7 @@ def step_stage(
     else:
         detect_layout(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
         signs = rows.tokens(advantages)
-    valid, log_rho = rows.tokens(stage.valid), rows.tokens(stage.log_ratio)
+    valid, log_rho = rows.tokens(stage.decided), rows.tokens(stage.log_ratio)
     pi, old, mu = (rows.tokens(tensor) for tensor in (log_prob, stage.old_log_prob, stage.rollout_log_prob))
     all_of_it = stage.mismatch is not None
     log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
@@ -260,16 +263,25 @@ def step_stage(
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
             drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
-            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & find_applicable(mask, signs, valid, rows)
+            if mask.when != "any":
+                drop = drop & find_applicable(mask, signs, valid, rows, log_ratio=log_value)
+            drops[f"masks.{name}"] = drop
             keep = keep & ~drops[f"masks.{name}"]
 
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
         if stage.mismatch is not None:
-            of_step, full = telemetry.measure_step(
-                stage.sample, stage.mismatch, operands["ppo"][0], operands["full"][0], pi, signs
+            counted = rows.tokens(stage.valid)
+            ppo_drift, full_drift = (
+                drift if spec.reads_mu else torch.where(counted, drift, 0.0)
+                for drift in (operands["ppo"][0], operands["full"][0])
             )
+            of_step, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
             statistics |= of_step
+            if spec.penalty is not None:
+                statistics |= telemetry.measure_penalty(
+                    stage.sample, full_drift if spec.penalty.ratio == "full" else ppo_drift
+                )
         if weighed and weighed[0].at is None:
             statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
         elif weighed:

@@ -249,6 +249,21 @@ def measure_weights_by_sign(
 
 
 @torch.no_grad()
+def measure_penalty(sample: TokenSample, log_ratio: Tensor) -> dict[str, Statistic]:
+    """Measure the mean of (log r)^2, which a penalty multiplies by its coefficient.
+
+    Example:
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> measure_penalty(sample, torch.tensor([[2.0, 0.0]]).double())["penalty/mean"].value()
+        2.0
+    """
+    return {"penalty/mean": st.build_mean(sum_squares(log_ratio), sample.count)}
+
+
+@torch.no_grad()
 def measure_keep(
     sample: TokenSample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor
 ) -> dict[str, Statistic]:

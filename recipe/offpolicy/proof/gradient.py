@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
@@ -29,6 +30,7 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
+_FAR = 50.0  # nats, at which float32 log-probs are good to 4e-6
 
 
 class CorrectedLoss(Protocol):
@@ -41,6 +43,7 @@ class CorrectedLoss(Protocol):
     verl_loss: BoundLoss
     base_loss: BoundLoss
     extensions: Mapping[str, Any]
+    actor_config: Any  # set where a penalty or an extension reads it
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss: ...
 
@@ -113,6 +116,8 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
+    if adapter.spec.penalty is not None:
+        predicted = predicted + _penalty_gradient(adapter, adapter.spec, seen)
     if adapter.extensions:
         # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
@@ -150,6 +155,8 @@ def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
         parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
     if spec.kl_clip is not None:
         parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
+    if spec.penalty is not None:
+        parts.append(("penalty", CorrectionSpec(penalty=spec.penalty)))
     return parts
 
 
@@ -222,6 +229,8 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
         return _tried_kl(adapter, spec, batch)
+    if spec.penalty is not None:
+        return _tried_penalty(adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
@@ -325,3 +334,43 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
         errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
         scales.append(float(kl.abs().max()))
     return ShiftResult(error=max(errors), vacuous=not all(scales))
+
+
+def _tried_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
+    """Compare the gradient of a penalty with 2 c log r of its own ratio, where the policy term has none."""
+    assert spec.penalty is not None
+    log_prob = batch.log_prob.double()
+    # So far that its gradient is as large as a policy term's, in either direction.
+    far = min(0.25 / spec.penalty.coefficient, _FAR)
+    shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
+    of_mu = spec.penalty.ratio == "full"
+    moved = replace(
+        batch,
+        old_log_prob=(log_prob if of_mu else log_prob - shift).float(),
+        rollout_log_prob=(log_prob - shift if of_mu else log_prob).float(),
+        advantages=torch.zeros_like(batch.advantages),
+        scale=None,
+    )
+    penalty = _penalty_gradient(adapter, spec, moved)
+    demanded = _base_gradient(adapter.base_loss, moved, torch.ones_like(log_prob)) + penalty
+    gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
+    scale = penalty.abs().max()
+    return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
+
+
+def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
+    """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
+
+    Args:
+        batch: with pi_old as the loss takes it.
+    """
+    assert spec.penalty is not None
+    leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)
+    mean = mini_batch_mean(leaf, batch.response_mask, adapter.actor_config, batch.data)
+    share = torch.autograd.grad(mean, leaf)[0].double()
+    if spec.nonfinite == "excluded" and batch.scale is not None:
+        share = share * batch.scale[:, None]
+    other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
+    slope = 2 * (batch.log_prob.detach().double() - other.double())
+    there = batch.response_mask & torch.isfinite(slope)
+    return batch.spread(torch.where(there, spec.penalty.coefficient * slope * share, 0.0))

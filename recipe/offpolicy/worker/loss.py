@@ -23,6 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
@@ -95,6 +96,7 @@ class OffPolicyLoss:
             self.base_loss = replace_kl(base_loss, actor_config, lower=lower, upper=upper)
         if extensions:
             self.extensions = dict(extensions)
+        if extensions or spec.penalty is not None:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
@@ -173,7 +175,12 @@ class OffPolicyLoss:
         fetch(self._guards(batch))
         statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output
-        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step), dp_group)
+        handed = self.hand_over(batch, step)
+        loss, metrics = self.extended(self.base_loss)(model_output, handed, dp_group)
+        if self.spec.penalty is not None:
+            squares = mb.compute_penalty(self.spec.penalty, batch, self.spec)
+            mean = mini_batch_mean(squares, batch.response_mask, self.actor_config, batch.data)
+            loss = loss + self.spec.penalty.coefficient * mean
         return loss, metrics, statistics
 
     def _recorded(self, batch: mb.MicroBatch, step: StepStage) -> dict[str, Statistic]:

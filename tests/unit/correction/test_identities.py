@@ -22,7 +22,19 @@ from tests.support.corrections import GSM, TIS, on_host, opsm, spec, values
 from tests.support.drawn import Rows, batches, constants_of, corrections, decide, examples, masks, weights
 from tests.support.examples import at_most
 
-MEANS = ("geometric", "any", "k1_mean", "k1_max", "k2_mean", "k2_max", "k3_max", "tv_max", "binary_tv")
+MEANS = (
+    "geometric",
+    "any",
+    "k1_mean",
+    "k1_max",
+    "k2_mean",
+    "k2_max",
+    "k3_max",
+    "tv_max",
+    "binary_tv",
+    "binary_tv_mean",
+    "binary_kl",
+)
 
 
 def same(one: StepStage, two: StepStage, *, statistics: bool = True) -> None:
@@ -279,6 +291,7 @@ def test_turns_decide_as_rows_of_their_own(correction: CorrectionSpec, rows: Row
             for name, m in correction.masks
         ),
         weight=correction.weight and replace(correction.weight, level="sequence"),
+        weights=tuple((name, replace(w, level="sequence", sign="token")) for name, w in correction.weights),
     )
     by_unit, ids = by_level(by_sequence, level), rows.turns if level == "turn" else rows.versions
     whole = decide(by_unit, rows)

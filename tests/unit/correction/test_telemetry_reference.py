@@ -74,6 +74,8 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
     rejected = [drop for key, drop in dropped.items() if key.startswith("weight")]
     result |= distribution("weight", [0.0 if any(drop[b][t] for drop in rejected) else weight[b][t] for b, t in tokens])
     logs = list(log_rho.values())
+    if correction.penalty is not None:
+        result["penalty/mean"] = mean([(pi[b][t] - old[b][t]) ** 2 for b, t in tokens])
     result |= {
         "log_prob_difference/mean": mean(logs),
         "log_prob_difference/abs_mean": mean([abs(x) for x in logs]),

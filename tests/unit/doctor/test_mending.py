@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES
-from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio, Sign, When
+from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio
+from recipe.offpolicy.correction.signs import MaskWhen as When
+from recipe.offpolicy.correction.signs import Sign
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
@@ -150,6 +152,11 @@ def test_a_mask_is_renamed_with_what_it_is(name: str, proper: str) -> None:
         {"masks": "gsm"},
         {"masks": {"it": 1.0}},
         {"kl_clip": 0.2},
+        {"penalty": 0.1},
+        {"penalty": {"ratio": "rollout", "coefficient": -1.0}},
+        {"penalty": {"ratio": "ppo", "coefficient": 0.1}, "proximal": "reuse"},
+        {"nonfinite": "excluded"},
+        {"nonfinite": "excluded", "denominator": "kept", "masks": {"it": dict(GSM)}},
         {"kl_clip": {"lower": 0.8, "upper": 1.2}, "proximal": "reuse"},
         {"alpha": "half"},
         {"proximal": "loglinear"},

@@ -110,13 +110,18 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
 def count_kept_tokens(
     spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
 ) -> NDArray[np.float64]:
-    """Count the tokens of each row that the rollout stage keeps, (N,): all that ``denominator=kept`` needs.
+    """Count the tokens of each row that the loss's denominator keeps, (N,).
+
+    Those that the rollout stage keeps, or with ``nonfinite=excluded`` those whose mu is finite.
 
     Args:
         recorded, constants: as ``decide`` takes them.
         size: places of a padded block, see ``iterate_blocks``.
     """
     kept = np.zeros(len(rows))
+    if spec.denominator == "original":
+        finite = rows.response_mask & np.isfinite(rows.rollout_log_prob)
+        return np.bincount(rows.row_of_token[finite], minlength=len(rows)).astype(np.float64)
     for one in iterate_blocks(rows, size):
         old = compute_pi_old(spec, recorded, one)
         stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))

@@ -19,6 +19,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 SHADOW = "offpolicy.shadow"
+_RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
         parts.append(
             ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
         )
+    if spec.penalty is not None:
+        ratio, reads_mu = _RATIOS[spec.penalty.ratio], spec.penalty.ratio == "full"
+        meaning = f"{spec.penalty.coefficient:g} times (log {ratio})^2"
+        parts.append(ConfiguredPart("penalty", meaning, reads_mu))
+    if spec.nonfinite != "counted":
+        parts.append(ConfiguredPart("nonfinite", f"tokens without a finite mu {spec.nonfinite}"))
     if spec.denominator != "original":
         parts.append(ConfiguredPart("denominator", spec.denominator))
     if spec.baseline != "include":
@@ -100,7 +107,7 @@ def _reads_mu(mask: MaskSpec) -> bool:
 
 
 def _describe_weight(weight: WeightSpec) -> str:
-    ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
+    ratio = _RATIOS[weight.ratio]
     band = _format_band(weight.lower, weight.upper)
     when = "" if weight.when == "any" else f", {weight.when}"
     return f"{weight.level}, {weight.kind} {band} on {ratio}{when}{_format_factors(weight)}"
@@ -110,7 +117,7 @@ def _describe_mask(mask: MaskSpec) -> str:
     when = "" if mask.when == "any" else f", {mask.when}"
     if mask.entry.of_age:
         return f"{mask.level}, at most {mask.upper:g} versions old{when}"
-    ratio = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}[mask.ratio]
+    ratio = _RATIOS[mask.ratio]
     bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
     return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
 

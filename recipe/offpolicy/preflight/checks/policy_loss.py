@@ -62,20 +62,23 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check that ``denominator=kept`` meets a loss that divides by a count, and rows that are not shuffled."""
-    if spec.denominator == "original":
+    """Check that another count than verl's meets a loss that divides by one, and rows that are not shuffled."""
+    if not spec.recounts:
         return
     actor = config.actor_rollout_ref.actor
-    parts = ("denominator",)
+    key, value, usual = (
+        ("denominator", "kept", "original") if spec.denominator == "kept" else ("nonfinite", "excluded", "counted")
+    )
+    asked, parts = f"{key}={value}", (key,)
     if actor.loss_agg_mode not in HAS_DENOMINATOR:
         key = "actor_rollout_ref.actor.loss_agg_mode"
-        reason = "it divides by no count, so that original and kept are one."
-        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.denominator=original."
+        reason = f"it divides by no count, so that {usual} and {value} are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{parts[0]}={usual}."
         override = set_to(key, "token-mean")
         yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
     if actor.shuffle:
         key = "actor_rollout_ref.actor.shuffle"
-        reason = "denominator=kept counts by mini-batch before the update, and shuffling regroups the rows."
+        reason = f"{asked} counts by mini-batch before the update, and shuffling regroups the rows."
         yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
 
 
