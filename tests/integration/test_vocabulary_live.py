@@ -124,7 +124,13 @@ def test_bounds_by_age(engine: Any, level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mapping", [{"proximal": "bypass"}, {"proximal": "reuse"}, {"proximal": "loglinear", "alpha": 0.3}]
+    "mapping",
+    [
+        {"proximal": "bypass"},
+        {"proximal": "reuse"},
+        {"proximal": "loglinear", "alpha": 0.3},
+        {"proximal": "loglinear", "alpha": "by_age"},
+    ],
 )
 @pytest.mark.parametrize("beside", [{}, {"masks": {"opsm": OPSM}}], ids=["alone", "opsm"])
 def test_proximal_policies(engine: Any, mapping: dict[str, Any], beside: dict[str, Any]) -> None:

@@ -54,6 +54,10 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "penalty": {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.3}},
+    "kl_weight": {
+        "masks": {"narrow": {**ICEPOP, "lower": 0.9}},
+        "kl_weight": {"ratio": "full", "upper": 1.1},
+    },
     "excluded": {
         "masks": {"icepop": ICEPOP},
         "penalty": {"ratio": "ppo", "coefficient": 0.3},
@@ -263,7 +267,11 @@ def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) 
         factors |= {(row, t): float(factor[t]) for t in range(LENGTHS[row]) if mask[t]}
         term = factor * ppo(pi, case.response(old, row), case.response("advantages", row))
         apart = case.response("ref_log_prob", row) - pi
-        rest = KL_COEF * (apart.exp() - apart - 1) - ENTROPY_COEFF * entropy
+        kl = apart.exp() - apart - 1
+        if kl_weight := plain.get("kl_weight"):
+            other = case.response({"full": "rollout_log_probs", "ppo": old}[kl_weight["ratio"]], row)
+            kl = (pi - other).exp().clamp(max=kl_weight["upper"]) * kl
+        rest = KL_COEF * kl - ENTROPY_COEFF * entropy
         if penalty := plain.get("penalty"):
             other = case.response({"full": "rollout_log_probs", "ppo": old}[penalty["ratio"]], row)
             squares = torch.where(other.isfinite(), pi - other.nan_to_num(), 0.0).square()

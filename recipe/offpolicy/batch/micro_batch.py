@@ -32,6 +32,7 @@ from ..correction import (
 )
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.penalty import PenaltySpec, compute_squared_log_ratio
+from ..correction.proximal import BY_AGE
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
@@ -279,6 +280,7 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
         old_log_prob=batch.old_log_prob,
         rollout_log_prob=batch.rollout_log_prob,
         log_prob=batch.log_prob,
+        ages=compute_staleness(batch) if spec.alpha == BY_AGE else None,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
 from .penalty import PenaltySpec
-from .proximal import Proximal
+from .proximal import BY_AGE, Alpha, Proximal
 from .units import Level
 from .weight_spec import WeightSpec
 
@@ -25,11 +26,12 @@ class CorrectionParts:
         weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
             two of them, and one that is in none has weight 1. Empty beside ``weight``.
         penalty: on the squared log-ratio of every valid token, beside the policy term; None for none.
+        kl_weight: importance weight of the KL loss, or None for 1; in the place of ``kl_clip``.
         nonfinite: tokens whose mu is not finite: ``counted`` in the loss's denominator, to which they add nothing, or
             ``excluded`` from it.
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
-        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
+        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1), or ``by_age`` that of each token's age.
         denominator: of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
@@ -42,7 +44,7 @@ class CorrectionParts:
     weight: WeightSpec | None = None
     masks: tuple[tuple[str, MaskSpec], ...] = ()
     proximal: Proximal = "recompute"
-    alpha: float | None = None
+    alpha: Alpha | None = None
     denominator: Denominator = "original"
     baseline: Baseline = "include"
     kl_clip: tuple[float, float] | None = None
@@ -51,6 +53,7 @@ class CorrectionParts:
     weights: tuple[tuple[str, WeightSpec], ...] = ()
     penalty: PenaltySpec | None = None
     nonfinite: Nonfinite = "counted"
+    kl_weight: KlWeightSpec | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
@@ -68,6 +71,8 @@ class CorrectionParts:
         # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
         if self.penalty is not None:
             mapping["penalty"] = self.penalty.to_mapping()
+        if self.kl_weight is not None:
+            mapping["kl_weight"] = self.kl_weight.to_mapping()
         if self.nonfinite != "counted":
             mapping["nonfinite"] = self.nonfinite
         if self.weights:
@@ -78,15 +83,15 @@ class CorrectionParts:
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act through a weight or a mask alone, see rules.check_together.
-        terms = (*self.all_weights, *self.masks, *(each for each in (self.kl_clip, self.penalty) if each is not None))
-        return not terms and self.proximal == "recompute"
+        terms = self.kl_clip or self.kl_weight or self.penalty
+        return not (self.all_weights or self.masks or terms) and self.proximal == "recompute"
 
     @property
     def reads_mu(self) -> bool:
         """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
-        penalised = self.penalty is not None and self.penalty.ratio == "full"
-        return bool(self.all_weights) or masks or penalised or self.proximal in ("bypass", "loglinear")
+        terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
+        return bool(self.all_weights) or masks or terms or self.proximal in ("bypass", "loglinear")
 
     @property
     def recounts(self) -> bool:
@@ -127,6 +132,11 @@ class CorrectionParts:
             f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
         }
         return parts | {key: weight for key, weight in self.all_weights.items() if weight.by_staleness is not None}
+
+    @property
+    def age_keys(self) -> tuple[str, ...]:
+        """Keys below ``correction`` of all that depends on the age of the weights."""
+        return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
     @property
     def needs_constants(self) -> bool:

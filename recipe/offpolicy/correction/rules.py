@@ -7,6 +7,7 @@ from typing import Any
 
 from .correction_parts import CorrectionParts
 from .problem import SpecError
+from .proximal import BY_AGE
 from .signs import overlap
 
 _OF_MASK = ("ratio", "level", "aggregate", "when")
@@ -25,7 +26,15 @@ def check_together(spec: CorrectionParts) -> None:
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
-    rules = (_check_weights, _check_proximal, _check_denominator, _check_nonfinite, _check_baseline, _check_skyrl)
+    rules = (
+        _check_weights,
+        _check_kl,
+        _check_proximal,
+        _check_denominator,
+        _check_nonfinite,
+        _check_baseline,
+        _check_skyrl,
+    )
     for rule in (*rules, _check_factors):
         rule(spec)
 
@@ -59,11 +68,23 @@ def _check_weights(spec: CorrectionParts) -> None:
             )
 
 
+def _check_kl(spec: CorrectionParts) -> None:
+    if spec.kl_clip is not None and spec.kl_weight is not None:
+        raise SpecError(
+            "kl_clip gives the KL loss a ratio already, clipped to both sides.",
+            "Set one of the two to null.",
+            key="correction.kl_weight",
+            value=spec.kl_weight.to_mapping(),
+            beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
+            mend={"correction.kl_clip": None},
+        )
+
+
 def _check_proximal(spec: CorrectionParts) -> None:
     if spec.proximal == "loglinear":
-        if spec.alpha is None or not 0 < spec.alpha < 1:
+        if spec.alpha is None or (spec.alpha != BY_AGE and not 0 < spec.alpha < 1):
             raise SpecError(
-                "the share of the current policy, between 0 (bypass) and 1 (reuse).",
+                "the share of the current policy, between 0 (bypass) and 1 (reuse), or by_age.",
                 "Set correction.alpha=0.5 for example.",
                 key="correction.alpha",
                 value=spec.alpha,

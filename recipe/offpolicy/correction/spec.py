@@ -11,10 +11,11 @@ from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
 from .dialects.skyrl import convert_skyrl
 from .dialects.trl import convert_trl
 from .dialects.verl import convert_verl
+from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
 from .penalty import PenaltySpec
 from .problem import SpecError
-from .proximal import Proximal
+from .proximal import BY_AGE, Alpha, Proximal
 from .rules import check_together
 from .validation import (
     check_known_keys,
@@ -37,6 +38,7 @@ _KEYS = (
     "denominator",
     "baseline",
     "kl_clip",
+    "kl_weight",
     "penalty",
     "nonfinite",
     "skyrl_compat",
@@ -66,7 +68,7 @@ class CorrectionSpec(CorrectionParts):
             weight=_weight(mapping.get("weight")),
             masks=_masks(mapping.get("masks")),
             proximal=read_choice(mapping, "proximal", Proximal, "correction", "recompute"),
-            alpha=read_number(mapping.get("alpha"), "correction.alpha"),
+            alpha=_alpha(mapping.get("alpha")),
             denominator=read_choice(mapping, "denominator", Denominator, "correction", "original"),
             baseline=read_choice(mapping, "baseline", Baseline, "correction", "include"),
             kl_clip=_kl_clip(mapping.get("kl_clip")),
@@ -74,6 +76,7 @@ class CorrectionSpec(CorrectionParts):
             allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
             weights=_weights(mapping.get("weights")),
             penalty=_penalty(mapping.get("penalty")),
+            kl_weight=_kl_weight(mapping.get("kl_weight")),
             nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
         )
         check_together(spec)
@@ -99,6 +102,10 @@ class CorrectionSpec(CorrectionParts):
         # 31 bits are exact as a float too, in which metrics carry it.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _alpha(value: Any) -> Alpha | None:
+    return BY_AGE if value == BY_AGE else read_number(value, "correction.alpha")
 
 
 def _weight(value: Any) -> WeightSpec | None:
@@ -154,6 +161,14 @@ def _penalty(value: Any) -> PenaltySpec | None:
     key = "correction.penalty"
     fix = f"Set {key}=null, or choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
     return PenaltySpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+
+
+def _kl_weight(value: Any) -> KlWeightSpec | None:
+    if value is None:
+        return None
+    key = "correction.kl_weight"
+    fix = f"Set {key}=null, or choose an option that has it, such as kl_unbiased, in correction=[...]."
+    return KlWeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
 
 
 def _kl_clip(value: Any) -> tuple[float, float] | None:

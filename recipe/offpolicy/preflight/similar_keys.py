@@ -20,7 +20,7 @@ _ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
 _BELOW = {
     "correction": (
         *("weight", "weights", "masks", "proximal", "penalty", "denominator", "nonfinite", "baseline"),
-        *("kl_clip", "skyrl_compat"),
+        *("kl_clip", "kl_weight", "skyrl_compat"),
     ),
     "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
 }

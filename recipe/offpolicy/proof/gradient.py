@@ -23,7 +23,7 @@ from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
-from .trials import BEYOND, Trial, build_mask_trials, build_weight_trials
+from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Loss function of (model_output, data)."""
@@ -155,6 +155,8 @@ def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
         parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
     if spec.kl_clip is not None:
         parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
+    if spec.kl_weight is not None:
+        parts.append(("kl_weight", CorrectionSpec(kl_weight=spec.kl_weight)))
     if spec.penalty is not None:
         parts.append(("penalty", CorrectionSpec(penalty=spec.penalty)))
     return parts
@@ -229,6 +231,8 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
         return _tried_kl(adapter, spec, batch)
+    if spec.kl_weight is not None:
+        return _tried_kl_weight(adapter, spec, batch)
     if spec.penalty is not None:
         return _tried_penalty(adapter, spec, batch)
     errors = []
@@ -253,7 +257,7 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
 
 def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
     if spec.proximal != "recompute":
-        return [_proximal_trial(batch)]
+        return [_proximal_trial(age_first_tokens(batch, 3) if spec.alpha == "by_age" else batch)]
     for weight in spec.all_weights.values():
         return build_weight_trials(weight, batch)
     return build_mask_trials(*spec.masks[0], batch)
@@ -280,8 +284,18 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
     if spec.proximal == "loglinear":
         assert spec.alpha is not None
         pi, mu = batch.log_prob.detach().double(), batch.rollout_log_prob.double()
-        return (pi * spec.alpha + mu * (1.0 - spec.alpha)).to(batch.log_prob.dtype)
+        share = _share_by_age(batch) if spec.alpha == "by_age" else torch.full_like(pi, float(spec.alpha))
+        return (pi * share + mu * (1.0 - share)).to(batch.log_prob.dtype)
     return batch.rollout_log_prob if spec.proximal == "bypass" else batch.log_prob.detach()
+
+
+def _share_by_age(batch: mb.MicroBatch) -> Tensor:
+    """Compute a / (a + 1) for each token of age a in versions: (B, T) float64."""
+    if batch.versions is None or batch.plan is None:
+        raise ValueError("correction.alpha=by_age: the versions that sampled did not come with the batch.")
+    age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
+    age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
+    return 1.0 - 1.0 / (age + 1.0)
 
 
 def _adapter_gradient(
@@ -331,6 +345,45 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
         clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
         demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
         gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
+        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
+        scales.append(float(kl.abs().max()))
+    return ShiftResult(error=max(errors), vacuous=not all(scales))
+
+
+def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
+    """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own at ratio 1.
+
+    With d = log pi_ref - log pi and verl's slope k'(d), the term r k has the slope r (k + k'), and upper k' once the
+    ratio is bound. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
+    """
+    assert spec.kl_weight is not None
+    upper = spec.kl_weight.upper
+    log_prob = batch.log_prob.double()
+    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3).double()
+    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
+    zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
+    of_k1 = str(adapter.actor_config.kl_loss_type) in ("kl", "k1")
+    share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
+    errors, scales = [], []
+    for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
+        shifted = (log_prob - math.log(ratio)).float()
+        # The other ratio is the inverse, so that one taken for the other is seen.
+        other = (log_prob + math.log(ratio)).float()
+        of_mu = spec.kl_weight.ratio == "full"
+        moved = replace(
+            batch,
+            old_log_prob=other if of_mu else shifted,
+            rollout_log_prob=shifted if of_mu else other,
+            advantages=torch.zeros_like(batch.advantages),
+            scale=None,
+        )
+        kl = _base_gradient(adapter.verl_loss, moved, zeros)
+        policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
+        bound = upper is not None and ratio > upper
+        # A ratio that is bound is a constant, and its own slope is 0.
+        factor = torch.full_like(zeros, upper) if bound and upper is not None else ratio * (1 + share)
+        gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
+        demanded = policy + kl * batch.spread(factor.expand_as(zeros))
         errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
         scales.append(float(kl.abs().max()))
     return ShiftResult(error=max(errors), vacuous=not all(scales))

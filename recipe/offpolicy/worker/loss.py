@@ -33,7 +33,7 @@ from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.record_settings import RecordSettings
 from ..recording.worker_hook import record
-from .kl_loss import BaseLoss, BoundLoss, replace_kl
+from .kl_loss import BaseLoss, BoundLoss, choose_surrogate, replace_kl
 from .measurement import Observation
 from .metrics import METRIC_KEY, Ledger, Packet
 
@@ -91,12 +91,11 @@ class OffPolicyLoss:
         self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
-        if spec.kl_clip is not None:
-            lower, upper = spec.kl_clip
-            self.base_loss = replace_kl(base_loss, actor_config, lower=lower, upper=upper)
+        if (surrogate := choose_surrogate(spec)) is not None:
+            self.base_loss = replace_kl(base_loss, actor_config, surrogate)
         if extensions:
             self.extensions = dict(extensions)
-        if extensions or spec.penalty is not None:
+        if extensions or spec.penalty or spec.kl_weight:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:

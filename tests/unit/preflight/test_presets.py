@@ -54,6 +54,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "loglinear": {"proximal": "loglinear", "alpha": 0.5},
     "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
     "log_ratio_penalty": {"penalty": {"ratio": "full", "coefficient": 0.001}},
+    "loglinear_by_age": {"proximal": "loglinear", "alpha": "by_age"},
+    "kl_unbiased": {"kl_weight": {"ratio": "ppo", "upper": None}},
     "tis_token": weight("token", "truncate", None, 2.0),
     "topr": {
         "weights": {

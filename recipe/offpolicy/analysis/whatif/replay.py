@@ -61,8 +61,8 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
         )
-    if spec.age_parts and (unknown := _count_rows(rows, rows.token_staleness < 0)):
-        key = next(iter(spec.age_parts))
+    if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
+        key = spec.age_keys[0]
         raise SpecError(
             f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
             f"version sampled them. Replay without it."
@@ -139,6 +139,7 @@ def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) 
         old_log_prob=rows.old_log_prob,
         rollout_log_prob=rows.rollout_log_prob,
         log_prob=rows.log_prob,
+        ages=rows.staleness,
     )
 
 

@@ -71,6 +71,10 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
         parts.append(
             ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
         )
+    if spec.kl_weight is not None:
+        ratio, reads_mu = _RATIOS[spec.kl_weight.ratio], spec.kl_weight.ratio == "full"
+        band = _format_band(None, spec.kl_weight.upper)
+        parts.append(ConfiguredPart("kl_weight", f"KL loss times {ratio} in {band}", reads_mu))
     if spec.penalty is not None:
         ratio, reads_mu = _RATIOS[spec.penalty.ratio], spec.penalty.ratio == "full"
         meaning = f"{spec.penalty.coefficient:g} times (log {ratio})^2"

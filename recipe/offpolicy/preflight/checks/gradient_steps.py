@@ -74,7 +74,7 @@ def build_two_steps(config: DictConfig) -> tuple[str, ...]:
 def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that the loss has a ratio that reads pi_old."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    alone = not spec.all_weights and not spec.masks and spec.kl_clip is None and spec.penalty is None
+    alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
     if spec.proximal != "recompute" and alone and mode == "gpg":
         reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
         fix = "Set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or correction=none."

@@ -102,7 +102,7 @@ def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
     if loses_kl and (why := _explain_kl_left_out(config)):
         fix = f"Set {ACTOR}.use_kl_loss=false if that is not meant."
         yield Problem(f"{ACTOR}.use_kl_loss", True, why, fix, "NOTE", ("kl_loss",))
-    if corrects and spec.kl_clip is None and loses_kl:
+    if corrects and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
         steps = count_gradient_steps(config)
         yield Problem(
             f"{ACTOR}.use_kl_loss",
