@@ -79,15 +79,17 @@ class Options:
         model: folder of a Hugging Face model to train; None for the quickstart's own.
         platform: one of PLATFORMS.
         task: one of TASKS.
+        mixture: train the quickstart's mixture of experts.
     """
 
     model: Path | None
     platform: str
     task: str = TASKS[0]
+    mixture: bool = False
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL, TASK and the override `platform=`.
+        """Read MODEL, TASK and the overrides `platform=` and `model=`.
 
         Raises:
             ValueError: names the variable, its value and the fix.
@@ -104,7 +106,19 @@ class Options:
         own = "process_reward" if is_rewarded_by_process(overrides) else "opd" if is_taught(overrides) else None
         if task != TASKS[0] and own is not None:
             raise ValueError(f"TASK={task}: {own} brings a task of its own; leave one of them out")
-        return cls(model, platform, task)
+        name = find_last("model", overrides)
+        if name not in (None, "moe"):
+            raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
+        if name and (model or task != TASKS[0] or is_rewarded_by_process(overrides)):
+            raise ValueError(
+                "model=moe: it is a model of its own, with a task of its own. Leave MODEL, TASK and process_reward out"
+            )
+        return cls(model, platform, task, mixture=name == "moe")
+
+    @property
+    def part(self) -> str:
+        """The part of the cache that holds the quickstart's own model of its first task."""
+        return "mixture" if self.mixture else "model"
 
 
 def build_child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
@@ -134,6 +148,12 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
         sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
         chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
     return chosen
+
+
+def build_replay_overrides(overrides: Sequence[str]) -> list[str]:
+    """Build what goes with routing replay R3: the rollout engine has to record routes."""
+    replayed = find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3"
+    return ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"] if replayed else []
 
 
 def find_trainer_mode(overrides: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Cache of data and model, one folder for each version of the code and the packages that make it.
 
-python -m scripts.quickstart.prepare --cache DIR data [model] [teacher]
+python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
 python -m scripts.quickstart.prepare --cache DIR data free_length_model
 """
@@ -26,6 +26,7 @@ _OF_SUMS = ["sums.py", "sums_reward.py"]
 INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
     "model": _OF_A_MODEL,
+    "mixture": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
     "free_length_model": (
         ["free_length.py", "free_length_reward.py", "free_length_warm_start.py", *_OF_A_MODEL[0]],
@@ -82,11 +83,15 @@ def prepare_data(path: Path, task: TaskSettings) -> None:
 
 
 def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
-    """Make the folder with the warm-started model, or teacher, and its tokenizer, as Hugging Face saves them."""
+    """Make the folder with a warm-started model and its tokenizer, as Hugging Face saves them.
+
+    Args:
+        part: model, mixture or teacher.
+    """
     import torch
     import transformers
 
-    from .model import build_model, build_tokenizer
+    from .model import build_mixture, build_model, build_tokenizer
     from .warm_start import STUDENT, TEACHER, warm_start
 
     settings = TEACHER if part == "teacher" else STUDENT
@@ -106,8 +111,12 @@ def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
     def build(draft: Path) -> None:
         entries = splits(task)["warm_start"]
         tokenizer = build_tokenizer(get_instruction(entries))
-        model = build_model(tokenizer)
-        say(f"a Qwen2 of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
+        if part == "mixture":
+            # verl knows Qwen3's turns by it, and asks every tokenizer of a model of that type.
+            tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+        model = build_mixture(tokenizer) if part == "mixture" else build_model(tokenizer)
+        name = type(model).__name__.removesuffix("ForCausalLM")
+        say(f"a {name} of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
         score = warm_start(model, tokenizer, entries, report, settings)
         if score < settings.target:
             say(f"stopped at score {score:.2f}, below its aim of {settings.target:.2f}")

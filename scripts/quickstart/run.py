@@ -34,6 +34,7 @@ from .options import (
     build_child_environment,
     build_length_overrides,
     build_release_overrides,
+    build_replay_overrides,
     is_rewarded_by_process,
     is_taught,
     needs_teacher,
@@ -69,8 +70,8 @@ class Quickstart:
 
     def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
         self.options = options
-        # The platform is among the options, and Hydra takes a group's choice once.
-        self.overrides = [override for override in overrides if not override.startswith("platform=")]
+        # Platform and model are among the options; Hydra takes a group's choice once, and has no such group.
+        self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
         self.progress = progress
         self.history = History()
         self.current: Child | None = None
@@ -134,7 +135,7 @@ class Quickstart:
         """Parts of the cache that hold the questions and the model."""
         if self._by_process:
             return "sums", "sums_model"
-        return "data", "free_length_model" if self._free_length else "model"
+        return "data", "free_length_model" if self._free_length else self.options.part
 
     @property
     def _free_length(self) -> bool:
@@ -203,7 +204,8 @@ class Quickstart:
             self._report_utilities()
         self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
-        model = self.options.model.name if self.options.model else "a Qwen2 of 0.4 M parameters"
+        own = "a mixture of 1.2 M parameters" if self.options.mixture else "a Qwen2 of 0.4 M parameters"
+        model = self.options.model.name if self.options.model else own
         task = "sums modulo 5, with process rewards" if self._by_process else "reasoning-gym's spell_backward"
         if self._free_length:
             task += ", at free length"
@@ -239,6 +241,7 @@ class Quickstart:
             quote("hydra.run.dir", self._folder / "hydra"),
             quote("reward.custom_reward_function.path", HERE / self._reward),
             *build_release_overrides(self.options.platform, release, self.overrides),
+            *build_replay_overrides(self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
             *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),

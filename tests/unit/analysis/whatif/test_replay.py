@@ -31,6 +31,14 @@ from tests.support.recordings import drawn_rows, record, sampled_by
 WIDE = band(0.97, 1.03)
 SPECS = {
     "tis": spec(TIS, gsm=WIDE),
+    "signs": CorrectionSpec.from_mapping(
+        {
+            "weights": {
+                "negative": TIS | {"level": "sequence", "upper": 1.0, "when": "negative"},
+                "positive": TIS | {"kind": "reject", "lower": 0.98, "upper": 1.02, "when": "positive", "sign": "row"},
+            }
+        }
+    ),
     "turn": spec(TIS | {"level": "turn"}, turn=band(0.98, 1.02, level="turn")),
     "sequence": spec(TIS | {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}, opsm=opsm(0.01)),
     "normalised": spec(TIS | {"normalize": True}, positive=WIDE | {"when": "positive", "sign": "token"}),
