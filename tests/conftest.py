@@ -70,6 +70,8 @@ def _loggers_of_verl() -> Iterator[None]:
         if speaker.level != logging.NOTSET:  # to set a level empties the caches of all loggers
             speaker.setLevel(logging.NOTSET)
         speaker.propagate = True
+    if (root := logging.getLogger()).level > logging.WARNING:  # as a package that was imported for a program may set it
+        root.setLevel(logging.WARNING)
     yield
     for speaker, (propagate, handlers) in zip(speakers, found, strict=True):
         speaker.propagate = propagate

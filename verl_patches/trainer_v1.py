@@ -81,6 +81,23 @@ SEAMS = (
 )
 
 
+_WORKER = "verl.experimental.separation.engine_workers:DetachActorWorker"
+_of_snapshots = partial(seam, releases=specifiers(lambda release: release.token_versions))
+SEAMS_OF_SNAPSHOTS = (
+    _of_snapshots(
+        "_init_resource_pool_mgr",
+        f"{_TRAINER}:PPOTrainer._init_resource_pool_mgr",
+        "(self)",
+        names=("role_worker_mapping", "ActorRolloutRefWorker"),
+    ),
+    *(
+        _of_snapshots(name, f"{_WORKER}.{name}", "(self, n)", names=("cpu_saved_models",))
+        for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model")
+    ),
+)
+"""What a trainer that keeps weights relies on."""
+
+
 def before_any(look: Callable[[Any], None]) -> None:
     """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
     before(_INIT, look)

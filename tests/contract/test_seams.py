@@ -32,6 +32,11 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
 
 
+@SCORING
+def test_the_servers_that_score_are_where_they_were() -> None:
+    engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
+
+
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
 
 
@@ -43,6 +48,11 @@ def test_every_seam_is_where_it_was(group: Any) -> None:
 @ONLY_V1
 def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
     engine_loss.check(agent_loops.SEAMS_V1)
+
+
+@ONLY_V1
+def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
+    engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
 
 
 OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client, router_replay) for seam in quoted(module, ONLY_V1)]

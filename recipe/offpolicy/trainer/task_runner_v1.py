@@ -10,6 +10,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 import verl_patches
 
+from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..replay.replay_settings import ReplaySettings
 from ..staleness.staleness_settings import StalenessSettings
 from .supervised_run import demand_trained
@@ -30,13 +31,18 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 
 
 def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
-    """Choose what is put in front of verl's trainers: nothing of staleness or replay where these are off."""
+    """Choose what is put in front of verl's trainers: nothing of staleness, replay or snapshots where these are off."""
     mixin: type[OffPolicyTrainer] = OffPolicyTrainer
     # Release 0.9.0 has neither their buffer nor their worker.
     if StalenessSettings.from_config(config) is not None:
         from .bounded_trainer import BoundedTrainer
 
         mixin = BoundedTrainer
+    if SnapshotSettings.from_config(config) is not None:
+        from .snapshot_trainer import SnapshotTrainer
+
+        mixin = type(f"Snapshot{mixin.__name__}", (SnapshotTrainer, mixin), {})
+    # In front of all that choose workers, which it derives its own from.
     if ReplaySettings.from_config(config) is not None:
         from .replaying_trainer import ReplayingTrainer
 

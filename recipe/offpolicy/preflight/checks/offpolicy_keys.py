@@ -16,6 +16,7 @@ from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
 from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
+from ...monitor.mismatch.snapshot_settings import find_problems as snapshot_problems
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems
@@ -56,6 +57,7 @@ OWN_KEYS: dict[str, Validator] = {
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
     "extensions": lambda config, spec: extension_problems(config),
+    "late_weights": lambda config, spec: snapshot_problems(config),
     "record": lambda config, spec: record_problems(config),
     "replay": lambda config, spec: replay_problems(config),
     "shadow": _checked_elsewhere,
